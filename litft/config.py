@@ -1,0 +1,117 @@
+"""What an architecture is, as plain frozen values read from a checkpoint's own config.json. Imports no torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling beyond the original context.
+
+    `kind` is one of ROPE_KINDS: linear (arXiv 2306.15595), dynamic NTK, llama3 (Llama 3.1), yarn (arXiv 2309.00071),
+    longrope (arXiv 2402.13753). Fields that a kind does not use keep their defaults.
+    """
+
+    base: float
+    dim: int  # how many entries of a head are rotated
+    kind: str = "default"
+    factor: float = 1.0
+    context: int = 2048  # tokens the unscaled frequencies were trained on
+    attention_factor: float = 1.0  # multiplies cos and sin
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: whole dimensions bound the ramp
+    short_factor: tuple[float, ...] = ()  # longrope, one a frequency
+    long_factor: tuple[float, ...] = ()
+
+    @classmethod
+    def from_hf(cls, hf: dict[str, Any], dim: int) -> "Rope":
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it).
+
+        Raises ValueError for a rope type that litft does not know or a scaling that lacks a field.
+        """
+        scaling = {k: v for k, v in (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).items() if v is not None}
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind not in ROPE_KINDS:
+            raise ValueError(f"config.json: rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
+        limit = hf.get("max_position_embeddings", 2048)
+        trained = hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
+        # transformers lets the two contexts' ratio stand in for a factor that is not given; for longrope it wins
+        ratio = limit / (trained or limit)
+        factor = scaling.get("factor", ratio if trained else 1.0)
+        if kind == "longrope" and hf.get("original_max_position_embeddings"):
+            factor = ratio
+        needs = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(kind, [])
+        if kind in ("llama3", "yarn"):
+            needs = ["factor", "original_max_position_embeddings"]
+        if missing := [name for name in needs if name not in scaling]:
+            raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)} in its rope parameters")
+        own = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+        return cls(
+            base=float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            dim=dim,
+            kind=kind,
+            factor=float(factor),
+            context=int(limit if kind in ("default", "linear", "dynamic") else trained or limit),
+            attention_factor=_attention_factor(kind, scaling, float(factor), trained or limit),
+            short_factor=tuple(scaling.get("short_factor", ())),
+            long_factor=tuple(scaling.get("long_factor", ())),
+            **{name: scaling[name] for name in own if name in scaling},
+        )
+
+
+def _attention_factor(kind: str, scaling: dict[str, Any], factor: float, context: int) -> float:
+    """What yarn (its section 3.4) and longrope multiply cos and sin by; 1 for the others."""
+    if kind not in ("yarn", "longrope"):
+        return 1.0
+    if "attention_factor" in scaling:
+        return float(scaling["attention_factor"])
+    if factor <= 1:
+        return 1.0
+    if kind == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(context))
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and all_dim:
+        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
+    return 0.1 * math.log(factor) + 1
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What may differ from one depth to the next."""
+
+    rope: Rope | None  # None: no position information in this layer
+    window: int | None = None  # a query sees this many keys at most, itself included
+
+
+@dataclass(frozen=True)
+class Config:
+    """An architecture: every value that the network is built from, and nothing else."""
+
+    model_type: str
+    vocab_size: int
+    context: int  # tokens, as config.json states them
+    dim: int
+    hidden_dim: int  # of the MLP
+    n_heads: int
+    n_kv_heads: int
+    head_dim: int
+    layers: tuple[Layer, ...]
+    norm_eps: float
+    activation: str = "silu"
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False  # the head's weight is the embedding's
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_kv_heads:
+            raise ValueError(
+                f"config.json: {self.n_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly; "
+                "num_attention_heads must be a multiple of num_key_value_heads"
+            )
