@@ -1,0 +1,267 @@
+"""Every flag, as typed and documented fields. The text under a field is its --help; a default stands here only."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass
+class DataArgs:
+    """The examples."""
+
+    path: str | None = None
+    """A .json or .jsonl file of examples (Alpaca fields or `messages`), or a folder with train.* and val.*. Default: the
+    data of the embedded demo."""
+    val_path: str | None = None
+    """A file of validation examples. Default: the folder's val.*, or a part held out of `path`."""
+    val_fraction: float = 0.05
+    """The part held out for validation where there is no validation file. 0: no validation."""
+    template: str = "auto"
+    """How a conversation becomes text: auto (the checkpoint's chat template, Alpaca style where it has none), alpaca, or
+    the path of a jinja file."""
+    mask_prompt: bool = True
+    """Learn from the answers only. false: from every token."""
+    max_seq_length: int | None = None
+    """Longer examples are cut, in tokens. Default: the model's context, at most 2048."""
+    seed: int = 42
+    """Chooses what is held out."""
+
+
+@dataclass
+class TrainArgs:
+    """The optimization."""
+
+    epochs: float | None = None
+    """Passes over the data. Default: 3, or as many as max_steps needs."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps, even within an epoch."""
+    global_batch_size: int = 16
+    """Examples a step, over all devices and micro-batches."""
+    micro_batch_size: int = 4
+    """Examples that go through the network at once on one device. Changes speed and memory, not the result."""
+    learning_rate: float = 2e-4
+    """The peak learning rate."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_fraction: float = 0.05
+    """The part of the run over which the learning rate rises to its peak. May be 0."""
+    min_lr_ratio: float = 0.1
+    """Where the schedule ends, as a part of the peak."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay."""
+    max_grad_norm: float = 1.0
+    """Gradients with a larger 2-norm are scaled down to it. 0: no clipping."""
+    log_interval: int | None = None
+    """Write metrics.csv every so many steps. Default: 1 on a CPU, 10 on a GPU."""
+
+
+@dataclass
+class EvalArgs:
+    """Validation, before training, at intervals, and at the end."""
+
+    interval: int = 100
+    """Compute the validation loss every so many steps. 0: only before and after."""
+    max_batches: int | None = 64
+    """Use at most so many micro-batches of the validation data (a device). null: all of it."""
+    exact_match: bool = False
+    """Before and after, answer every validation question greedily and count the answers that are right to the letter."""
+
+
+@dataclass
+class SaveArgs:
+    """Checkpoints to resume from."""
+
+    interval: int = 200
+    """Save the run's state every so many steps. 0: only at the end."""
+    keep_last: int = 2
+    """Delete all but so many of the newest checkpoints."""
+
+
+@dataclass
+class LoRAArgs:
+    """LoRA, low-rank adaptation (arXiv 2106.09685)."""
+
+    r: int = 8
+    """The rank of the update of each weight matrix."""
+    alpha: float = 16
+    """The update is scaled by alpha / r."""
+    dropout: float = 0.0
+    """The part of the inputs to the update that is dropped while training."""
+    targets: list[str] = field(default_factory=lambda: ["all-linear"])
+    """The Linears to adapt: names or patterns, litft's or the checkpoint's (q_proj, blocks.1?.mlp.*), or all-linear (all
+    but the head)."""
+
+
+@dataclass
+class FinetuneArgs:
+    """What every fine-tuning method shares."""
+
+    checkpoint_dir: str | None = None
+    """A Hugging Face model folder, or an adapter folder to go on training. Default: the embedded demo."""
+    base_dir: str | None = None
+    """Where an adapter folder's base model lies now, if it has moved."""
+    out_dir: str | None = None
+    """The run's folder. Default: the first free out/<method>[-n]."""
+    resume: bool = False
+    """Continue from the newest complete checkpoint in out_dir (default: of the newest unfinished run)."""
+    overwrite: bool = False
+    """Delete the run that out_dir holds and begin again."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """The dtype of the frozen weights and the computation; what is trained stays fp32. auto: bf16 on a GPU, else fp32."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+    devices: int = 1
+    """How many devices (on a CPU: processes)."""
+    strategy: Literal["auto", "ddp"] = "auto"
+    """How several devices work together. auto: ddp where there are several."""
+    seed: int = 42
+    """Seeds initialization, order and dropout."""
+    deterministic: bool = False
+    """Bit-equal repeats on CUDA too, at some cost in speed (a CPU always repeats)."""
+    data: DataArgs = field(default_factory=DataArgs)
+    train: TrainArgs = field(default_factory=TrainArgs)
+    eval: EvalArgs = field(default_factory=EvalArgs)
+    save: SaveArgs = field(default_factory=SaveArgs)
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        t = self.train
+        at_least_one = {
+            "devices": self.devices,
+            "train.global_batch_size": t.global_batch_size,
+            "train.micro_batch_size": t.micro_batch_size,
+            "train.max_steps": t.max_steps,
+            "train.log_interval": t.log_interval,
+            "data.max_seq_length": self.data.max_seq_length,
+            "eval.max_batches": self.eval.max_batches,
+            "save.keep_last": self.save.keep_last,
+        }
+        not_negative = {
+            "train.learning_rate": t.learning_rate,
+            "train.weight_decay": t.weight_decay,
+            "train.max_grad_norm": t.max_grad_norm,
+            "eval.interval": self.eval.interval,
+            "save.interval": self.save.interval,
+        }
+        parts = {
+            "train.warmup_fraction": t.warmup_fraction,
+            "train.min_lr_ratio": t.min_lr_ratio,
+            "data.val_fraction": self.data.val_fraction,
+        }
+        found = [f"--{n} {v}: must be at least 1" for n, v in at_least_one.items() if v is not None and v < 1]
+        found += [f"--{n} {v}: must not be negative" for n, v in not_negative.items() if v < 0]
+        found += [f"--{n} {v}: must lie between 0 and 1" for n, v in parts.items() if not 0 <= v <= 1]
+        if t.epochs is not None and t.epochs <= 0:
+            found.append(f"--train.epochs {t.epochs}: must be above 0")
+        if self.resume and self.overwrite:
+            found.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
+        if self.checkpoint_dir and not self.data.path:
+            found.append("--data.path is missing: name the file of examples to learn from")
+        if self.data.path and not self.checkpoint_dir:
+            found.append("--checkpoint_dir is missing: name the folder of the model to train")
+        return found
+
+
+@dataclass
+class LoRAFinetuneArgs(FinetuneArgs):
+    """Fine-tune with LoRA: small trained factors beside frozen weights."""
+
+    lora: LoRAArgs = field(default_factory=LoRAArgs)
+
+    def problems(self) -> list[str]:
+        """As for every method, and LoRA's own."""
+        found = super().problems()
+        if self.lora.r < 1:
+            found.append(f"--lora.r {self.lora.r}: must be at least 1")
+        if not 0 <= self.lora.dropout < 1:
+            found.append(f"--lora.dropout {self.lora.dropout}: must lie in [0, 1)")
+        if not self.lora.targets:
+            found.append("--lora.targets is empty: name at least one Linear, or all-linear")
+        return found
+
+
+@dataclass
+class ModelArgs:
+    """Which model to run."""
+
+    checkpoint_dir: str | None = None
+    """A model folder, an adapter folder, or a run's folder. Default: the newest finished run under out/."""
+    base_dir: str | None = None
+    """Where an adapter folder's base model lies now, if it has moved."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """The dtype of weights and computation. auto: bf16 on a GPU, else fp32."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+    max_new_tokens: int = 256
+    """Stop an answer after so many tokens."""
+    temperature: float = 0.8
+    """Higher is more varied; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Choose among the k likeliest tokens only."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that together have this probability."""
+    seed: int | None = None
+    """Makes the sampling repeatable."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        found = []
+        if self.max_new_tokens < 1:
+            found.append(f"--max_new_tokens {self.max_new_tokens}: must be at least 1")
+        if self.temperature < 0:
+            found.append(f"--temperature {self.temperature}: must not be negative; 0 is greedy")
+        if self.top_k is not None and self.top_k < 1:
+            found.append(f"--top_k {self.top_k}: must be at least 1")
+        if not 0 < self.top_p <= 1:
+            found.append(f"--top_p {self.top_p}: must lie in (0, 1]")
+        return found
+
+
+@dataclass
+class GenerateArgs(ModelArgs):
+    """Complete one prompt, or a file of prompts; the completion alone goes to stdout."""
+
+    prompt: str | None = None
+    """The prompt."""
+    prompts: str | None = None
+    """A .jsonl file with a `prompt` (or `messages`) a line, in place of --prompt."""
+    out: str | None = None
+    """Where to write the completions of --prompts, one JSON object a line. Default: stdout."""
+    template: Literal["auto", "none"] = "auto"
+    """auto: put the prompt into the model's chat template. none: continue the bare text."""
+
+    def problems(self) -> list[str]:
+        """As for every model, and that there is just one source of prompts."""
+        found = super().problems()
+        if (self.prompt is None) == (self.prompts is None):
+            found.append("give either --prompt TEXT or --prompts FILE.jsonl")
+        if self.out and not self.prompts:
+            found.append("--out needs --prompts: a single completion goes to stdout")
+        return found
+
+
+@dataclass
+class ChatArgs(ModelArgs):
+    """Chat with a model; without a terminal, one message a line on stdin and the answers alone on stdout."""
+
+    system: str | None = None
+    """A system message to begin with."""
+    debug: bool = False
+    """Show on stderr the text that the model reads."""
+
+
+@dataclass
+class MergeArgs:
+    """Merge a LoRA adapter into its base: a model folder of its own."""
+
+    checkpoint_dir: str | None = None
+    """The adapter's folder, or its run's. Default: the newest finished run under out/."""
+    out_dir: str | None = None
+    """Where to write the merged model; must not exist or be empty."""
+    base_dir: str | None = None
+    """Where the base model lies now, if it has moved."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """The dtype to write; the merge itself is done in fp32. auto: the base's own."""
+
+    def problems(self) -> list[str]:
+        """The target is needed."""
+        return [] if self.out_dir else ["--out_dir is missing: name the folder to write the merged model to"]

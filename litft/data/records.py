@@ -1,0 +1,84 @@
+"""Files of examples: JSON and JSONL, with Alpaca fields or `messages`. An error names the file and the line or index."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from litft.prompts import Message, user_content
+
+SUFFIXES = (".json", ".jsonl")
+ROLES = ("system", "user", "assistant")
+
+
+def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
+    """The records of a .json (an array) or .jsonl file, each with a label that says where it stands."""
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; --data.path takes a .json or .jsonl file, or a folder with both splits")
+    if path.suffix not in SUFFIXES:
+        raise ValueError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {' or '.join(SUFFIXES)}")
+    try:
+        text = path.read_text("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, for example with iconv") from None
+    records = list(_lines(path, text) if path.suffix == ".jsonl" else _array(path, text))
+    if not records:
+        raise ValueError(f"{path} holds no examples; --data.path needs at least one")
+    for where, record in records:
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: an example must be an object with fields, found {type(record).__name__}")
+    return records
+
+
+def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            try:
+                yield f"{path}, line {number}", json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: no valid JSON ({error}); each line is one object") from None
+
+
+def _array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
+    try:
+        content = json.loads(text or "[]")
+    except json.JSONDecodeError as error:
+        hint = "one object a line is .jsonl: rename the file" if error.msg == "Extra data" else "mend it there"
+        raise ValueError(f"{path}, line {error.lineno}: no valid JSON ({error.msg}, column {error.colno}); {hint}") from None
+    if not isinstance(content, list):
+        raise ValueError(f"{path}: expected an array of examples, found {type(content).__name__}")
+    for index, record in enumerate(content):
+        yield f"{path}, record {index}", record
+
+
+def to_messages(record: dict[str, Any], where: str, template: str) -> list[Message]:
+    """A record as messages; ValueError naming the record where it lacks the fields of a known format."""
+    if "messages" in record:
+        return _checked(record["messages"], where)
+    if "instruction" in record and "output" in record:
+        for name in ("instruction", "input", "output"):
+            if not isinstance(record.get(name) or "", str):
+                raise ValueError(f"{where}: field {name!r} must be text, found {type(record[name]).__name__}")
+        content = user_content(record["instruction"] or "", record.get("input") or "", template)
+        answer = {"role": "assistant", "content": record["output"] or ""}
+        return [{"role": "user", "content": content}, answer]
+    fields = ", ".join(map(repr, record)) or "none"
+    raise ValueError(f"{where}: needs 'instruction' and 'output', or 'messages'; found the fields {fields}")
+
+
+def _checked(messages: Any, where: str) -> list[Message]:
+    """Messages with plain text content; content given as typed parts is joined."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: 'messages' must be a list with at least one message")
+    checked = []
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            role = message.get("role") if isinstance(message, dict) else message
+            raise ValueError(f"{where}: message {number} has the role {role!r}; known: {', '.join(ROLES)}")
+        content = message.get("content")
+        if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
+            content = "".join(part.get("text", part.get("value", "")) for part in content)
+        if not isinstance(content, str):
+            raise ValueError(f"{where}: message {number} has no text as its 'content'")
+        checked.append({"role": message["role"], "content": content})
+    return checked

@@ -1,0 +1,186 @@
+"""A folder to a model and its tokenizer: base models, adapters and runs alike."""
+
+import hashlib
+import json
+import os
+import shutil
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from litft.config import Config
+from litft.families import family, read_config
+from litft.model import GPT
+from litft.peft import ADAPTER_CONFIG, LoRA, assign, read_adapter_config
+from litft.rules import Rule
+from litft.tokenizer import FILES, Tokenizer
+from litft.weights import Checkpoint, check_weights, load_weights
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DEMO = Path(__file__).parent / "demo"
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a folder holds, known before any weight is read."""
+
+    folder: Path  # the model's or the adapter's: where the tokenizer lies
+    base: Path  # where config.json and the weights lie
+    adapter: Path | None
+    hf: dict[str, Any]
+    config: Config
+
+    @property
+    def rules(self) -> list[Rule]:
+        """How this family's weights are named."""
+        return family(self.config.model_type).rules(self.config)
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint:
+        """The weight files, opened but not read."""
+        return Checkpoint(self.base)
+
+    def tokenizer(self) -> Tokenizer | None:
+        """The adapter's own tokenizer, else the base's; None where neither has one."""
+        names = ("tokenizer.json", "tokenizer.model")
+        holds = next((f for f in (self.folder, self.base) if any((f / n).is_file() for n in names)), None)
+        return Tokenizer(holds) if holds else None
+
+    def dtype(self, precision: str | None) -> torch.dtype:
+        """The dtype asked for; None: the folder's own."""
+        if precision is None:
+            names = self.checkpoint.names
+            return self.checkpoint.meta(names[0]).dtype
+        if precision not in DTYPES:
+            raise ValueError(f"precision {precision!r} is not known; use {', '.join(DTYPES)}")
+        return DTYPES[precision]
+
+    def meta_model(self) -> GPT:
+        """The network without memory for its weights."""
+        with torch.device("meta"):
+            return GPT(self.config)
+
+    def check(self) -> None:
+        """Compare the weight files' names and shapes with the config, without reading data."""
+        check_weights(self.meta_model(), self.checkpoint, self.rules)
+
+    def base_model(self, precision: str | None = None, device: torch.device | str = "cpu") -> GPT:
+        """The base network with its weights, frozen, one tensor at a time from disk to device."""
+        model = self.meta_model()
+        load_weights(model, self.checkpoint, self.rules, self.dtype(precision), device)
+        model.tie()
+        model.rotaries.to_empty(device=device)  # their tables are computed, not read
+        return model.eval()
+
+    def attach_adapter(self, model: GPT) -> LoRA | None:
+        """Put this folder's adapter, where it is one, on its base."""
+        if self.adapter is None:
+            return None
+        method, values = LoRA.read(self.adapter, model, self.rules)
+        method.attach(model)
+        assign(model, method, values)
+        return method
+
+
+def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
+    """Find out what a folder is; ValueError with a remedy where it is nothing that can be opened."""
+    folder = Path(folder)
+    if not folder.exists():
+        raise ValueError(f"{folder} does not exist; name a model folder in Hugging Face's format, or an adapter's")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; name the folder it lies in")
+    if (folder / "final").is_dir() and not (folder / "config.json").is_file():
+        folder = folder / "final"  # a run's folder stands for its result
+    adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
+    base = _base_of(folder, base_dir) if adapter else folder
+    hf = _read_config_json(base)
+    source = Source(folder, base, adapter, hf, read_config(hf))
+    if adapter:
+        _check_fingerprint(source)
+    return source
+
+
+def load(
+    folder: str | Path,
+    precision: str | None = None,
+    device: torch.device | str = "cpu",
+    base_dir: str | Path | None = None,
+) -> tuple[GPT, Tokenizer | None]:
+    """Open any folder: a base model, an adapter (litft's or PEFT's), a merged model, a run.
+
+    precision: bf16, fp16 or fp32; None means the folder's own dtype. base_dir overrides where an adapter says its base
+    lies. The tokenizer is None where there is none. Raises ValueError for what cannot be opened.
+    """
+    source = resolve(folder, base_dir)
+    model = source.base_model(precision, device)
+    source.attach_adapter(model)
+    return model.eval(), source.tokenizer()
+
+
+def _read_config_json(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ValueError(f"{folder} has no config.json; name the folder that Hugging Face's save_pretrained wrote")
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no valid JSON ({error}); download it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no JSON object; download it again")
+    return content
+
+
+def _base_of(adapter: Path, base_dir: str | Path | None) -> Path:
+    """An adapter's base: as asked for, as recorded relative to the adapter, or as named in PEFT's own field."""
+    if base_dir:
+        return Path(base_dir)
+    config = read_adapter_config(adapter)
+    recorded = config.get("litft", {}).get("base_path")
+    named = config.get("base_model_name_or_path") or ""
+    candidates = [adapter / recorded] if recorded else []
+    for path in [*candidates, Path(named)]:
+        if named and path.is_dir():
+            return Path(os.path.normpath(path))
+    raise ValueError(f"{adapter}: its base model {named!r} is not a folder here; pass --base_dir")
+
+
+def _check_fingerprint(source: Source) -> None:
+    recorded = read_adapter_config(source.adapter).get("litft", {}).get("base_fingerprint")
+    if recorded and recorded != (found := fingerprint(source.checkpoint)):
+        raise ValueError(
+            f"{source.adapter} was trained on another base than {source.base} (fingerprint {recorded[:12]}, found "
+            f"{found[:12]}); pass --base_dir with the folder it was trained on"
+        )
+
+
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """A hash over every tensor's name, shape, dtype and first numbers: which weights these are, in milliseconds."""
+    digest = hashlib.sha256()
+    for name in checkpoint.names:
+        meta = checkpoint.meta(name)
+        digest.update(f"{name} {tuple(meta.shape)} {meta.dtype}".encode())
+        digest.update(checkpoint.head(name, 64).float().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def base_record(source: Source, folder: Path) -> dict[str, Any]:
+    """What an adapter written to `folder` says about its base: PEFT's field, and litft's own to find it again."""
+    base = source.base.resolve()
+    own = {"base_path": os.path.relpath(base, folder.resolve()), "base_fingerprint": fingerprint(source.checkpoint)}
+    return {"base_model_name_or_path": str(base), "litft": own}
+
+
+def copy_tokenizer(tokenizer: Tokenizer, stop_ids: list[int], folder: Path) -> None:
+    """Write the tokenizer beside a model, with the chat template and the stop tokens the model was trained with."""
+    for name in FILES:
+        if (path := tokenizer.folder / name).is_file():
+            shutil.copyfile(path, folder / name)
+    (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    stops = list(dict.fromkeys([*tokenizer.stop_ids, *stop_ids]))
+    settings["eos_token_id"] = stops[0] if len(stops) == 1 else stops
+    path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")

@@ -1,0 +1,197 @@
+"""Text to token ids and back: `tokenizer.json` (tokenizers) or `tokenizer.model` (sentencepiece), one face."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from litft.prompts import ALPACA, Message, render
+
+# what a tokenizer consists of: copied beside every model and adapter that litft writes
+FILES = (
+    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "chat_template.jinja generation_config.json"
+).split()
+
+
+class _Fast:
+    """The `tokenizers` back-end."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self.backend = Backend.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"{path} is no valid tokenizer ({error}); download it again") from None
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.size = self.backend.get_vocab_size()
+        self.special_ids = {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: list[int], skip_special: bool) -> str:
+        return self.backend.decode(ids, skip_special_tokens=skip_special)
+
+    def token_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def adds_bos(self, bos_id: int | None) -> bool:
+        """Whether the file's own post-processor begins every text with BOS."""
+        ids = self.backend.encode("a", add_special_tokens=True).ids
+        return bos_id is not None and ids[:1] == [bos_id]
+
+
+class _SentencePiece:
+    """The sentencepiece back-end; special tokens in the text become their ids, as in transformers."""
+
+    def __init__(self, path: Path, special: list[str]) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self.backend = SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{path} is no valid sentencepiece model ({error}); download it again") from None
+        self.size = self.backend.vocab_size()
+        self.special = {token: self.backend.piece_to_id(token) for token in special if self.token_id(token) is not None}
+        self.special_ids = set(self.special.values())
+        self._split = re.compile("(" + "|".join(map(re.escape, self.special)) + ")") if self.special else None
+
+    def encode(self, text: str) -> list[int]:
+        ids = []
+        for part in self._split.split(text) if self._split else [text]:
+            ids += [self.special[part]] if part in self.special else self.backend.encode(part)
+        return ids
+
+    def decode(self, ids: list[int], skip_special: bool) -> str:
+        if skip_special:
+            return self.backend.decode([i for i in ids if i not in self.special_ids])
+        text, plain = "", []
+        names = {i: token for token, i in self.special.items()}
+        for i in [*ids, None]:
+            if i is None or i in names:
+                text += self.backend.decode(plain) + names.get(i, "")
+                plain = []
+            else:
+                plain.append(i)
+        return text
+
+    def token_id(self, token: str) -> int | None:
+        found = self.backend.piece_to_id(token)
+        return found if self.backend.id_to_piece(found) == token else None
+
+    def adds_bos(self, bos_id: int | None) -> bool:
+        return bos_id is not None  # transformers' default for these files
+
+
+class Tokenizer:
+    """A checkpoint's tokenizer and chat template.
+
+    `chat_template` is jinja source; where the folder has none it is Alpaca style. It begins with the BOS token wherever the
+    tokenizer adds one to plain text, so that a conversation has exactly one. `stop_ids` end a generation.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        config = _read_json(folder / "tokenizer_config.json")
+        self.special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
+        added = [entry["content"] for entry in config.get("added_tokens_decoder", {}).values() if entry.get("special")]
+        if (path := folder / "tokenizer.json").is_file():
+            self._backend = _Fast(path)
+        elif (path := folder / "tokenizer.model").is_file():
+            self._backend = _SentencePiece(path, [*self.special.values(), *added])
+        else:
+            raise ValueError(f"{folder} holds no tokenizer.json or tokenizer.model; copy the model's tokenizer into it")
+        self.bos_id = self._id("bos_token")
+        self.eos_id = self._id("eos_token")
+        adds = config.get("add_bos_token")
+        self.adds_bos = self.bos_id is not None and (adds if adds is not None else self._backend.adds_bos(self.bos_id))
+        self.special_ids = self._backend.special_ids
+        self.stop_ids = _stop_ids(folder, self.eos_id)
+        if not self.stop_ids:
+            raise ValueError(f"{folder}: neither tokenizer_config.json nor generation_config.json names an end token (eos)")
+        self.own_template = _own_template(folder, config)
+        self.chat_template = ""
+        self.use_template(self.own_template or ALPACA)
+
+    def _id(self, kind: str) -> int | None:
+        return self._backend.token_id(self.special[kind]) if kind in self.special else None
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens the tokenizer knows; the model's vocabulary may be padded beyond."""
+        return self._backend.size
+
+    def token_id(self, token: str) -> int | None:
+        """The id of a token given as text; None where it is not one."""
+        return self._backend.token_id(token)
+
+    def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
+        """Token ids of `text`. bos None: a BOS where the checkpoint's tokenizer adds one and the text has none yet."""
+        ids = self._backend.encode(text)
+        if bos is None:
+            bos = self.adds_bos and ids[:1] != [self.bos_id]
+        for wanted, kind, known in ((bos, "bos_token", self.bos_id), (eos, "eos_token", self.eos_id)):
+            if wanted and known is None:
+                raise ValueError(f"{self.folder}: tokenizer_config.json names no {kind} to add")
+        return [self.bos_id] * bos + ids + [self.eos_id] * eos
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        """The text of token ids; bytes that are no valid UTF-8 yet come out as U+FFFD."""
+        return self._backend.decode([int(i) for i in ids], skip_special)
+
+    def apply_chat_template(
+        self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False
+    ) -> str:
+        """The conversation as the text the model reads; encode it with `bos=False`."""
+        return render(self.chat_template, messages, tools, add_generation_prompt, **self.special)
+
+    def use_template(self, source: str) -> None:
+        """Render with `source` from now on; a BOS is put before it where the tokenizer adds one and it does not."""
+        self.chat_template = source
+        if self.adds_bos:
+            probe = [{"role": "user", "content": "a"}]
+            if not self.apply_chat_template(probe).startswith(self.special["bos_token"]):
+                self.chat_template = "{{ bos_token }}" + source
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is no valid JSON ({error}); download it again") from None
+
+
+def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token, ... as text; an entry is a string or a dict with its content. The first source wins."""
+    tokens: dict[str, str] = {}
+    for source in sources:
+        for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
+            value = source.get(kind)
+            value = value.get("content") if isinstance(value, dict) else value
+            if isinstance(value, str):
+                tokens.setdefault(kind, value)
+    return tokens
+
+
+def _own_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """The folder's chat template: its own file, or an entry of tokenizer_config.json (one, or several with names)."""
+    if (path := folder / "chat_template.jinja").is_file():
+        return path.read_text("utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = {entry["name"]: entry["template"] for entry in found}
+        return named.get("default")
+    return found
+
+
+def _stop_ids(folder: Path, eos_id: int | None) -> list[int]:
+    """What ends a generation: generation_config.json's eos_token_id (or config.json's), and the tokenizer's EOS."""
+    configs = (_read_json(folder / name) for name in ("generation_config.json", "config.json"))
+    stated = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
+    stated = stated if isinstance(stated, list) else [stated]
+    return list(dict.fromkeys([*stated, *([eos_id] if eos_id is not None else [])]))
