@@ -1,0 +1,9 @@
+"""Complete a prompt, or a file of prompts:
+
+python generate/base.py --checkpoint_dir DIR --prompt "Once upon a time"
+"""
+
+from litft.cli import run
+
+if __name__ == "__main__":
+    run("generate")

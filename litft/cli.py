@@ -1,0 +1,207 @@
+"""From the command line to an instance of `args.py`: jsonargparse in one place, and what it lacks.
+
+A bare boolean flag means true, lists are `a,b`, and everything wrong comes in one message with the nearest name.
+Nothing heavy is imported before the arguments are parsed, so any --help answers at once.
+"""
+
+import dataclasses
+import difflib
+import sys
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn, get_args, get_origin
+
+import yaml
+from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
+
+from litft import args as flags
+from litft import runs
+
+DEMO_RECIPE = Path(__file__).parent / "demo" / "lora.yaml"
+
+set_parsing_settings(docstring_parse_attribute_docstrings=True)
+
+
+class Command(NamedTuple):
+    """The arguments a command takes, and the function (module:name) that gets them."""
+
+    args: type
+    function: str
+
+
+COMMANDS = {
+    "finetune lora": Command(flags.LoRAFinetuneArgs, "litft.train:finetune"),
+    "generate": Command(flags.GenerateArgs, "litft.generate:generate"),
+    "chat": Command(flags.ChatArgs, "litft.generate:chat"),
+    "merge_lora": Command(flags.MergeArgs, "litft.merge:merge"),
+}
+
+
+def run(command: str, argv: list[str] | None = None) -> Any:
+    """Parse and run one command; a user's mistake ends with exit code 2 and a message on stderr."""
+    entry = COMMANDS[command]
+    args = parse(entry.args, sys.argv[1:], None) if argv is None else parse(entry.args, argv, f"litft {command}")
+    module, _, name = entry.function.partition(":")
+    try:
+        return getattr(import_module(module), name)(args)
+    except ValueError as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
+
+
+def main() -> None:
+    """The `litft` command: `litft finetune lora ...`, `litft chat ...`."""
+    for name in COMMANDS:
+        words = name.split()
+        if sys.argv[1 : 1 + len(words)] == words:
+            run(name, sys.argv[1 + len(words) :])
+            return
+    listed = "\n  ".join(f"litft {name:<16} {entry.args.__doc__}" for name, entry in COMMANDS.items())
+    usage = f"usage: litft COMMAND [flags]\n\n  {listed}\n\n`litft COMMAND --help` lists a command's flags."
+    if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
+        fail(f"no command {' '.join(sys.argv[1:3])!r}\n{usage}")
+    print(usage)
+
+
+def fail(message: str) -> NoReturn:
+    """End as a user's mistake does."""
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
+    """An instance of the dataclass `cls` from flags, the later winning; --config FILE.yaml stands for its contents.
+
+    Exits with code 2 and every mistake listed at once.
+    """
+    known = _flags(cls)
+    given, problems, passed = _read(argv, known)
+    if issubclass(cls, flags.FinetuneArgs):
+        given = _implied(dict(given), known) + given
+    for name, value in given:
+        if message := _mistake(cls, name, value):
+            problems.append(message)
+    if problems:
+        fail("\n".join(problems))
+    parser = _parser(cls, prog=prog)
+    namespace = parser.parse_args([f"--{name}={value}" for name, value in given] + passed)
+    namespace.pop("config", None)
+    args = cls(**vars(parser.instantiate(namespace)))
+    if problems := args.problems():
+        fail("\n".join(problems))
+    return args
+
+
+def _parser(cls: type, **settings: Any) -> ArgumentParser:
+    parser = ArgumentParser(description=cls.__doc__, **settings)
+    parser.add_argument("--config", action="config", help="A YAML file of flags, such as a run's config.yaml.")
+    parser.add_class_arguments(cls, as_group=False)
+    return parser
+
+
+def _flags(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Every flag's dotted name and type."""
+    found = {}
+    for item in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(item.type):
+            found |= _flags(item.type, f"{prefix}{item.name}.")
+        else:
+            found[prefix + item.name] = item.type
+    return found
+
+
+def _read(argv: list[str], known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str], list[str]]:
+    """Names and values as given, what is wrong with the names, and the words that are jsonargparse's own."""
+    given, problems, passed, words = [], [], [], list(argv)
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help") or word.startswith("--print_config"):
+            passed.append(word)
+            continue
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--"):
+            problems.append(f"{word!r} is no flag: flags begin with --")
+            continue
+        if not equals:
+            bare = known.get(name) is bool and (not words or words[0].lower() not in ("true", "false"))
+            value = "true" if bare else words.pop(0) if words and not words[0].startswith("--") else None
+        if name == "config":
+            given_there, problems_there = _read_config(value, known)
+            given, problems = given + given_there, problems + problems_there
+        elif name not in known:
+            problems.append(_unknown(name, known))
+        elif value is None:
+            problems.append(f"--{name} needs a value")
+        else:
+            given.append((name, _as_list(value) if get_origin(known[name]) is list else value))
+    return given, problems, passed
+
+
+def _implied(given: dict[str, str], known: dict[str, Any]) -> list[tuple[str, str]]:
+    """What the flags need not repeat: those a resumed run began with, or the demo's recipe where there is no model."""
+    if given.get("resume") == "true":
+        run = Path(given["out_dir"]) if "out_dir" in given else runs.newest(done=False)
+        if run and (run / runs.CONFIG).is_file():
+            return _read_config(run / runs.CONFIG, known)[0]
+    return [] if "checkpoint_dir" in given else _read_config(DEMO_RECIPE, known)[0]
+
+
+def _as_list(value: str) -> str:
+    """a,b as YAML's [a,b]"""
+    return value if value.startswith("[") else f"[{value}]"
+
+
+def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
+    """A YAML file's entries as flags."""
+    if path is None or not Path(path).is_file():
+        return [], [f"--config {path}: no such file"]
+    try:
+        content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
+    except yaml.YAMLError as error:
+        return [], [f"--config {path}: no valid YAML ({' '.join(str(error).split())})"]
+    entries = dict(_flatten(content))
+    problems = [f"{path}: {_unknown(name, known)}" for name in entries if name not in known]
+    words = {name: _as_word(value) for name, value in entries.items() if name in known}
+    return list(words.items()), problems
+
+
+def _flatten(content: dict, prefix: str = ""):
+    for name, value in content.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + str(name), value
+
+
+def _as_word(value: Any) -> str:
+    """A YAML value as it would stand on the command line."""
+    if isinstance(value, str):
+        return value
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+
+
+def _unknown(name: str, known: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = near or [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    return f"--{name} does not exist" + (f"; did you mean --{near[0]}?" if near else "; --help lists all flags")
+
+
+def _mistake(cls: type, name: str, value: str) -> str | None:
+    """What is wrong with a value, in one line."""
+    try:
+        _parser(cls, exit_on_error=False).parse_args([f"--{name}={value}"])
+    except ArgumentError:
+        return f"--{name} {value}: expected {_describe(_flags(cls)[name])}"
+    return None
+
+
+def _describe(kind: Any) -> str:
+    """A type in words."""
+    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    if kind in words:
+        return words[kind]
+    if get_origin(kind) is list:
+        return "a list a,b,c"
+    return " or ".join(words.get(part, str(part)) for part in get_args(kind))

@@ -1,0 +1,104 @@
+"""What a step costs: the FLOPs a method needs, what the chip could do, and the memory a process has held."""
+
+import re
+import resource
+import sys
+import time
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from litft.data.samples import Sample
+from litft.model import GPT
+
+# Dense peak TFLOP/s in bf16 and fp32 (TF32 is off) by a part of the name that torch reports: the makers' data sheets.
+# The first match wins, so that an L40S is not taken for an L4, nor "NVIDIA H100 PCIe" for the faster SXM board.
+CHIPS: tuple[tuple[str, float, float], ...] = (
+    (r"\bB300\b", 2250.0, 75.0),
+    (r"\bGB200\b", 2500.0, 80.0),
+    (r"\bB200\b", 2250.0, 75.0),
+    (r"\bGH200\b", 989.4, 66.9),
+    (r"\bH200\b", 989.4, 66.9),
+    (r"\bH100 NVL\b", 835.0, 60.0),
+    (r"\bH100 PCIe\b", 756.0, 51.2),
+    (r"\bH(100|800)\b", 989.4, 66.9),
+    (r"\bH20\b", 148.0, 44.0),
+    (r"\bA(100|800)\b", 312.0, 19.5),
+    (r"\bA10G\b", 70.0, 31.5),
+    (r"\bA10\b", 125.0, 31.2),
+    (r"\bA40\b", 149.7, 37.4),
+    (r"\bRTX A6000\b", 154.8, 38.7),
+    (r"\bRTX 6000 Ada\b", 364.2, 91.1),
+    (r"\bL40S\b", 362.05, 91.6),
+    (r"\bL40\b", 181.05, 90.5),
+    (r"\bL4\b", 121.0, 30.3),
+    (r"\bRTX 5090\b", 209.5, 104.8),
+    (r"\bRTX 4090\b", 165.2, 82.6),
+    (r"\bRTX 4080\b", 97.5, 48.7),
+    (r"\bRTX 3090\b", 71.0, 35.6),
+    (r"\bV100\b", 0.0, 15.7),
+    (r"\bT4\b", 0.0, 8.1),
+)
+
+
+def peak_flops(device: torch.device, precision: str) -> float | None:
+    """FLOP/s that `device` can do at most in `precision`: from CHIPS, or on a CPU measured; None where not known."""
+    if device.type == "cpu":
+        return _measure_matmul(torch.bfloat16 if precision == "bf16" else torch.float32)
+    name = torch.cuda.get_device_name(device)
+    for pattern, bf16, fp32 in CHIPS:
+        if re.search(pattern, name):
+            return (bf16 if precision == "bf16" else fp32) * 1e12 or None
+    return None
+
+
+def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
+    """FLOP/s of the fastest of a few matrix products; a tenth of a second."""
+    a = torch.randn(size, size).to(dtype)
+    a @ a
+    seconds = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        a @ a
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
+
+
+class Flops:
+    """FLOPs that training a sample needs: forward, input gradients, and weight gradients where weights are trained.
+
+    Attention counts the keys that a query really sees, the head only the supervised tokens; recomputation counts nothing.
+    """
+
+    def __init__(self, model: GPT) -> None:
+        matrices = {id(p): p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters() if p.dim() == 2}
+        head = matrices.pop(id(model.lm_head.weight))
+        self.per_token = sum(2 * p.numel() * (3 if p.requires_grad else 2) for p in matrices.values())
+        self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
+        config = model.config
+        self.windows = [layer.window for layer in config.layers]
+        self.per_pair = 2 * 2 * config.n_heads * config.head_dim * 3  # QK and PV; their backward is twice the forward
+
+    def __call__(self, samples: Iterable[Sample]) -> float:
+        """FLOPs of one step over `samples`."""
+        return sum(
+            self.per_token * sample.tokens.numel()
+            + self.per_target * sample.supervised
+            + self.per_pair * sum(_pairs(sample.tokens.numel(), window) for window in self.windows)
+            for sample in samples
+        )
+
+
+def _pairs(tokens: int, window: int | None) -> int:
+    """How many (query, key) pairs causal attention over `tokens` has."""
+    w = min(window or tokens, tokens)
+    return w * (w + 1) // 2 + (tokens - w) * w
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory held so far in GiB: allocated on the GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

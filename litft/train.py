@@ -1,0 +1,295 @@
+"""Fine-tuning: from the flags to a run's folder, and the one loop that all methods and strategies share."""
+
+import dataclasses
+import math
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+import yaml
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from litft import checkpoint, runs
+from litft.args import FinetuneArgs, TrainArgs
+from litft.data.samples import Data, Sample, load_data
+from litft.data.steps import Order, layout
+from litft.evaluate import answer, exact_match, validation_loss
+from litft.folder import DEMO, Source, base_record, copy_tokenizer, resolve
+from litft.metrics import Metrics
+from litft.model import GPT
+from litft.parallel import make_fabric, pick_precision
+from litft.peft import LoRA, method_of
+from litft.plan import Flops, peak_flops, peak_memory
+from litft.tokenizer import Tokenizer
+
+BETAS = (0.9, 0.95)
+
+
+def finetune(args: FinetuneArgs) -> Path:
+    """Train as `args` say; returns the run's folder. ValueError for whatever the user can mend, before any training."""
+    if problems := args.problems():
+        raise ValueError("\n".join(problems))
+    if args.checkpoint_dir is None:
+        args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=str(DEMO)))
+    method = method_of(args)
+    folder = runs.choose(args.out_dir, method.name, args.resume)
+    runs.check(folder, args.resume, args.overwrite)
+    source = resolve(args.checkpoint_dir, args.base_dir)
+    source.check()
+    if source.adapter is None:
+        method.choose(source.meta_model(), source.rules)
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+    data = load_data(args.data, tokenizer, source.config.vocab_size, source.config.context)
+    fabric = make_fabric(args)
+    fabric.launch()
+    # every process chose a folder; the first one's counts, and none has written to it before all have looked
+    folder = Path(fabric.broadcast(str(folder)))
+    Run(args, fabric, method, source, tokenizer, data, folder).train()
+    return folder
+
+
+def planned_samples(train: TrainArgs, size: int) -> int:
+    """How many samples the run will see, the position in the data at which it ends."""
+    by_steps = train.max_steps * train.global_batch_size if train.max_steps else None
+    epochs = train.epochs or (None if by_steps else 3.0)
+    by_epochs = max(1, round(epochs * size)) if epochs else None
+    return min(n for n in (by_steps, by_epochs) if n)
+
+
+def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
+    """The rate of step `step` (from 0) of `steps`: a linear rise over the warm-up, then the schedule's fall."""
+    warmup = round(train.warmup_fraction * steps)
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    fall = {"cosine": (1 + math.cos(math.pi * progress)) / 2, "linear": 1 - progress, "constant": 1.0}[train.lr_schedule]
+    return train.learning_rate * (train.min_lr_ratio + (1 - train.min_lr_ratio) * fall)
+
+
+def accumulate(fabric: Fabric, model: nn.Module, samples: list[Sample], rows: int) -> Tensor:
+    """Add to the gradients those of the samples' mean loss a token, and return that loss.
+
+    The sum over this rank's micro-batches is divided by the count over *all*; DDP averages over ranks, hence the factor.
+    """
+    count = sum(sample.supervised for sample in samples)
+    batches = layout(samples, rows, fabric.world_size, fabric.global_rank)
+    total = torch.zeros((), device=fabric.device)
+    for number, batch in enumerate(batches, 1):
+        batch = batch.to(fabric.device)
+        synced = fabric.world_size == 1 or number == len(batches)
+        with fabric.no_backward_sync(model, enabled=not synced):
+            loss, _ = model(batch.tokens, targets=batch.targets)
+            fabric.backward(loss * (fabric.world_size / count))
+        total += loss.detach()
+    return fabric.all_reduce(total, reduce_op="sum") / count
+
+
+def progress_bar(begun: int, steps: int, disable: bool) -> tqdm:
+    """Steps, rate and ETA; a log file gets a line every ten seconds in place of a moving bar."""
+    terminal = sys.stderr.isatty()
+    return tqdm(
+        total=steps,
+        initial=begun,
+        unit="step",
+        disable=disable,
+        dynamic_ncols=terminal,
+        mininterval=0.1 if terminal else 10,
+        maxinterval=10 if terminal else 60,
+        bar_format=None if terminal else "{l_bar}{r_bar}\n",
+    )
+
+
+class Run:
+    """One fine-tuning run on one process of it."""
+
+    def __init__(
+        self,
+        args: FinetuneArgs,
+        fabric: Fabric,
+        method: LoRA,
+        source: Source,
+        tokenizer: Tokenizer,
+        data: Data,
+        folder: Path,
+    ) -> None:
+        self.args, self.fabric, self.source, self.tokenizer, self.data = args, fabric, source, tokenizer, data
+        self.folder, self.main = folder, fabric.global_rank == 0
+        self.precision = pick_precision(args.precision, fabric.device)
+        self.model, self.method = self._build(method)
+        self.parameters = self.method.parameters(self.model)
+        peak = peak_flops(fabric.device, self.precision)
+        self.metrics = Metrics(folder / "metrics.csv" if self.main else None, peak and peak * fabric.world_size)
+        self.samples = planned_samples(args.train, len(data.train))
+        self.steps = -(-self.samples // args.train.global_batch_size)
+        self.scores: dict[str, list[float]] = {"validation loss": [], "exact match": []}
+
+    def _build(self, method: LoRA) -> tuple[GPT, LoRA]:
+        """The base with its method: a fresh one, or the adapter's that the folder holds."""
+        model = self.source.base_model(self.precision, self.fabric.device)
+        torch.manual_seed(self.args.seed)  # the same factors on every rank
+        if held := self.source.attach_adapter(model):
+            return model, held
+        method.choose(model, self.source.rules)
+        method.attach(model)
+        return model, method
+
+    def train(self) -> None:
+        """Prepare the folder, run the steps, leave the result."""
+        args, fabric = self.args, self.fabric
+        if self.main:
+            self._open_folder()
+        fabric.barrier()
+        optimizer = torch.optim.AdamW(
+            self.parameters.values(), args.train.learning_rate, BETAS, weight_decay=args.train.weight_decay, fused=True
+        )
+        begun = self._resume(optimizer)
+        model, optimizer = fabric.setup(self.model, optimizer)
+        self._say(self._headline(begun))
+        if begun == 0:
+            self._evaluate(0, final=True)
+        self._loop(model, optimizer, begun)
+        if self.main:
+            self._write_final()
+            self._summary()
+        fabric.barrier()
+
+    def _loop(self, model: nn.Module, optimizer: torch.optim.Optimizer, begun: int) -> None:
+        args, metrics = self.args.train, self.metrics
+        order, flops = Order(len(self.data.train), self.args.seed), Flops(self.model)
+        log_interval = args.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
+        bar = progress_bar(begun, self.steps, disable=not self.main)
+        for step in range(begun, self.steps):
+            metrics.start()
+            seen = min((step + 1) * args.global_batch_size, self.samples)
+            samples = [self.data.train[i] for i in order.indices(step * args.global_batch_size, seen)]
+            rate = learning_rate(args, step, self.steps)
+            loss, norm = self._step(model, optimizer, samples, step, rate)
+            metrics.stop()
+            done, last = step + 1, step + 1 == self.steps
+            metrics.add(
+                step=done,
+                epoch=seen / len(self.data.train),
+                samples=seen,
+                tokens=sum(sample.tokens.numel() for sample in samples),
+                flops=flops(samples),
+                loss=loss,
+                learning_rate=rate,
+                grad_norm=norm,
+            )
+            bar.update()
+            if last or (self.args.eval.interval and done % self.args.eval.interval == 0):
+                self._evaluate(done, final=last)
+            saving = last or (self.args.save.interval and done % self.args.save.interval == 0)
+            if saving or done % log_interval == 0:
+                metrics.flush(self.fabric.device)
+                bar.set_postfix_str(f"loss {metrics.loss:.3f}, {metrics.speed:,.0f} tokens/s", refresh=False)
+            if saving:
+                checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, {"samples": seen})
+                checkpoint.prune(self.fabric, self.folder, self.args.save.keep_last)
+        bar.close()
+
+    def _step(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, samples: list[Sample], step: int, rate: float
+    ) -> tuple[Tensor, Tensor]:
+        """One optimizer step over `samples`; returns the mean loss a token before it, and the gradient's norm."""
+        # dropout's state is a function of the step and the rank: a resumed run draws what an uninterrupted one would
+        torch.manual_seed((self.args.seed * 1_000_003 + step) * 4099 + self.fabric.global_rank)
+        model.train()
+        loss = accumulate(self.fabric, model, samples, self.args.train.micro_batch_size)
+        limit = self.args.train.max_grad_norm or math.inf
+        norm = nn.utils.clip_grad_norm_(self.parameters.values(), limit)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss, norm
+
+    def _evaluate(self, step: int, final: bool) -> None:
+        """Put the validation loss, before and after training also exact match, into the row of `step`."""
+        if not self.data.val:
+            return
+        self.metrics.settle(self.fabric.device)
+        rows, limit = self.args.train.micro_batch_size, self.args.eval.max_batches
+        values = {"val_loss": validation_loss(self.fabric, self.model, self.data.val, rows, limit)}
+        self.scores["validation loss"].append(values["val_loss"])
+        if final and self.args.eval.exact_match:
+            values["exact_match"] = exact_match(self.fabric, self.model, self.tokenizer, self.data.val)
+            self.scores["exact match"].append(values["exact_match"])
+        self.metrics.note(step, **values)
+        line = f"step {step}: validation loss {values['val_loss']:.4f}"
+        if "exact_match" in values:
+            line += f", exact match {values['exact_match']:.1%} of {len(self.data.val)}"
+        self._say(line)
+
+    def _open_folder(self) -> None:
+        """Make the run's folder and say in it how the run began."""
+        if self.args.overwrite:
+            runs.clear(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stored = dataclasses.asdict(self.args)
+        for name in ("out_dir", "resume", "overwrite"):
+            stored.pop(name)
+        (self.folder / runs.CONFIG).write_text(yaml.safe_dump(stored, sort_keys=False), "utf-8")
+
+    def _resume(self, optimizer: torch.optim.Optimizer) -> int:
+        """Continue from the newest checkpoint if asked to; returns the steps already done."""
+        newest = checkpoint.newest(self.folder) if self.args.resume else None
+        progress = checkpoint.restore(newest, self.parameters, optimizer) if newest else {"step": 0}
+        self.metrics.cut(progress["step"] if newest else -1)
+        return progress["step"]
+
+    def _headline(self, begun: int) -> str:
+        trained = sum(p.numel() for p in self.parameters.values())
+        every = sum(p.numel() for p in self.model.parameters())
+        data = self.data
+        lines = [
+            f"{self.source.folder}: {every - trained:,} parameters in {self.precision}, {trained:,} trained",
+            f"{len(data.train):,} examples, {len(data.val):,} for validation; {self.steps:,} steps of "
+            f"{self.args.train.global_batch_size} on {self.fabric.world_size} x {self.fabric.device.type}",
+        ]
+        if data.truncated or data.skipped:
+            lines.append(f"{data.truncated:,} examples cut to fit, {data.skipped:,} skipped: no answer was left in them")
+        if begun:
+            lines.append(f"continuing after step {begun}")
+        return "\n".join(lines)
+
+    def _write_final(self) -> None:
+        """The folder to open, under its name only when complete."""
+        partial, final = self.folder / "final.partial", self.folder / "final"
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        self.method.save(self.model, self.source.rules, partial, base_record(self.source, final))
+        copy_tokenizer(self.tokenizer, self.data.stop_ids, partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+
+    def _summary(self) -> None:
+        metrics = self.metrics
+        for name, values in self.scores.items():
+            if values:
+                form = "{:.1%}" if name == "exact match" else "{:.4f}"
+                self._say(f"{name}: {form.format(values[0])} -> {form.format(values[-1])}")
+        if self.data.val:
+            sample = self.data.val[0]
+            self.model.eval()
+            self._say(f"for example: {sample.messages[-2]['content'].strip()}")
+            self._say(f"  it answers: {answer(self.model, self.tokenizer, sample, 64)}")
+        speed = f"{metrics.tokens / metrics.seconds:,.0f} tokens/s" if metrics.seconds else "no steps"
+        mfu = f", MFU {metrics.mfu:.0%}" if metrics.mfu else ""
+        memory = peak_memory(self.fabric.device)
+        self._say(f"{metrics.seconds:.0f} s of training, {speed}{mfu}, peak memory {memory:.2f} GiB")
+        self._say(f"the result is in {self.folder / 'final'}; next:\n")
+        chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
+        self._say(f"  {chat} --checkpoint_dir {self.folder / 'final'}")
+
+    def _say(self, line: str) -> None:
+        if self.main and sys.stderr.isatty():
+            tqdm.write(line)  # above the bar
+        elif self.main:
+            print(line, flush=True)
