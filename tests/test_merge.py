@@ -1,0 +1,75 @@
+"""A merged model equals the adapter on its base, for litft and for transformers."""
+
+import json
+
+import pytest
+import torch
+from conftest import script
+from test_peft import TOKENS, write_adapter
+
+import litft
+from litft.folder import resolve
+from litft.merge import merged_entries
+from litft.weights import write_weights
+
+
+@pytest.fixture
+def adapter(tiny, tmp_path):
+    """An adapter with ranks and scales of its own in some places."""
+    write_adapter(tiny, tmp_path / "adapter", rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32})
+    for path in tiny.glob("*token*"):
+        (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
+    return tmp_path / "adapter"
+
+
+@torch.no_grad()
+def test_merged_is_unmerged(adapter, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    expected = litft.load(adapter)[0](TOKENS)
+    script("scripts/merge_lora.py", "--checkpoint_dir", adapter, "--out_dir", "merged", cwd=tmp_path)
+    model, tokenizer = litft.load(tmp_path / "merged")
+    assert (model(TOKENS) - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert tokenizer.encode("Once") == litft.load(adapter)[1].encode("Once")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
+    assert (reference(TOKENS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == tokenizer.chat_template
+
+
+@torch.no_grad()
+def test_the_sum_is_made_in_fp32(tiny, adapter, tmp_path):
+    """A merge in bf16 would round twice; ours is the fp32 sum, rounded once to what is asked for."""
+    command = ["scripts/merge_lora.py", "--checkpoint_dir", adapter, "--precision", "bf16", "--out_dir", "merged"]
+    script(*command, cwd=tmp_path)
+    base, tuned = litft.load(tiny)[0], litft.load(adapter)[0]
+    merged, _ = litft.load(tmp_path / "merged")
+    assert json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    site = tuned.blocks[1].attention.v_proj
+    exact = base.blocks[1].attention.v_proj.weight + site.lora_scale * site.lora_b @ site.lora_a
+    assert torch.equal(merged.blocks[1].attention.v_proj.weight, exact.bfloat16())
+
+
+@torch.no_grad()
+def test_a_tied_model_is_merged_in_shards(make_model, tmp_path):
+    from transformers import LlamaConfig
+
+    _, folder = make_model(LlamaConfig, vocab_size=512, tie_word_embeddings=True)
+    write_adapter(folder, tmp_path / "adapter")
+    (tmp_path / "out").mkdir()
+    write_weights(tmp_path / "out", merged_entries(resolve(tmp_path / "adapter"), torch.float32), shard_bytes=30_000)
+    (tmp_path / "out" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    assert "lm_head.weight" not in index["weight_map"] and len(set(index["weight_map"].values())) > 2
+    expected = litft.load(tmp_path / "adapter")[0](TOKENS)
+    model, _ = litft.load(tmp_path / "out")
+    assert model.lm_head.weight is model.embed.weight
+    assert (model(TOKENS) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_what_cannot_be_merged_is_refused(tiny, adapter, tmp_path):
+    command = "scripts/merge_lora.py", "--checkpoint_dir"
+    assert "is no adapter" in script(*command, tiny, "--out_dir", "out", cwd=tmp_path, code=2).stderr
+    assert "--out_dir is missing" in script(*command, adapter, cwd=tmp_path, code=2).stderr
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "a").touch()
+    assert "already exists" in script(*command, adapter, "--out_dir", "taken", cwd=tmp_path, code=2).stderr

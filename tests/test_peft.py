@@ -1,0 +1,278 @@
+"""LoRA against PEFT, from files on disk in both directions, and what a method may and may not change."""
+
+import csv
+import json
+
+import pytest
+import torch
+from conftest import script
+
+import litft
+from litft.args import DataArgs, LoRAArgs
+from litft.data.samples import load_data
+from litft.data.steps import collate
+from litft.folder import resolve
+from litft.peft import LoRA, assign, detach, disabled
+
+
+def write_adapter(base, folder, seed=1, **values):
+    """An adapter written by PEFT with random A and B; returns PEFT's model."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
+    values = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **values}
+    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **values))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.fixture
+def attached(tiny):
+    """The tiny model with fresh LoRA factors."""
+    source = resolve(tiny)
+    model = source.base_model()
+    method = LoRA(LoRAArgs(r=4, alpha=8))
+    method.choose(model, source.rules)
+    method.attach(model)
+    return model, method, source
+
+
+def randomize(model, method, seed=5):
+    generator = torch.Generator().manual_seed(seed)
+    values = method.parameters(model).items()
+    assign(model, method, {n: 0.2 * torch.randn(p.shape, generator=generator) for n, p in values})
+
+
+TOKENS = torch.randint(512, (2, 23), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        dict(target_modules=["q_proj", "v_proj"]),
+        dict(use_rslora=True, r=6),
+        dict(rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 7}, alpha_pattern={"v_proj": 32}),
+        dict(layers_to_transform=[1], target_modules=["o_proj", "up_proj"]),
+    ],
+    ids=["plain", "two targets", "rslora", "patterns", "one layer"],
+)
+@torch.no_grad()
+def test_reads_what_peft_wrote(tiny, tmp_path, values):
+    reference = write_adapter(tiny, tmp_path, **values)
+    model, _ = litft.load(tmp_path)
+    torch.testing.assert_close(model(TOKENS), reference.eval()(TOKENS).logits, rtol=0, atol=1e-4)
+    with disabled(model):
+        assert torch.equal(model(TOKENS), litft.load(tiny)[0](TOKENS))
+
+
+@pytest.mark.parametrize(
+    "targets", [["all-linear"], ["q_proj", "mlp.down_proj"], ["blocks.1.*"], ["model.layers.?.self_attn.o_proj"]]
+)
+@torch.no_grad()
+def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    source = resolve(tiny)
+    model, method = source.base_model(), LoRA(LoRAArgs(r=3, alpha=5, targets=targets))
+    method.choose(model, source.rules)
+    method.attach(model)
+    randomize(model, method)
+    method.save(model, source.rules, tmp_path, {"base_model_name_or_path": str(tiny)})
+    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny, dtype="float32"), tmp_path).eval()
+    assert sum("lora_A" in name for name, _ in reference.named_parameters()) == len(method.sites)
+    torch.testing.assert_close(model(TOKENS), reference(TOKENS).logits, rtol=0, atol=1e-4)
+    again, _ = litft.load(tmp_path)
+    assert torch.equal(again(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize(
+    "values", [dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}), dict(use_rslora=True)]
+)
+@torch.no_grad()
+def test_an_adapter_read_and_written_again_is_the_same(tiny, tmp_path, values):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    expected = write_adapter(tiny, tmp_path / "first", **values).eval()(TOKENS).logits
+    source = resolve(tmp_path / "first")
+    model = source.base_model()
+    method = source.attach_adapter(model)
+    (tmp_path / "second").mkdir()
+    method.save(model, source.rules, tmp_path / "second", {"base_model_name_or_path": str(tiny)})
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype="float32")
+    found = PeftModel.from_pretrained(base, tmp_path / "second").eval()(TOKENS).logits
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def peft_losses(reference, samples, rate, steps):
+    """Training as PEFT's users do it, with the loss as a sum over the count: the reference of the trajectory."""
+    batch = collate(samples)
+    mask = (torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])).long()
+    parameters = [p for p in reference.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=0.01)
+    losses = []
+    for _ in range(steps):
+        logits = reference(input_ids=batch.tokens, attention_mask=mask).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def test_ten_steps_are_pefts(tiny, examples, tmp_path):
+    """From random A *and* B, through the command line, in micro-batches of 4, at a rate that moves the loss by 0.3."""
+    reference = write_adapter(tiny, tmp_path / "adapter").train()
+    for path in tiny.glob("*token*"):
+        (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
+    _, tokenizer = litft.load(tmp_path / "adapter")
+    samples = load_data(DataArgs(path=str(examples), val_fraction=0), tokenizer, 512, 256).train
+    expected = peft_losses(reference, samples, 0.01, 10)
+    flags = f"--checkpoint_dir adapter --data.path {examples} --data.val_fraction 0 --out_dir run --train.max_steps 10 "
+    flags += "--train.learning_rate 0.01 --train.lr_schedule constant --train.warmup_fraction 0 --train.weight_decay 0.01 "
+    flags += "--train.global_batch_size 30 --train.micro_batch_size 4"
+    script("finetune/lora.py", *flags.split(), cwd=tmp_path)
+    with (tmp_path / "run" / "metrics.csv").open() as file:
+        losses = [float(row["loss"]) for row in csv.DictReader(file)]
+    assert expected[0] - expected[-1] >= 0.3
+    assert losses == pytest.approx(expected, abs=1e-4)
+    model, _ = litft.load(tmp_path / "run")
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS), reference.eval()(TOKENS).logits, rtol=0, atol=2e-3)
+
+
+@torch.no_grad()
+def test_at_init_it_is_bitwise_the_base(tiny, attached):
+    assert torch.equal(attached[0](TOKENS), litft.load(tiny)[0](TOKENS))
+
+
+def test_every_factor_learns_and_nothing_else(attached):
+    """After two steps with a validation between; at the first step B is 0 and A's gradient with it."""
+    model, method, _ = attached
+    parameters = method.parameters(model)
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss, count = model.train()(TOKENS[:, :-1], targets=TOKENS[:, 1:])
+        (loss / count).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.eval()(TOKENS)
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (name in parameters), name
+        assert parameter.grad is None or parameter.grad.abs().max() > 0, name
+
+
+@torch.no_grad()
+def test_disabled_and_detached_are_the_base(tiny, attached):
+    model, method, _ = attached
+    base = litft.load(tiny)[0]
+    randomize(model, method)
+    assert not torch.equal(model(TOKENS), base(TOKENS))
+    with disabled(model):
+        assert torch.equal(model(TOKENS), base(TOKENS))
+    detach(model)
+    assert torch.equal(model(TOKENS), base(TOKENS))
+    assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in base.named_modules()}
+    assert dict(model.named_parameters()).keys() == dict(base.named_parameters()).keys()
+
+
+@torch.no_grad()
+def test_dropout_acts_in_training_only(tiny):
+    source = resolve(tiny)
+    model, method = source.base_model(), LoRA(LoRAArgs(r=4, alpha=8, dropout=0.5))
+    method.choose(model, source.rules)
+    method.attach(model)
+    randomize(model, method)
+    assert torch.equal(model.eval()(TOKENS), model(TOKENS))
+    assert not torch.equal(model.train()(TOKENS), model(TOKENS))
+
+
+def test_factors_stay_fp32_on_a_bf16_base(tiny):
+    source = resolve(tiny)
+    model, method = source.base_model("bf16"), LoRA(LoRAArgs(r=4))
+    method.choose(model, source.rules)
+    method.attach(model)
+    assert {p.dtype for p in method.parameters(model).values()} == {torch.float32}
+    loss, _ = model(TOKENS[:, :-1], targets=TOKENS[:, 1:])
+    loss.backward()
+    assert model.embed.weight.dtype == torch.bfloat16 and loss.dtype == torch.float32
+    assert {p.grad.dtype for p in method.parameters(model).values()} == {torch.float32}
+
+
+@torch.no_grad()
+def test_a_small_update_survives_a_bf16_base(tiny):
+    """An update of 1e-3 of the output is added before rounding: PEFT's way, checked against fp64."""
+    torch.manual_seed(0)
+    from litft.peft import LoRALinear, mixed
+
+    linear = torch.nn.Linear(64, 64, bias=False).bfloat16()
+    x, plain = torch.randn(200, 64).bfloat16(), linear.weight.double()
+    linear.__class__ = mixed(LoRALinear, type(linear))
+    linear.add_factors(4, 1.0, 0.0)
+    linear.lora_b.copy_(torch.randn(64, 4) * 2e-3)
+    update = (x.double() @ linear.lora_a.double().T) @ linear.lora_b.double().T
+    exact = (x.double() @ plain.T).bfloat16().double() + update
+    assert torch.equal(linear(x), exact.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "targets, message",
+    [(["nothing"], "nothing: no Linear of this model has that name; known: down_proj"), (["embed"], "embed: no Linear")],
+)
+def test_an_unknown_target_is_named(tiny, targets, message):
+    source = resolve(tiny)
+    with pytest.raises(ValueError, match=message):
+        LoRA(LoRAArgs(targets=targets)).choose(source.meta_model(), source.rules)
+
+
+def test_a_tied_head_cannot_be_a_target(make_model):
+    from transformers import LlamaConfig
+
+    source = resolve(make_model(LlamaConfig, tie_word_embeddings=True)[1])
+    with pytest.raises(ValueError, match="tied"):
+        LoRA(LoRAArgs(targets=["lm_head"])).choose(source.meta_model(), source.rules)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"use_dora": True}, "use_dora True is not supported"),
+        ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"base_model_name_or_path": "far/away"}, "pass --base_dir"),
+    ],
+)
+def test_what_cannot_be_read_is_refused(tiny, tmp_path, change, message):
+    write_adapter(tiny, tmp_path)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(ValueError, match=message):
+        litft.load(tmp_path)
+
+
+def test_an_adapter_of_another_base_is_refused(tiny, make_model, examples, tmp_path):
+    from transformers import LlamaConfig
+
+    script(
+        *f"finetune/lora.py --checkpoint_dir {tiny} --data.path {examples} --train.max_steps 1 --out_dir run".split(),
+        cwd=tmp_path,
+    )
+    other, folder = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=256)
+    with torch.no_grad():
+        other.model.layers[1].mlp.up_proj.weight[0, 0] += 1
+    other.save_pretrained(folder)
+    with pytest.raises(ValueError, match="was trained on another base"):
+        litft.load(tmp_path / "run", base_dir=folder)
+    done = script("generate/base.py", "--checkpoint_dir", "run", "--base_dir", folder, "--prompt", "a", cwd=tmp_path, code=2)
+    assert "was trained on another base" in done.stderr

@@ -1,0 +1,266 @@
+"""The one loop: gradients that depend on no layout, schedules, runs that go on where they were killed."""
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import yaml
+from conftest import ROOT, script
+from lightning_fabric import Fabric
+
+import litft
+from litft.args import DataArgs, LoRAArgs, TrainArgs
+from litft.data.samples import Sample, load_data
+from litft.data.steps import Order, layout
+from litft.folder import resolve
+from litft.loss import IGNORED
+from litft.peft import LoRA
+from litft.train import accumulate, learning_rate, planned_samples
+
+TIMED = ("tokens_per_second", "mfu", "memory_gib", "seconds")
+
+
+def ragged(count: int = 8) -> list[Sample]:
+    """Samples of 3 to 60 tokens with 1 to 58 targets: a mean of means is far from the mean."""
+    generator = torch.Generator().manual_seed(0)
+    samples = []
+    for n in range(count):
+        length = 3 + n * n * 57 // (count - 1) ** 2
+        ids = torch.randint(512, (length + 1,), generator=generator)
+        targets = ids[1:].clone()
+        targets[: n % 3] = IGNORED
+        samples.append(Sample(ids[:-1], targets, []))
+    return samples
+
+
+def trainable(folder):
+    """The tiny model with random factors, and those."""
+    source = resolve(folder)
+    model, method = source.base_model(), LoRA(LoRAArgs(r=4, alpha=8))
+    method.choose(model, source.rules)
+    method.attach(model)
+    torch.manual_seed(1)
+    parameters = method.parameters(model)
+    for parameter in parameters.values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    return model, parameters
+
+
+def gradients(folder, rows: int, count: int = 8) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradients of ragged samples in one process, `rows` at a time."""
+    model, parameters = trainable(folder)
+    fabric = Fabric(accelerator="cpu", devices=1)
+    loss = accumulate(fabric, fabric.setup_module(model), ragged(count), rows)
+    return float(loss), {name: p.grad for name, p in parameters.items()}
+
+
+def distance(found: dict, expected: dict) -> float:
+    """The 2-norm of the difference relative to the gradient's own."""
+    difference = torch.cat([(found[name] - grad).flatten() for name, grad in expected.items()])
+    return float(difference.norm() / torch.cat([grad.flatten() for grad in expected.values()]).norm())
+
+
+def test_gradients_do_not_depend_on_micro_batches(tiny):
+    loss, expected = gradients(tiny, 8)
+    for rows in (4, 3, 1):
+        other, found = gradients(tiny, rows)
+        assert other == pytest.approx(loss, rel=1e-6)
+        assert distance(found, expected) <= 1e-6, rows
+
+
+def test_the_samples_are_ragged_enough_to_tell(tiny):
+    """A mean of micro-batch means, as elsewhere, is off by more than 1e-3 on them."""
+    _, expected = gradients(tiny, 8)
+    model, parameters = trainable(tiny)
+    for batch in layout(ragged(), 2, 1, 0):
+        loss, count = model(batch.tokens, targets=batch.targets)
+        (loss / count / 4).backward()
+    assert distance({name: p.grad for name, p in parameters.items()}, expected) > 1e-3
+
+
+WORKER = """
+import sys, torch
+sys.path[:0] = [{tests!r}]
+from litft.args import LoRAFinetuneArgs
+from litft.parallel import make_fabric
+from litft.train import accumulate
+from test_train import ragged, trainable
+fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
+fabric.launch()
+model, parameters = trainable({folder!r})
+optimizer = torch.optim.SGD(parameters.values(), 0.1)
+wrapped, optimizer = fabric.setup(model, optimizer)
+loss = accumulate(fabric, wrapped, ragged({count}), {rows})
+if fabric.global_rank == 0:
+    torch.save((float(loss), {{n: p.grad for n, p in parameters.items()}}), {out!r})
+"""
+
+
+@pytest.mark.parametrize("count, rows", [(8, 4), (8, 1), (3, 1)], ids=["2x4", "8x1", "one rank is left over"])
+def test_gradients_do_not_depend_on_processes(tiny, tmp_path, count, rows):
+    loss, expected = gradients(tiny, 8, count)
+    out = tmp_path / "gradients.pt"
+    worker = WORKER.format(tests=str(ROOT / "tests"), folder=str(tiny), rows=rows, count=count, out=str(out))
+    (tmp_path / "worker.py").write_text(worker)
+    script(tmp_path / "worker.py", cwd=tmp_path)
+    other, found = torch.load(out, weights_only=True)
+    assert other == pytest.approx(loss, rel=1e-6)
+    assert distance(found, expected) <= 1e-6
+
+
+def test_every_rank_runs_the_same_number_of_micro_batches():
+    samples = ragged(11)
+    for rows in (1, 2, 3, 4, 16):
+        for ranks in (1, 2, 3, 5):
+            batches = [layout(samples, rows, ranks, rank) for rank in range(ranks)]
+            assert len({len(mine) for mine in batches}) == 1
+            assert all(batch.tokens.size(0) <= rows for mine in batches for batch in mine)
+            targets = sum(int((b.targets != IGNORED).sum()) for mine in batches for b in mine)
+            assert targets == sum(sample.supervised for sample in samples)
+
+
+def test_the_order_is_a_permutation_an_epoch():
+    order = Order(10, seed=3)
+    stream = order.indices(0, 30)
+    assert all(sorted(stream[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
+    assert stream[:10] != stream[10:20] != stream[20:]
+    assert Order(10, seed=3).indices(7, 25) == stream[7:25]
+    assert Order(10, seed=4).indices(0, 10) != stream[:10]
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+def test_rates_rise_and_fall(warmup, schedule):
+    args = TrainArgs(learning_rate=1.0, warmup_fraction=warmup, lr_schedule=schedule, min_lr_ratio=0.1)
+    rates = [learning_rate(args, step, 20) for step in range(20)]
+    rise = round(warmup * 20)
+    assert rates[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
+    assert all(0 < rate <= 1 for rate in rates)
+    assert rates[rise:] == sorted(rates[rise:], reverse=True)
+    if rise < 20:
+        assert rates[rise] == 1.0
+    assert learning_rate(args, 0, 1) == 1.0
+
+
+def test_planned_samples():
+    assert planned_samples(TrainArgs(), 10) == 30
+    assert planned_samples(TrainArgs(epochs=0.5), 10) == 5
+    assert planned_samples(TrainArgs(max_steps=4, global_batch_size=8), 10) == 32
+    assert planned_samples(TrainArgs(max_steps=4, global_batch_size=8, epochs=1), 10) == 10
+
+
+def rows_of(run) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def untimed(run) -> list[dict[str, str]]:
+    """metrics.csv without what a clock measured."""
+    return [{name: value for name, value in row.items() if name not in TIMED} for row in rows_of(run)]
+
+
+FLAGS = (
+    "--data.val_fraction 0.2 --train.epochs 2 --train.global_batch_size 1 --train.warmup_fraction 0.9 --lora.dropout 0.3 "
+    "--train.learning_rate 0.01 --save.interval 7 --eval.interval 5"
+).split()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny, examples, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    flags = ["--checkpoint_dir", tiny, "--data.path", examples, *FLAGS]
+    done = script("finetune/lora.py", *flags, "--out_dir", "run", cwd=folder)
+    return folder / "run", flags, done
+
+
+def test_a_run_leaves_what_the_readme_says(uninterrupted, examples, tiny):
+    run, _, done = uninterrupted
+    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "checkpoints", "final"}
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000042", "step-000048"]
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.model", "chat_template.jinja"} <= {
+        path.name for path in (run / "final").iterdir()
+    }
+    assert all(path.stat().st_mode & 0o044 == 0o044 for path in (run / "final").iterdir())
+    rows = rows_of(run)
+    assert [int(row["step"]) for row in rows] == list(range(49))
+    assert [n for n, row in enumerate(rows) if row["val_loss"]] == [0, *range(5, 49, 5), 48]
+    _, tokenizer = litft.load(tiny)
+    data = load_data(DataArgs(path=str(examples), val_fraction=0.2), tokenizer, 512, 256)
+    assert int(rows[-1]["tokens"]) == 2 * sum(sample.tokens.numel() for sample in data.train)
+    assert float(rows[-1]["epoch"]) == 2 and int(rows[-1]["samples"]) == 48
+    assert all(float(row["tokens_per_second"]) > 0 and 0 < float(row["mfu"]) < 1 for row in rows[1:])
+    assert float(rows[-1]["val_loss"]) < float(rows[0]["val_loss"])
+    assert "next:" in done.stdout and "peak memory" in done.stdout and "tokens/s" in done.stderr
+
+
+def test_the_loss_is_that_of_the_steps_samples_before_its_update(uninterrupted, examples, tiny):
+    model, tokenizer = litft.load(tiny)
+    data = load_data(DataArgs(path=str(examples), val_fraction=0.2), tokenizer, 512, 256)
+    first = data.train[Order(len(data.train), 42).indices(0, 1)[0]]
+    with torch.no_grad():
+        loss, count = model(first.tokens[None], targets=first.targets[None])
+        val = [model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val]
+    rows = rows_of(uninterrupted[0])
+    assert float(rows[1]["loss"]) == pytest.approx(float(loss / count), rel=1e-5)
+    mean = float(sum(loss for loss, _ in val) / sum(count for _, count in val))
+    assert float(rows[0]["val_loss"]) == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("given", [["--out_dir", "out/lora"], []], ids=["named", "newest unfinished"])
+def test_killed_and_resumed_is_uninterrupted(uninterrupted, tmp_path, given):
+    """kill -9 behind the second checkpoint; half a save, and rows beyond it, are left lying about."""
+    whole, flags, _ = uninterrupted
+    run = tmp_path / "out" / "lora"
+    command = [sys.executable, ROOT / "finetune" / "lora.py", *map(str, flags)]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (run / "checkpoints" / "step-000014").is_dir():
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (run / "final").exists()
+    (run / "checkpoints" / "step-000099.partial").mkdir()
+    (run / "checkpoints" / "step-000099.partial" / "__0_0.distcp").write_bytes(b"half")
+    with (run / "metrics.csv").open("a") as file:
+        file.write("47,9,9,9,9,,,9,9,9,,9,9\n")
+    done = script("finetune/lora.py", *given, "--resume", cwd=tmp_path)
+    assert "continuing after step" in done.stdout
+    assert untimed(run) == untimed(whole)
+    name = "adapter_model.safetensors"
+    assert (run / "final" / name).read_bytes() == (whole / "final" / name).read_bytes()
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000042", "step-000048"]
+
+
+def test_resume_with_nothing_to_resume_begins(uninterrupted, tmp_path):
+    _, flags, _ = uninterrupted
+    script("finetune/lora.py", *flags, "--train.max_steps", "2", "--out_dir", "new", "--resume", cwd=tmp_path)
+    assert len(rows_of(tmp_path / "new")) == 3
+
+
+def test_resume_with_other_factors_is_refused(uninterrupted, tmp_path):
+    whole, _, _ = uninterrupted
+    done = script("finetune/lora.py", "--out_dir", whole, "--resume", "--lora.r", "5", cwd=tmp_path, code=2)
+    assert "was saved by a run with other trained parameters" in done.stderr
+
+
+def test_the_saved_config_repeats_the_run(uninterrupted, tmp_path):
+    whole, _, _ = uninterrupted
+    stored = yaml.safe_load((whole / "config.yaml").read_text())
+    assert not {"out_dir", "resume", "overwrite"} & stored.keys()
+    script("finetune/lora.py", "--config", whole / "config.yaml", cwd=tmp_path)
+    assert untimed(tmp_path / "out" / "lora") == untimed(whole)
+
+
+def test_two_processes_train_as_one(uninterrupted, examples, tiny, tmp_path):
+    flags = f"--checkpoint_dir {tiny} --data.path {examples} --train.max_steps 5 --train.learning_rate 0.01".split()
+    for devices in (1, 2):
+        script("finetune/lora.py", *flags, "--devices", devices, "--out_dir", f"run{devices}", cwd=tmp_path)
+    one, two = (rows_of(tmp_path / f"run{devices}") for devices in (1, 2))
+    for name in ("loss", "grad_norm", "val_loss", "tokens", "learning_rate"):
+        for a, b in zip(one, two, strict=True):
+            assert (a[name] == b[name] == "") or float(b[name]) == pytest.approx(float(a[name]), rel=1e-5), name

@@ -1,0 +1,201 @@
+"""Weight files in every layout that Hugging Face writes, and a clear word on those that are broken."""
+
+import json
+import os
+import pickle
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import litft
+from litft.folder import resolve
+from litft.weights import Checkpoint, model_entries, write_weights
+
+
+@pytest.fixture(scope="module")
+def model_folder(make_model):
+    from transformers import LlamaConfig
+
+    return make_model(LlamaConfig)
+
+
+@pytest.fixture
+def folder(model_folder, tmp_path):
+    """A copy that a test may spoil."""
+    return shutil.copytree(model_folder[1], tmp_path / "model")
+
+
+TOKENS = torch.randint(96, (1, 16), generator=torch.Generator().manual_seed(0))
+
+
+@torch.no_grad()
+def test_shards_bin_and_sharded_bin_are_the_same_model(model_folder, folder, tmp_path):
+    reference, _ = model_folder
+    expected = litft.load(folder)[0](TOKENS)
+    reference.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("model-*-of-*.safetensors"))) > 2
+    tensors = load_file(folder / "model.safetensors")
+    for name in ("bin", "bins"):
+        (tmp_path / name).mkdir()
+        shutil.copyfile(folder / "config.json", tmp_path / name / "config.json")
+    torch.save(tensors, tmp_path / "bin" / "pytorch_model.bin")
+    weight_map = {name: f"pytorch_model-{n % 2}.bin" for n, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        torch.save({n: t for n, t in tensors.items() if weight_map[n] == file}, tmp_path / "bins" / file)
+    (tmp_path / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    for name in ("shards", "bin", "bins"):
+        assert torch.equal(litft.load(tmp_path / name)[0](TOKENS), expected), name
+
+
+@torch.no_grad()
+def test_what_we_write_transformers_reads(model_folder, folder, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    source = resolve(folder)
+    model = source.base_model()
+    out = tmp_path / "out"
+    out.mkdir()
+    write_weights(out, model_entries(model.named_parameters(), source.rules), shard_bytes=20_000)
+    shutil.copyfile(folder / "config.json", out / "config.json")
+    shards = list(out.glob("model-*.safetensors"))
+    assert len(shards) > 2 and all(path.stat().st_size < 25_000 for path in shards)
+    assert all(path.stat().st_mode & 0o777 == 0o666 & out.stat().st_mode for path in shards)
+    reread = AutoModelForCausalLM.from_pretrained(out, dtype="float32")
+    expected = model_folder[0].state_dict()
+    assert reread.state_dict().keys() == expected.keys()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in reread.state_dict().items())
+
+
+@torch.no_grad()
+def test_dtype_is_the_folders_unless_asked_for(folder):
+    tensors = load_file(folder / "model.safetensors")
+    save_file({n: t.bfloat16() for n, t in tensors.items()}, folder / "model.safetensors")
+    assert {p.dtype for p in litft.load(folder)[0].parameters()} == {torch.bfloat16}
+    assert {p.dtype for p in litft.load(folder, precision="fp32")[0].parameters()} == {torch.float32}
+    with pytest.raises(ValueError, match="precision 'int4' is not known"):
+        litft.load(folder, precision="int4")
+
+
+def test_nothing_is_read_before_it_is_needed(folder):
+    """Names, shapes and a tensor's beginning come from the header: a hole in the data is not noticed."""
+    path = folder / "model.safetensors"
+    header = int.from_bytes(path.read_bytes()[:8], "little") + 8
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        file.truncate(header)
+        file.truncate(size)
+    checkpoint = Checkpoint(folder)
+    assert checkpoint.meta("model.norm.weight").shape == (32,)
+    assert not checkpoint.head("model.embed_tokens.weight", 64).any()
+    resolve(folder).check()
+
+
+def rewrite(folder, change):
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_misnamed_and_misshapen_tensors_are_listed_together(folder):
+    def change(tensors):
+        tensors["model.norm.wait"] = tensors.pop("model.norm.weight")
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:, :-1].contiguous()
+
+    rewrite(folder, change)
+    with pytest.raises(ValueError) as caught:
+        litft.load(folder)
+    message = str(caught.value)
+    assert "missing model.norm.weight" in message and "surplus model.norm.wait" in message
+    assert "lm_head.weight: expected shape (96, 32), found (96, 31)" in message
+    assert "config.json and weights must come from the same model" in message
+
+
+def truncate(folder):
+    os.truncate(folder / "model.safetensors", 5000)
+
+
+def drop_weights(folder):
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+
+
+def lfs_pointer(folder):
+    (folder / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:12\nsize 12\n")
+
+
+def lost_shard(folder):
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def stray_shard(folder):
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
+
+
+def bad_index(folder):
+    (folder / "model.safetensors.index.json").write_text("{}")
+
+
+def evil_pickle(folder):
+    class Evil:
+        def __reduce__(self):
+            return os.system, (f"touch {folder / 'executed'}",)
+
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps({"a": Evil()}))
+
+
+def no_config(folder):
+    (folder / "config.json").unlink()
+
+
+def config(**values):
+    def change(folder):
+        stored = json.loads((folder / "config.json").read_text())
+        stored = {name: value for name, value in {**stored, **values}.items() if value is not ...}
+        (folder / "config.json").write_text(json.dumps(stored))
+
+    return change
+
+
+def torn_config(folder):
+    (folder / "config.json").write_text('{"model_type": "llama",')
+
+
+BROKEN = [
+    (truncate, "is truncated or no safetensors file"),
+    (drop_weights, r"holds no weights: expected model.safetensors, .* found config.json, .*weights.safetensors"),
+    (lfs_pointer, "is a git-lfs pointer"),
+    (lost_shard, "lacks 2 of 2 weight files: model-00001-of-00002.safetensors"),
+    (stray_shard, "not a plain file name; do not trust this folder"),
+    (bad_index, "is no valid index"),
+    (evil_pickle, "litft does not execute pickles"),
+    (no_config, "has no config.json"),
+    (torn_config, "config.json is no valid JSON"),
+    (config(model_type="mamba"), "'mamba' is not a family that litft knows; known: llama, mistral"),
+    (config(model_type=...), "lacks the field 'model_type'"),
+    (config(hidden_size=...), "lacks the field 'hidden_size'"),
+    (config(hidden_act="swish9"), "activation 'swish9' is not supported; known: silu"),
+    (config(num_key_value_heads=3), "4 query heads cannot share 3 key/value heads"),
+    (config(intermediate_size=57), r"mlp.gate_proj.weight: expected shape \(57, 32\), found \(56, 32\)"),
+    (config(num_hidden_layers=4), "missing model.layers.3"),
+    (config(attention_bias=True), "missing model.layers.0.self_attn.q_proj.bias"),
+]
+
+
+@pytest.mark.parametrize("spoil, message", BROKEN, ids=[message[:30] for _, message in BROKEN])
+def test_a_broken_folder_is_named(folder, spoil, message):
+    spoil(folder)
+    with pytest.raises(ValueError, match=message):
+        litft.load(folder)
+    assert not (folder / "executed").exists()
+
+
+def test_a_folder_that_is_none(tmp_path):
+    with pytest.raises(ValueError, match="does not exist"):
+        litft.load(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="is a file; name the folder"):
+        litft.load(tmp_path / "file")
