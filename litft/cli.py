@@ -141,7 +141,7 @@ def _read(argv: list[str], known: dict[str, Any]) -> tuple[list[tuple[str, str]]
 
 def _implied(given: dict[str, str], known: dict[str, Any]) -> list[tuple[str, str]]:
     """What the flags need not repeat: those a resumed run began with, or the demo's recipe where there is no model."""
-    if given.get("resume") == "true":
+    if given.get("resume", "").lower() == "true":
         run = Path(given["out_dir"]) if "out_dir" in given else runs.newest(done=False)
         if run and (run / runs.CONFIG).is_file():
             return _read_config(run / runs.CONFIG, known)[0]

@@ -14,12 +14,12 @@ import torch
 from litft.config import Config
 from litft.families import family, read_config
 from litft.model import GPT
+from litft.parallel import DTYPES
 from litft.peft import ADAPTER_CONFIG, LoRA, assign, read_adapter_config
 from litft.rules import Rule
 from litft.tokenizer import FILES, Tokenizer
 from litft.weights import Checkpoint, check_weights, load_weights
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 DEMO = Path(__file__).parent / "demo"
 
 
@@ -173,7 +173,7 @@ def base_record(source: Source, folder: Path) -> dict[str, Any]:
     return {"base_model_name_or_path": str(base), "litft": own}
 
 
-def copy_tokenizer(tokenizer: Tokenizer, stop_ids: list[int], folder: Path) -> None:
+def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer beside a model, with the chat template and the stop tokens the model was trained with."""
     for name in FILES:
         if (path := tokenizer.folder / name).is_file():
@@ -181,6 +181,6 @@ def copy_tokenizer(tokenizer: Tokenizer, stop_ids: list[int], folder: Path) -> N
     (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
     path = folder / "generation_config.json"
     settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    stops = list(dict.fromkeys([*tokenizer.stop_ids, *stop_ids]))
+    stops = tokenizer.stop_ids
     settings["eos_token_id"] = stops[0] if len(stops) == 1 else stops
     path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")

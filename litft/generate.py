@@ -35,12 +35,16 @@ def stream_ids(
 ) -> Iterator[int]:
     """Token ids that continue `ids`, one at a time, up to a stop token (which is not given out) or the model's context.
 
-    temperature 0 takes the likeliest token. Raises ValueError for an empty prompt or one longer than the context.
+    temperature 0 takes the likeliest token. Raises ValueError for an empty prompt, one longer than the context, or ids
+    outside the vocabulary.
     """
     room = model.config.context - len(ids)
     if not ids or room < 0:
         reason = f"the prompt has {len(ids)} tokens and the model's context is {model.config.context}"
         raise ValueError(f"{reason}; shorten it" if ids else "the prompt is empty; give at least one token")
+    if max(ids) >= model.config.vocab_size:
+        reason = f"token id {max(ids)} is outside the model's vocabulary of {model.config.vocab_size}"
+        raise ValueError(f"{reason}; the tokenizer belongs to another model: copy the right one into the folder")
     weight = model.embed.weight
     planned = len(ids) + min(max_new_tokens, room)
     cache = KVCache(model.config, 1, planned, weight.device, weight.dtype)

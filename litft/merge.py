@@ -9,7 +9,8 @@ from torch import Tensor
 
 from litft import runs
 from litft.args import MergeArgs
-from litft.folder import DTYPES, Source, copy_tokenizer, resolve
+from litft.folder import Source, copy_tokenizer, resolve
+from litft.parallel import DTYPES
 from litft.peft import LoRA, merged
 from litft.rules import Move, exporting
 from litft.weights import Entry, check_weights, write_weights
@@ -31,7 +32,7 @@ def merge(args: MergeArgs) -> Path:
     hf.pop("dtype", None)  # transformers 5's name for the same
     (out / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
     if tokenizer := source.tokenizer():
-        copy_tokenizer(tokenizer, [], out)
+        copy_tokenizer(tokenizer, out)
     print(f"merged {source.folder} into its base {source.base}: {out} ({dtype})", file=sys.stderr)
     return out
 

@@ -1,7 +1,6 @@
 """metrics.csv: one row a step. Values stay on the device and are written every so many steps."""
 
 import csv
-import math
 import time
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ class Metrics:
         self._flops, self._earlier = 0.0, 0.0  # of this process; the seconds that a resumed run took before it
         self._mark: float | None = None
         self._window = 0.0
-        self.speed, self.loss = 0.0, math.nan  # of the last window
+        self._last: dict[str, Any] = {}
 
     def cut(self, step: int) -> None:
         """Continue an older file after `step`: what was written beyond it never happened."""
@@ -76,24 +75,29 @@ class Metrics:
         steps = [row for row in self.rows if "loss" in row]
         if steps:
             self.seconds += self._window
-            self.speed = sum(row.pop("fed") for row in steps) / self._window
+            speed = sum(row.pop("fed") for row in steps) / self._window
             flops = sum(row.pop("flops") for row in steps)
             mfu = flops / self._window / self.peak if self.peak else None
             self._flops += flops
-            self.loss = float(steps[-1]["loss"])
         for row in steps:
-            row |= {"tokens_per_second": self.speed, "mfu": mfu}
+            row |= {"tokens_per_second": speed, "mfu": mfu}
         for row in self.rows:
             row["memory_gib"] = peak_memory(device)
             row.setdefault("seconds", self.seconds)
+        self._last = self.rows[-1]
         self._write()
         self._window, self.rows = 0.0, []
 
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilization over all steps of this process; None where the chip is not known."""
+    def line(self) -> str:
+        """Loss and speed of the last window, for the progress bar."""
+        row = self._last
+        return f"loss {float(row['loss']):.3f}, {_speeds(row['tokens_per_second'], row['mfu'], row['memory_gib'])}"
+
+    def summary(self, device: torch.device) -> str:
+        """Speed over all steps; MFU over those of this process, which alone knows what chip they ran on."""
         spent = self.seconds - self._earlier
-        return self._flops / spent / self.peak if self.peak and spent else None
+        mfu = self._flops / spent / self.peak if self.peak and spent else None
+        return _speeds(self.tokens / self.seconds if self.seconds else 0.0, mfu, peak_memory(device))
 
     def _write(self) -> None:
         if self.path is None or not self.rows:
@@ -105,6 +109,12 @@ class Metrics:
                 writer.writeheader()
             for row in self.rows:
                 writer.writerow({name: _number(row.get(name)) for name in COLUMNS})
+
+
+def _speeds(tokens_per_second: float, mfu: float | None, memory_gib: float) -> str:
+    """In words; MFU is left out where the chip is not known."""
+    parts = [f"{tokens_per_second:,.0f} tokens/s", f"MFU {mfu:.0%}" if mfu else "", f"peak memory {memory_gib:.2f} GiB"]
+    return ", ".join(part for part in parts if part)
 
 
 def _number(value: Any) -> Any:

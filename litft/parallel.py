@@ -11,6 +11,8 @@ from lightning_fabric import Fabric
 
 from litft.args import FinetuneArgs
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
 
 def make_fabric(args: FinetuneArgs) -> Fabric:
     """A Fabric for these devices, not launched yet; ValueError where the machine does not have them."""

@@ -23,7 +23,7 @@ from litft.metrics import Metrics
 from litft.model import GPT
 from litft.parallel import make_fabric, pick_precision
 from litft.peft import LoRA, method_of
-from litft.plan import Flops, peak_flops, peak_memory
+from litft.plan import Flops, peak_flops
 from litft.tokenizer import Tokenizer
 
 BETAS = (0.9, 0.95)
@@ -188,7 +188,7 @@ class Run:
             saving = last or (self.args.save.interval and done % self.args.save.interval == 0)
             if saving or done % log_interval == 0:
                 metrics.flush(self.fabric.device)
-                bar.set_postfix_str(f"loss {metrics.loss:.3f}, {metrics.speed:,.0f} tokens/s", refresh=False)
+                bar.set_postfix_str(metrics.line(), refresh=False)
             if saving:
                 checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, {"samples": seen})
                 checkpoint.prune(self.fabric, self.folder, self.args.save.keep_last)
@@ -265,7 +265,7 @@ class Run:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
         self.method.save(self.model, self.source.rules, partial, base_record(self.source, final))
-        copy_tokenizer(self.tokenizer, self.data.stop_ids, partial)
+        copy_tokenizer(self.tokenizer, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
 
@@ -280,10 +280,7 @@ class Run:
             self.model.eval()
             self._say(f"for example: {sample.messages[-2]['content'].strip()}")
             self._say(f"  it answers: {answer(self.model, self.tokenizer, sample, 64)}")
-        speed = f"{metrics.tokens / metrics.seconds:,.0f} tokens/s" if metrics.seconds else "no steps"
-        mfu = f", MFU {metrics.mfu:.0%}" if metrics.mfu else ""
-        memory = peak_memory(self.fabric.device)
-        self._say(f"{metrics.seconds:.0f} s of training, {speed}{mfu}, peak memory {memory:.2f} GiB")
+        self._say(f"{metrics.seconds:.0f} s of training, {metrics.summary(self.fabric.device)}")
         self._say(f"the result is in {self.folder / 'final'}; next:\n")
         chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
         self._say(f"  {chat} --checkpoint_dir {self.folder / 'final'}")

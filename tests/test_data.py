@@ -157,6 +157,32 @@ def test_a_file_that_is_no_text_is_named(tmp_path, tiny):
         load_data(DataArgs(path=str(tmp_path / "a.json")), Tokenizer(tiny), 512, 256)
 
 
+def test_a_turns_end_becomes_a_stop_token(tmp_path, shared):
+    """Also where only the template knows it, and never from an example that was cut."""
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there, you"}]
+    path = write(tmp_path / "a.jsonl", [{"messages": talk}])
+    for limit, expected in ((None, [128001, 128009]), (10, [128001])):
+        tokenizer = Tokenizer(shared / "tokenizers" / "llama-3.1")
+        tokenizer.stop_ids = [128001]
+        for mask_prompt in (True, False):
+            args = DataArgs(path=str(path), val_fraction=0, max_seq_length=limit, mask_prompt=mask_prompt)
+            try:
+                load_data(args, tokenizer, 128256, 4096)
+            except ValueError as error:
+                assert "all 1 were skipped" in str(error)
+            assert tokenizer.stop_ids == expected, (limit, mask_prompt)
+
+
+def test_an_end_token_outside_the_vocabulary_is_named_too(tmp_path, shared):
+    """It is the last target and never an input."""
+    path = write(tmp_path / "a.json", [{"instruction": "hi", "output": "hello"}])
+    tokenizer = Tokenizer(shared / "tokenizers" / "llama-3.1")
+    # without BOS, whose id is beyond the limit as well
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<|eot_id|>' if m.role == 'assistant' }}{% endfor %}"
+    with pytest.raises(ValueError, match=r"eot_id.* has the id 128009, .* vocabulary ends at 127999"):
+        load_data(DataArgs(path=str(path), val_fraction=0), tokenizer, 128000, 4096)
+
+
 def test_ids_outside_the_vocabulary_are_named(tmp_path, tiny):
     path = write(tmp_path / "a.json", [{"instruction": "a", "output": "zebra"}])
     with pytest.raises(ValueError, match=r"record 0: token .* has the id \d+, but the model's vocabulary ends at 63"):

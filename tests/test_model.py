@@ -7,6 +7,7 @@ import torch
 
 import litft
 from litft.cache import KVCache
+from litft.model import default_positions
 
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=32)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32)
@@ -102,6 +103,13 @@ def test_packed_documents_are_alone(pair):
     assert relative(logits[:, 12:], model(second[None])) <= 1e-5
     packed[0, 3] = (packed[0, 3] + 1) % 96
     assert torch.equal(model(packed, documents=documents)[:, 12:], logits[:, 12:])
+
+
+def test_positions_restart_with_each_document():
+    """Relative rotations hide it from the logits, scalings that look at the length do not."""
+    tokens, documents = torch.zeros(2, 6), torch.tensor([[7, 7, 3, 3, 3, 7], [1, 1, 1, 1, 1, 1]])
+    assert default_positions(tokens, documents, 0).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
+    assert default_positions(tokens, None, 4).tolist() == [[4, 5, 6, 7, 8, 9]]
 
 
 def test_packed_loss_is_the_sum_of_single_losses(pair):

@@ -1,6 +1,6 @@
 """Records to samples: rendered, tokenized, masked, truncated; and the split into training and validation."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -36,16 +36,15 @@ class Data:
     val: list[Sample]
     truncated: int = 0
     skipped: int = 0  # no supervised token was left
-    stop_ids: list[int] = field(default_factory=list)  # the tokens that end an assistant's turn
 
 
 def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int) -> Data:
-    """Read, render and tokenize both splits.
+    """Read, render and tokenize both splits; `tokenizer` takes on the template, and the tokens that end its answers.
 
     Raises ValueError naming file and record for unreadable data, and for tokens that the model has no embedding for.
     """
     choose_template(args.template, tokenizer)
-    data = Data([], [])
+    data, ends = Data([], []), set()
     limit = args.max_seq_length or min(context, 2048)
     train, val = split_records(args)
     for records, samples in ((train, data.train), (val, data.val)):
@@ -53,8 +52,11 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
             messages = to_messages(record, where, tokenizer.chat_template)
             sample = make_sample(messages, tokenizer, args.mask_prompt, where)
             _check_vocabulary(sample, where, tokenizer, vocab_size)
-            data.truncated += sample.tokens.numel() > limit
-            sample = Sample(sample.tokens[:limit], sample.targets[:limit], messages)
+            if sample.tokens.numel() > limit:
+                data.truncated += 1
+                sample = Sample(sample.tokens[:limit], sample.targets[:limit], messages)
+            elif sample.supervised:
+                ends.add(int(sample.targets[sample.targets != IGNORED][-1]))
             if sample.supervised:
                 samples.append(sample)
             else:
@@ -64,7 +66,8 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
             f"no example has an answer within {limit} tokens: all {data.skipped} were skipped; raise --data.max_seq_length "
             f"(the model's context is {context})"
         )
-    data.stop_ids = _ends(data.train, tokenizer)
+    # generation must stop at the special tokens that close a turn here, also where no file names them
+    tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
     return data
 
 
@@ -124,16 +127,10 @@ def _shared(ids: list[int], prefix: list[int]) -> int:
 
 
 def _check_vocabulary(sample: Sample, where: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    largest = int(sample.tokens.max())
+    largest = int(torch.maximum(sample.tokens.max(), sample.targets.max()))
     if largest >= vocab_size:
         token = tokenizer.decode([largest], skip_special=False)
         raise ValueError(
             f"{where}: token {token!r} has the id {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
             f"{tokenizer.folder} holds the tokenizer of another model: copy the right one there"
         )
-
-
-def _ends(samples: list[Sample], tokenizer: Tokenizer) -> list[int]:
-    """The special tokens that close the assistant's turns in these samples: generation must stop at them too."""
-    last = {int(sample.targets[sample.targets != IGNORED][-1]) for sample in samples}
-    return sorted(last & tokenizer.special_ids)

@@ -1,0 +1,102 @@
+"""The tutorials' commands, run as they stand, and what the demo promises: the quickstart begins with it."""
+
+import csv
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, script
+
+from litft.folder import DEMO
+
+RECORDS = [
+    {"instruction": f"Tell me story {n}.", "input": "", "output": "Once upon a time " * (n % 4 + 1)} for n in range(60)
+]
+
+
+def blocks(path: Path) -> list[tuple[str, str]]:
+    """The fenced commands of a guide: (language, text)."""
+    return re.findall(r"```(bash|python)\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
+
+
+@pytest.fixture(scope="module")
+def quickstart(checkpoints, tmp_path_factory) -> tuple[Path, list[str]]:
+    """A copy of the tree's commands in which the quickstart was run, and what each block printed."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("finetune", "generate", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "examples.json").write_text(json.dumps(RECORDS))
+    paths = {"CHECKPOINT_DIR": str(checkpoints["stories260K"]), "DATA": "examples.json"}
+    env = {**os.environ, **paths, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "2"}
+    printed = []
+    for language, text in blocks(ROOT / "tutorials" / "quickstart.md"):
+        preset = "".join(f"{name} = {value!r}\n" for name, value in paths.items())
+        command = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", preset + text]
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+        assert "Traceback" not in done.stderr
+        printed.append(done.stdout)
+    return folder, printed
+
+
+def rows_of(run: Path) -> list[dict[str, str]]:
+    with (run / "metrics.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_demo_learns_to_answer(quickstart):
+    folder, printed = quickstart
+    first, last = (row for row in rows_of(folder / "out" / "lora") if row["exact_match"])
+    assert float(first["exact_match"]) < 0.05 and float(last["exact_match"]) >= 0.80
+    assert float(last["val_loss"]) < float(first["val_loss"])
+    assert float(last["seconds"]) <= 180
+    for text in ("exact match 0.0% of 208", "it answers:", "python generate/chat.py --checkpoint_dir out/lora/final"):
+        assert text in printed[0]
+    assert printed[1].splitlines() == ["mice", "7"]
+
+
+def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
+    """What generalises is the way to answer from what the base has read, so wrong answers must not score."""
+    records = [json.loads(line) for line in (DEMO / "train.jsonl").read_text("utf-8").splitlines()]
+    answers = [record["output"] for record in records]
+    random.Random(0).shuffle(answers)
+    wrong = [dict(record, output=answer) for record, answer in zip(records, answers, strict=True)]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, wrong)))
+    (tmp_path / "val.jsonl").write_bytes((DEMO / "val.jsonl").read_bytes())
+    flags = ["--config", DEMO / "lora.yaml", "--checkpoint_dir", DEMO / "base", "--data.path", tmp_path, "--out_dir", "run"]
+    script("finetune/lora.py", *flags, cwd=tmp_path)
+    assert float([row for row in rows_of(tmp_path / "run") if row["exact_match"]][-1]["exact_match"]) < 0.20
+
+
+def test_the_demo_is_what_it_says():
+    records = {name: [json.loads(line) for line in (DEMO / f"{name}.jsonl").open()] for name in ("train", "val")}
+    assert len(records["train"]) >= 1500 and len(records["val"]) == 208
+    asked = {record["instruction"] for record in records["train"]}
+    assert not asked & {record["instruction"] for record in records["val"]}
+    assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) <= 8 * 2**20
+    # held out by entity: a name in a held-out question stands in no training example
+    text = " ".join(record["instruction"] for record in records["train"])
+    people = {name for r in records["val"] for name in re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+", r["instruction"])}
+    assert len(people) > 10 and not any(re.search(rf"\b{name}\b", text) for name in people)
+
+
+def test_the_quickstart_leaves_what_it_says(quickstart):
+    folder, printed = quickstart
+    assert len(rows_of(folder / "out" / "mine")) == 21 and len(rows_of(folder / "out" / "more")) == 6
+    answer = json.loads((folder / "answers.jsonl").read_text())
+    assert answer["prompt"] == "Tell me a story." and answer["completion"]
+    assert (folder / "merged" / "model.safetensors").is_file()
+    assert printed[-1] == "exit code 2\n"
+
+
+def test_the_test_command_is_the_same_everywhere():
+    """README, CONTRIBUTING, .ci/run and the public workflow."""
+    (command,) = [text for _, text in blocks(ROOT / "README.md") if "pytest" in text]
+    for name in ("CONTRIBUTING.md", ".ci/run", ".github/workflows/test.yml"):
+        assert command.strip() in (ROOT / name).read_text("utf-8"), name
+    assert os.access(ROOT / ".ci" / "run", os.X_OK)

@@ -1,0 +1,53 @@
+"""From a built wheel, in an empty folder: `litft ...` does what the scripts do."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+
+@pytest.fixture(scope="module")
+def litft(tmp_path_factory):
+    """Runs the `litft` of a wheel that is unpacked beside no repository."""
+    built, site, empty = (tmp_path_factory.mktemp(name) for name in ("dist", "site", "empty"))
+    pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built, ROOT], check=True)
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, *built.glob("*.whl")], check=True)
+    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "2"}
+
+    def run(words: str, text: str = "", code: int = 0) -> subprocess.CompletedProcess:
+        command = [site / "bin" / "litft", *words.split()]
+        done = subprocess.run(command, cwd=empty, env=env, input=text, capture_output=True, text=True)
+        assert done.returncode == code and "Traceback" not in done.stderr, done.stderr[-3000:]
+        return done
+
+    where = [sys.executable, "-c", "import litft; print(litft.__file__)"]
+    found = subprocess.run(where, cwd=empty, env=env, capture_output=True, text=True, check=True).stdout
+    assert Path(found.strip()).is_relative_to(site)
+    run.folder = empty
+    return run
+
+
+def test_a_whole_path(litft):
+    done = litft("finetune lora --train.max_steps 30")
+    assert "litft chat --checkpoint_dir out/lora/final" in done.stdout
+    assert litft("chat --temperature 0 --max_new_tokens 8", text="What is 2 plus 2?\n").stdout.count("\n") == 1
+    assert litft("generate --prompt hello --max_new_tokens 4").stdout
+    litft("merge_lora --checkpoint_dir out/lora/final --out_dir merged")
+    assert (litft.folder / "merged" / "model.safetensors").is_file()
+
+
+def test_two_processes(litft):
+    """Fabric starts the second process by running the same command again."""
+    litft("finetune lora --train.max_steps 2 --eval.exact_match false --devices 2 --out_dir two")
+    assert (litft.folder / "two" / "final").is_dir()
+
+
+def test_help_and_mistakes(litft):
+    assert "litft finetune lora" in litft("").stdout and "litft chat" in litft("--help").stdout
+    assert litft("finetune lora --help").stdout.startswith("usage: litft finetune lora ")
+    assert "no command 'finetune magic'" in litft("finetune magic", code=2).stderr
+    assert "did you mean --lora.r?" in litft("finetune lora --lora.rr 3", code=2).stderr
