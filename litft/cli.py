@@ -7,6 +7,7 @@ Nothing heavy is imported before the arguments are parsed, so any --help answers
 import dataclasses
 import difflib
 import sys
+from argparse import SUPPRESS
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
@@ -95,9 +96,13 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
 
 
 def _parser(cls: type, **settings: Any) -> ArgumentParser:
-    parser = ArgumentParser(description=cls.__doc__, **settings)
+    parser = ArgumentParser(description=cls.__doc__, usage="%(prog)s [flags]", **settings)
     parser.add_argument("--config", action="config", help="A YAML file of flags, such as a run's config.yaml.")
     parser.add_class_arguments(cls, as_group=False)
+    groups = [item.name for item in dataclasses.fields(cls) if dataclasses.is_dataclass(item.type)]
+    for action in parser._actions:
+        if action.dest in groups:  # jsonargparse would take a file for each group: --config is the one way here
+            action.help = SUPPRESS
     return parser
 
 
