@@ -208,6 +208,8 @@ def chat(args: ChatArgs) -> None:
             print(f"--- the model reads\n{text}\n---", file=sys.stderr)
         answer = ""
         for piece in _answer(model, tokenizer, args, messages):
+            # where the template's prompt ends in a word, the space behind it is the answer's first token, not its text
+            piece = piece if answer else piece.lstrip()
             answer += piece
             print(piece, end="", flush=True)
         print(flush=True)

@@ -13,6 +13,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
 
+# for subprocesses: threads that spin while they wait for each other's process stall a machine of two cores
+ENV = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+
 # a Llama small enough to train in milliseconds, with every size different from the others
 TINY = dict(
     vocab_size=96,
@@ -107,9 +110,7 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def script(*words: str | Path, cwd: Path, code: int = 0, text: str = "") -> subprocess.CompletedProcess:
     """Run `python <script> <flags>` in the folder `cwd`; its exit code must be `code`."""
     command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
-    # two processes that spin while they wait for each other stall a machine of two cores
-    env = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-    done = subprocess.run(command, cwd=cwd, input=text, capture_output=True, text=True, env=env, timeout=3600)
+    done = subprocess.run(command, cwd=cwd, input=text, capture_output=True, text=True, env=ENV, timeout=3600)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
     return done

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import yaml
-from conftest import ROOT, script
+from conftest import ENV, ROOT, script
 from lightning_fabric import Fabric
 
 import litft
@@ -217,7 +217,7 @@ def test_killed_and_resumed_is_uninterrupted(uninterrupted, tmp_path, given):
     whole, flags, _ = uninterrupted
     run = tmp_path / "out" / "lora"
     command = [sys.executable, ROOT / "finetune" / "lora.py", *map(str, flags)]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     while not (run / "checkpoints" / "step-000014").is_dir():
         assert process.poll() is None
         time.sleep(0.001)

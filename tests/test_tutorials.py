@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, script
+from conftest import ENV, ROOT, script
 
 from litft.folder import DEMO
 
@@ -32,7 +32,7 @@ def quickstart(checkpoints, tmp_path_factory) -> tuple[Path, list[str]]:
         (folder / name).symlink_to(ROOT / name)
     (folder / "examples.json").write_text(json.dumps(RECORDS))
     paths = {"CHECKPOINT_DIR": str(checkpoints["stories260K"]), "DATA": "examples.json"}
-    env = {**os.environ, **paths, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "2"}
+    env = {**ENV, **paths, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     printed = []
     for language, text in blocks(ROOT / "tutorials" / "quickstart.md"):
         preset = "".join(f"{name} = {value!r}\n" for name, value in paths.items())

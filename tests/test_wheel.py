@@ -1,12 +1,11 @@
 """From a built wheel, in an empty folder: `litft ...` does what the scripts do."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ENV, ROOT
 
 
 @pytest.fixture(scope="module")
@@ -16,7 +15,7 @@ def litft(tmp_path_factory):
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
     subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built, ROOT], check=True)
     subprocess.run([*pip, "install", "--no-deps", "--target", site, *built.glob("*.whl")], check=True)
-    env = {**os.environ, "PYTHONPATH": str(site), "OMP_NUM_THREADS": "2"}
+    env = {**ENV, "PYTHONPATH": str(site)}
 
     def run(words: str, text: str = "", code: int = 0) -> subprocess.CompletedProcess:
         command = [site / "bin" / "litft", *words.split()]
