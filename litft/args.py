@@ -1,7 +1,36 @@
 """Every flag, as typed and documented fields. The text under a field is its --help; a default stands here only."""
 
+import dataclasses
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
+
+GROUPS = ("data", "train", "eval", "save", "lora")
+LARGEST = 2**31 - 1  # of any whole number here: beyond it seeds overflow, and nothing else is meant
+
+
+def _numbers(args: Any, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """Every flag that holds a number, by its dotted name."""
+    for item in dataclasses.fields(args):
+        value = getattr(args, item.name)
+        if dataclasses.is_dataclass(value):
+            yield from _numbers(value, f"{prefix}{item.name}.")
+        elif isinstance(value, (int, float)):
+            yield prefix + item.name, value
+
+
+def impossible_numbers(args: Any) -> list[str]:
+    """Problems with numbers that no flag may hold."""
+    found = []
+    for name, value in _numbers(args):
+        if isinstance(value, float) and not math.isfinite(value):
+            found.append(f"--{name} {value}: must be a finite number")
+        elif abs(value) > LARGEST:
+            found.append(f"--{name} {value}: must be at most {LARGEST:,}")
+        elif name.endswith("seed") and value < 0:
+            found.append(f"--{name} {value}: must not be negative")
+    return found
 
 
 @dataclass
@@ -90,6 +119,19 @@ class LoRAArgs:
     """The Linears to adapt: names or patterns, litft's or the checkpoint's (q_proj, blocks.1?.mlp.*), or all-linear (all
     but the head)."""
 
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        found = []
+        if self.r < 1:
+            found.append(f"--lora.r {self.r}: must be at least 1")
+        if self.alpha <= 0:
+            found.append(f"--lora.alpha {self.alpha}: must be above 0")
+        if not 0 <= self.dropout < 1:
+            found.append(f"--lora.dropout {self.dropout}: must lie in [0, 1)")
+        if not self.targets:
+            found.append("--lora.targets is empty: name at least one Linear, or all-linear")
+        return found
+
 
 @dataclass
 class FinetuneArgs:
@@ -147,7 +189,8 @@ class FinetuneArgs:
             "train.min_lr_ratio": t.min_lr_ratio,
             "data.val_fraction": self.data.val_fraction,
         }
-        found = [f"--{n} {v}: must be at least 1" for n, v in at_least_one.items() if v is not None and v < 1]
+        found = impossible_numbers(self)
+        found += [f"--{n} {v}: must be at least 1" for n, v in at_least_one.items() if v is not None and v < 1]
         found += [f"--{n} {v}: must not be negative" for n, v in not_negative.items() if v < 0]
         found += [f"--{n} {v}: must lie between 0 and 1" for n, v in parts.items() if not 0 <= v <= 1]
         if t.epochs is not None and t.epochs <= 0:
@@ -169,14 +212,7 @@ class LoRAFinetuneArgs(FinetuneArgs):
 
     def problems(self) -> list[str]:
         """As for every method, and LoRA's own."""
-        found = super().problems()
-        if self.lora.r < 1:
-            found.append(f"--lora.r {self.lora.r}: must be at least 1")
-        if not 0 <= self.lora.dropout < 1:
-            found.append(f"--lora.dropout {self.lora.dropout}: must lie in [0, 1)")
-        if not self.lora.targets:
-            found.append("--lora.targets is empty: name at least one Linear, or all-linear")
-        return found
+        return super().problems() + self.lora.problems()
 
 
 @dataclass
@@ -204,7 +240,7 @@ class ModelArgs:
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
-        found = []
+        found = impossible_numbers(self)
         if self.max_new_tokens < 1:
             found.append(f"--max_new_tokens {self.max_new_tokens}: must be at least 1")
         if self.temperature < 0:

@@ -4,6 +4,7 @@ The same for one process or many. A folder under its final name is complete: it 
 """
 
 import json
+import pickle
 import shutil
 import warnings
 from collections.abc import Iterator
@@ -15,9 +16,21 @@ import torch
 import torch.distributed.checkpoint as dcp
 from lightning_fabric import Fabric
 from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
 _PROGRESS = "progress.json"
+_DCP = "torch.distributed.checkpoint.metadata"
+_METADATA_CLASSES = {
+    *((_DCP, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
+    *((_DCP, name) for name in ("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch.serialization", "_get_layout"),
+    ("torch", "Size"),
+    *(("torch", name) for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8")),
+    *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
+}
 
 
 def newest(run: Path) -> Path | None:
@@ -33,13 +46,13 @@ def save(
     optimizer: Optimizer,
     progress: dict[str, Any],
 ) -> None:
-    """Write the state after `step` steps; every process takes part."""
+    """Write the state after `step` steps; every process takes part. OSError where it cannot be written."""
     folder = run / "checkpoints" / f"step-{step:06d}"
     partial = folder.with_name(folder.name + ".partial")
     if fabric.global_rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     fabric.barrier()
-    with _one_process_is_meant():
+    with _plain_errors(partial):
         dcp.save(_state(parameters, optimizer), checkpoint_id=partial)
     if fabric.global_rank == 0:
         (partial / _PROGRESS).write_text(json.dumps({"step": step, **progress}) + "\n", "utf-8")
@@ -48,22 +61,39 @@ def save(
     fabric.barrier()
 
 
-def restore(folder: Path, parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
-    """Fill parameters and optimizer in place; returns the progress. ValueError where the run had other parameters."""
-    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+def read_progress(folder: Path) -> dict[str, Any]:
+    """What was saved beside the tensors, `step` among it; ValueError where that is damaged."""
+    try:
+        progress = json.loads((folder / _PROGRESS).read_text("utf-8"))
+        if not (isinstance(progress["step"], int) and progress["step"] >= 0):
+            raise ValueError(f"step {progress['step']!r}")
+        return progress
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise _damaged(folder, error) from None
+
+
+def restore(folder: Path, parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Fill parameters and optimizer in place. ValueError where the run had other parameters, or the folder is damaged."""
+    reader = _Reader(folder)
+    try:
+        stored = reader.read_metadata().state_dict_metadata
+        found = {k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in stored.items()}
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        raise _damaged(folder, error) from None
     _begin(optimizer)
     state = _state(parameters, optimizer)
     shapes = {key: tuple(value.shape) for key, value in state.items()}
-    found = {key: tuple(value.size) for key, value in stored.items()}
     if shapes != found:
         odd = sorted(key for key in shapes.keys() | found.keys() if shapes.get(key) != found.get(key))
         raise ValueError(
             f"{folder} was saved by a run with other trained parameters ({odd[0]}: {found.get(odd[0])} there, "
             f"{shapes.get(odd[0])} here); resume with the flags the run began with"
         )
-    with _one_process_is_meant():
-        dcp.load(state, checkpoint_id=folder)
-    return json.loads((folder / _PROGRESS).read_text("utf-8"))
+    try:
+        with _plain_errors(folder):
+            dcp.load(state, storage_reader=reader)
+    except OSError as error:
+        raise _damaged(folder, error) from None
 
 
 def prune(fabric: Fabric, run: Path, keep: int) -> None:
@@ -75,12 +105,42 @@ def prune(fabric: Fabric, run: Path, keep: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+class _Reader(dcp.FileSystemReader):
+    """DCP's reader, but its index, a pickle, may name the classes of an index only: a run's folder may be a stranger's."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The index of the folder; UnpicklingError for anything else."""
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata = _Unpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _METADATA_CLASSES:
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's index")
+        return super().find_class(module, name)
+
+
+def _damaged(folder: Path, error: BaseException) -> ValueError:
+    reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    return ValueError(f"{folder} is damaged ({reason}); delete it, and --resume takes the checkpoint before it")
+
+
 @contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """Keep torch from warning that a run on one device is no distributed one."""
+def _plain_errors(folder: Path) -> Iterator[None]:
+    """DCP's own exception as what lies beneath it, and no warning that a run on one device is no distributed one."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            causes = [cause for cause, _ in error.failures.values()]
+            if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+                raise KeyboardInterrupt from None
+            raise OSError(0, str(causes[0]).split("\n")[0], str(folder)) from None
 
 
 def _begin(optimizer: Optimizer) -> None:

@@ -6,8 +6,12 @@ Nothing heavy is imported before the arguments are parsed, so any --help answers
 
 import dataclasses
 import difflib
+import json
+import os
 import sys
 from argparse import SUPPRESS
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, get_args, get_origin
@@ -43,8 +47,20 @@ def run(command: str, argv: list[str] | None = None) -> Any:
     entry = COMMANDS[command]
     args = parse(entry.args, sys.argv[1:], None) if argv is None else parse(entry.args, argv, f"litft {command}")
     module, _, name = entry.function.partition(":")
-    try:
+    with user_errors():
         return getattr(import_module(module), name)(args)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Inside, a user's mistake, a file that cannot be read or written, and Ctrl-C end without a traceback."""
+    try:
+        yield
+    except BrokenPipeError:  # whoever read stdout has gone; nothing more can be said there, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ValueError as error:
         fail(str(error))
     except KeyboardInterrupt:
@@ -67,8 +83,9 @@ def main() -> None:
 
 
 def fail(message: str) -> NoReturn:
-    """End as a user's mistake does."""
-    print(f"error: {message}", file=sys.stderr)
+    """End as a user's mistake does; of several processes the first one speaks."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        print(f"error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
     sys.exit(2)
 
 
@@ -80,7 +97,8 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     known = _flags(cls)
     given, problems, passed = _read(argv, known)
     if issubclass(cls, flags.FinetuneArgs):
-        given = _implied(dict(given), known) + given
+        implied, wrong = _implied(dict(given), known)
+        given, problems = implied + given, problems + wrong
     for name, value in given:
         if message := _mistake(cls, name, value):
             problems.append(message)
@@ -90,7 +108,11 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     namespace = parser.parse_args([f"--{name}={value}" for name, value in given] + passed)
     namespace.pop("config", None)
     args = cls(**vars(parser.instantiate(namespace)))
-    if problems := args.problems():
+    for name, value in given:
+        if known[name] in (str, str | None) and value != "null":
+            group, _, leaf = name.rpartition(".")
+            setattr(getattr(args, group) if group else args, leaf, value)  # as typed: jsonargparse reads "# a" as null
+    if problems := getattr(args, "problems", list)():
         fail("\n".join(problems))
     return args
 
@@ -103,6 +125,7 @@ def _parser(cls: type, **settings: Any) -> ArgumentParser:
     for action in parser._actions:
         if action.dest in groups:  # jsonargparse would take a file for each group: --config is the one way here
             action.help = SUPPRESS
+        action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
     return parser
 
 
@@ -144,18 +167,21 @@ def _read(argv: list[str], known: dict[str, Any]) -> tuple[list[tuple[str, str]]
     return given, problems, passed
 
 
-def _implied(given: dict[str, str], known: dict[str, Any]) -> list[tuple[str, str]]:
+def _implied(given: dict[str, str], known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
     """What the flags need not repeat: those a resumed run began with, or the demo's recipe where there is no model."""
-    if given.get("resume", "").lower() == "true":
-        run = Path(given["out_dir"]) if "out_dir" in given else runs.newest(done=False)
-        if run and (run / runs.CONFIG).is_file():
-            return _read_config(run / runs.CONFIG, known)[0]
-    return [] if "checkpoint_dir" in given else _read_config(DEMO_RECIPE, known)[0]
+    if given.get("resume", "").lower() == "true" and "overwrite" not in given:
+        run = runs.named(given.get("out_dir"), resume=True)
+        if run and runs.is_run(run):
+            return _read_config(run / runs.CONFIG, known)
+        if "checkpoint_dir" not in given:
+            reason = f"{run} holds no run" if run else f"there is no unfinished run under {runs.OUT}/"
+            return [], [f"--resume: {reason}; repeat the flags it began with"]
+    return ([], []) if "checkpoint_dir" in given else _read_config(DEMO_RECIPE, known)
 
 
 def _as_list(value: str) -> str:
-    """a,b as YAML's [a,b]"""
-    return value if value.startswith("[") else f"[{value}]"
+    """a,b as YAML's ["a", "b"]"""
+    return value if value.startswith("[") else json.dumps([item.strip() for item in value.split(",") if item.strip()])
 
 
 def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -164,16 +190,22 @@ def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[t
         return [], [f"--config {path}: no such file"]
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
-    except yaml.YAMLError as error:
-        return [], [f"--config {path}: no valid YAML ({' '.join(str(error).split())})"]
-    entries = dict(_flatten(content))
+        if not isinstance(content, dict):
+            raise ValueError(f"it holds {type(content).__name__}, not flags")
+        entries = dict(_flatten(content))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
     problems = [f"{path}: {_unknown(name, known)}" for name in entries if name not in known]
     words = {name: _as_word(value) for name, value in entries.items() if name in known}
+    words |= {name: _as_list(word) for name, word in words.items() if get_origin(known[name]) is list}
     return list(words.items()), problems
 
 
-def _flatten(content: dict, prefix: str = ""):
+def _flatten(content: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested entries under dotted names; an empty group has none."""
     for name, value in content.items():
+        if value is None and name in flags.GROUPS:
+            continue
         if isinstance(value, dict):
             yield from _flatten(value, f"{prefix}{name}.")
         else:

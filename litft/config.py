@@ -1,7 +1,9 @@
 """What an architecture is, as plain frozen values read from a checkpoint's own config.json. Imports no torch."""
 
+import json
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
@@ -39,6 +41,12 @@ class Rope:
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise ValueError(f"config.json: rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
+        needs = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(kind, [])
+        if kind in ("llama3", "yarn"):
+            needs = ["factor", "original_max_position_embeddings"]
+        if missing := [name for name in needs if name not in scaling]:
+            raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)} in its rope parameters")
+        _check_rope(scaling, dim)
         limit = hf.get("max_position_embeddings", 2048)
         trained = hf.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
         # transformers lets the two contexts' ratio stand in for a factor that is not given; for longrope it wins
@@ -46,11 +54,6 @@ class Rope:
         factor = scaling.get("factor", ratio if trained else 1.0)
         if kind == "longrope" and hf.get("original_max_position_embeddings"):
             factor = ratio
-        needs = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(kind, [])
-        if kind in ("llama3", "yarn"):
-            needs = ["factor", "original_max_position_embeddings"]
-        if missing := [name for name in needs if name not in scaling]:
-            raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)} in its rope parameters")
         own = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
         return cls(
             base=float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0))),
@@ -63,6 +66,43 @@ class Rope:
             long_factor=tuple(scaling.get("long_factor", ())),
             **{name: scaling[name] for name in own if name in scaling},
         )
+
+
+def _check_rope(scaling: dict[str, Any], dim: int) -> None:
+    """ValueError listing every rope parameter that would make an angle undefined."""
+    numbers = "factor rope_theta low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim"
+    odd = [f"{n} {scaling[n]!r}" for n in numbers.split() if n in scaling and not is_positive(scaling[n])]
+    trained = scaling.get("original_max_position_embeddings", 2)
+    if not (isinstance(trained, int) and trained >= 2):
+        odd.append(f"original_max_position_embeddings {trained!r}")
+    if not isinstance(scaling.get("truncate", True), bool):
+        odd.append(f"truncate {scaling['truncate']!r}")
+    if scaling.get("rope_theta", 2) == 1 or scaling.get("low_freq_factor", 1) == scaling.get("high_freq_factor", 4):
+        odd.append("rope_theta 1, or low_freq_factor equal to high_freq_factor")
+    for name in ("short_factor", "long_factor"):
+        factors = scaling.get(name, [1] * (dim // 2))
+        if not (isinstance(factors, list) and len(factors) == dim // 2 and all(map(is_positive, factors))):
+            odd.append(f"{name} (needs {dim // 2} numbers above 0)")
+    if dim % 2:
+        odd.append(f"an odd head size {dim}")
+    if odd:
+        raise ValueError(f"config.json: rope parameters cannot be {', '.join(odd)}; download the file again")
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON file's object; ValueError where it is none."""
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no valid JSON ({str(error)[:200]}); get it again from where it came") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object but {type(content).__name__}; get it again from where it came")
+    return content
+
+
+def is_positive(value: Any) -> bool:
+    """Whether a value from a file is a finite number above 0."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
 
 
 def _attention_factor(kind: str, scaling: dict[str, Any], factor: float, context: int) -> float:

@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from litft.config import Config
+from litft import runs
+from litft.config import Config, read_object
 from litft.families import family, read_config
 from litft.model import GPT
 from litft.parallel import DTYPES
-from litft.peft import ADAPTER_CONFIG, LoRA, assign, read_adapter_config
+from litft.peft import ADAPTER_CONFIG, LoRA, attach_values, read_adapter_config
 from litft.rules import Rule
 from litft.tokenizer import FILES, Tokenizer
 from litft.weights import Checkpoint, check_weights, load_weights
@@ -80,8 +81,7 @@ class Source:
         if self.adapter is None:
             return None
         method, values = LoRA.read(self.adapter, model, self.rules)
-        method.attach(model)
-        assign(model, method, values)
+        attach_values(model, method, values)
         return method
 
 
@@ -92,6 +92,8 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
         raise ValueError(f"{folder} does not exist; name a model folder in Hugging Face's format, or an adapter's")
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; name the folder it lies in")
+    if runs.is_run(folder) and not runs.finished(folder):
+        raise ValueError(f"{folder} is a run that has not finished; continue it with --resume --out_dir {folder}")
     if (folder / "final").is_dir() and not (folder / "config.json").is_file():
         folder = folder / "final"  # a run's folder stands for its result
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
@@ -124,13 +126,7 @@ def _read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} has no config.json; name the folder that Hugging Face's save_pretrained wrote")
-    try:
-        content = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no valid JSON ({error}); download it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} is no JSON object; download it again")
-    return content
+    return read_object(path)
 
 
 def _base_of(adapter: Path, base_dir: str | Path | None) -> Path:
@@ -168,8 +164,8 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 def base_record(source: Source, folder: Path) -> dict[str, Any]:
     """What an adapter written to `folder` says about its base: PEFT's field, and litft's own to find it again."""
-    base = source.base.resolve()
-    own = {"base_path": os.path.relpath(base, folder.resolve()), "base_fingerprint": fingerprint(source.checkpoint)}
+    base = os.path.realpath(source.base)
+    own = {"base_path": os.path.relpath(base, os.path.realpath(folder)), "base_fingerprint": fingerprint(source.checkpoint)}
     return {"base_model_name_or_path": str(base), "litft": own}
 
 

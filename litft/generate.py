@@ -1,11 +1,13 @@
 """Decoding: tokens one at a time with a KV cache, as text that streams; the commands `generate` and `chat`."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from litft import runs
 from litft.args import ChatArgs, GenerateArgs, ModelArgs
 from litft.cache import KVCache
-from litft.data.records import read_records
+from litft.data.records import check_messages, read_records
 from litft.folder import load
 from litft.model import GPT
 from litft.parallel import pick_accelerator, pick_precision
@@ -31,22 +33,19 @@ def stream_ids(
     temperature: float = 0.0,
     top_k: int | None = None,
     top_p: float = 1.0,
-    generator: torch.Generator | None = None,
+    seed: int | None = None,
 ) -> Iterator[int]:
     """Token ids that continue `ids`, one at a time, up to a stop token (which is not given out) or the model's context.
 
     temperature 0 takes the likeliest token. Raises ValueError for an empty prompt, one longer than the context, or ids
     outside the vocabulary.
     """
-    room = model.config.context - len(ids)
-    if not ids or room < 0:
-        reason = f"the prompt has {len(ids)} tokens and the model's context is {model.config.context}"
-        raise ValueError(f"{reason}; shorten it" if ids else "the prompt is empty; give at least one token")
-    if max(ids) >= model.config.vocab_size:
-        reason = f"token id {max(ids)} is outside the model's vocabulary of {model.config.vocab_size}"
-        raise ValueError(f"{reason}; the tokenizer belongs to another model: copy the right one into the folder")
+    check_prompt(model, ids)
+    if not (temperature >= 0 and math.isfinite(temperature) and 0 < top_p <= 1 and (top_k is None or top_k >= 1)):
+        raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}: need at least 0, at least 1, (0, 1]")
     weight = model.embed.weight
-    planned = len(ids) + min(max_new_tokens, room)
+    generator = torch.Generator(weight.device).manual_seed(seed) if seed is not None else None
+    planned = min(len(ids) + max_new_tokens, model.config.context)
     cache = KVCache(model.config, 1, planned, weight.device, weight.dtype)
     tokens = torch.tensor([ids], device=weight.device)
     for _ in range(planned - len(ids)):
@@ -55,6 +54,18 @@ def stream_ids(
         if (token := int(tokens)) in stop_ids:
             return
         yield token
+
+
+def check_prompt(model: GPT, ids: list[int]) -> None:
+    """ValueError for a prompt that is empty, longer than the context, or not in the model's vocabulary."""
+    config = model.config
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(ids) > config.context:
+        raise ValueError(f"the prompt has {len(ids)} tokens and the model's context is {config.context}; shorten it")
+    if max(ids) >= config.vocab_size:
+        reason = f"token id {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
+        raise ValueError(f"{reason}; the tokenizer belongs to another model: copy the right one into the folder")
 
 
 def last_logits(model: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -70,7 +81,10 @@ def sample(
     """One token id drawn from logits (V,): scaled by temperature, cut to the top k, then to the top p, as transformers."""
     if temperature == 0:
         return logits.argmax()
-    logits = logits / temperature
+    top = logits.max()
+    if top.isnan():
+        raise ValueError("the model's logits are NaN; look for NaN or infinity in its weights")
+    logits = (logits - top) / temperature  # the largest is 0: no temperature overflows
     if top_k is not None and top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
     probabilities = logits.softmax(-1)
@@ -93,9 +107,6 @@ def stream(
     seed: int | None = None,
 ) -> Iterator[str]:
     """Pieces of text that continue a prompt (text, continued as it stands) or answer messages (through the template)."""
-    generator = None
-    if seed is not None:
-        generator = torch.Generator(model.embed.weight.device).manual_seed(seed)
     ids = prompt_ids(tokenizer, prompt)
     new = stream_ids(
         model,
@@ -105,7 +116,7 @@ def stream(
         temperature=temperature,
         top_k=top_k,
         top_p=top_p,
-        generator=generator,
+        seed=seed,
     )
     yield from stream_text(tokenizer, ids, new)
 
@@ -144,47 +155,60 @@ def open_model(args: ModelArgs) -> tuple[GPT, Tokenizer]:
     return model, tokenizer
 
 
-def _answer(model: GPT, tokenizer: Tokenizer, args: ModelArgs, prompt: str | list[Message]) -> Iterator[str]:
-    return stream(
-        model,
-        tokenizer,
-        prompt,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-    )
+def _sampling(args: ModelArgs) -> dict[str, Any]:
+    """The flags that say how tokens are drawn."""
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+    return {name: getattr(args, name) for name in names}
 
 
 def generate(args: GenerateArgs) -> None:
-    """Complete one prompt on stdout, with speeds on stderr; or a file of prompts."""
-    records = [({"prompt": args.prompt})]
-    if args.prompts:
-        records = [_checked(record, where) for where, record in read_records(Path(args.prompts))]
+    """Complete one prompt on stdout, with speeds on stderr; or a file of prompts, all of them checked first."""
+    records = read_prompts(Path(args.prompts), args.out) if args.prompts else [{"prompt": args.prompt}]
     model, tokenizer = open_model(args)
+    in_template = args.template == "auto" and tokenizer.own_template
+    prompts = [prompt_ids(tokenizer, _prompt(record, in_template)) for record in records]
+    for ids in prompts:
+        check_prompt(model, ids)
     count, start = 0, time.perf_counter()
+
+    def counted(new: Iterator[int]) -> Iterator[int]:
+        nonlocal count
+        for token in new:
+            count += 1
+            yield token
+
     with open(args.out, "w", encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
-        for record in records:
-            prompt = record.get("messages") or record["prompt"]
-            if isinstance(prompt, str) and args.template == "auto" and tokenizer.own_template:
-                prompt = [{"role": "user", "content": prompt}]
-            text = ""
-            for piece in _answer(model, tokenizer, args, prompt):
-                text += piece
+        for record, ids in zip(records, prompts, strict=True):
+            pieces = []
+            new = stream_ids(model, ids, stop_ids=tokenizer.stop_ids, **_sampling(args))
+            for piece in stream_text(tokenizer, ids, counted(new)):
+                pieces.append(piece)
                 if not args.prompts:
                     print(piece, end="", flush=True)
-            count += len(tokenizer.encode(text, bos=False))
-            line = json.dumps({**record, "completion": text}, ensure_ascii=False) if args.prompts else ""
-            print(line, file=out, flush=True)
+            answered = {**record, "completion": "".join(pieces)}
+            print(json.dumps(answered, ensure_ascii=False) if args.prompts else "", file=out, flush=True)
     seconds = time.perf_counter() - start
     print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def _checked(record: dict, where: str) -> dict:
-    if not (isinstance(record.get("prompt"), str) or isinstance(record.get("messages"), list)):
-        raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
-    return record
+def read_prompts(path: Path, out: str | None) -> list[dict[str, Any]]:
+    """A file's records with a `prompt` or `messages`; ValueError naming the one that has neither."""
+    if out and Path(out).resolve() == path.resolve():
+        raise ValueError(f"--out {out} is the file of the prompts; name another")
+    records = []
+    for where, record in read_records(path):
+        if record.get("messages") is not None:
+            record = {**record, "messages": check_messages(record["messages"], where)}
+        elif not isinstance(record.get("prompt"), str):
+            raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
+        records.append(record)
+    return records
+
+
+def _prompt(record: dict[str, Any], in_template: bool) -> str | list[Message]:
+    if record.get("messages"):
+        return record["messages"]
+    return [{"role": "user", "content": record["prompt"]}] if in_template else record["prompt"]
 
 
 def chat(args: ChatArgs) -> None:
@@ -192,6 +216,7 @@ def chat(args: ChatArgs) -> None:
     model, tokenizer = open_model(args)
     system = [{"role": "system", "content": args.system}] if args.system else []
     messages, terminal = list(system), sys.stdin.isatty()
+    sys.stdin.reconfigure(errors="replace")
     if terminal:
         print("Type a message; /reset begins anew, /exit or Ctrl-D ends.", file=sys.stderr)
     while (line := _read_line(terminal)) is not None:
@@ -203,17 +228,28 @@ def chat(args: ChatArgs) -> None:
         if not line:
             continue
         messages.append({"role": "user", "content": line})
-        if args.debug:
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-            print(f"--- the model reads\n{text}\n---", file=sys.stderr)
-        answer = ""
-        for piece in _answer(model, tokenizer, args, messages):
-            # where the template's prompt ends in a word, the space behind it is the answer's first token, not its text
-            piece = piece if answer else piece.lstrip()
-            answer += piece
-            print(piece, end="", flush=True)
-        print(flush=True)
+        try:
+            answer = _say(model, tokenizer, args, messages)
+        except ValueError as error:
+            messages.pop()
+            print(f"error: {error}; this message is dropped, /reset begins anew", file=sys.stderr)
+            continue
         messages.append({"role": "assistant", "content": answer})
+
+
+def _say(model: GPT, tokenizer: Tokenizer, args: ChatArgs, messages: list[Message]) -> str:
+    """Print the model's answer as it comes, and return it."""
+    if args.debug:
+        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        print(f"--- the model reads\n{text}\n---", file=sys.stderr)
+    answer = ""
+    for piece in stream(model, tokenizer, messages, **_sampling(args)):
+        # where the template's prompt ends in a word, the space behind it is the answer's first token, not its text
+        piece = piece if answer else piece.lstrip()
+        answer += piece
+        print(piece, end="", flush=True)
+    print(flush=True)
+    return answer
 
 
 def _read_line(terminal: bool) -> str | None:

@@ -1,6 +1,7 @@
 """A LoRA adapter and its base to one model folder, tensor by tensor: memory stays at one shard."""
 
 import json
+import shutil
 import sys
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from litft import runs
 from litft.args import MergeArgs
 from litft.folder import Source, copy_tokenizer, resolve
 from litft.parallel import DTYPES
-from litft.peft import LoRA, merged
+from litft.peft import LoRA, attach_values, merged
 from litft.rules import Move, exporting
 from litft.weights import Entry, check_weights, write_weights
 
@@ -25,14 +26,17 @@ def merge(args: MergeArgs) -> Path:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out_dir {out} already exists and is not an empty folder; name another")
     dtype = source.dtype(None) if args.precision == "auto" else DTYPES[args.precision]
-    entries = merged_entries(source, dtype)
-    out.mkdir(parents=True, exist_ok=True)
-    write_weights(out, entries)
+    entries, tokenizer = merged_entries(source, dtype), source.tokenizer()
+    partial = out.with_name(f"{out.name}.partial")  # a folder under its own name is whole
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    write_weights(partial, entries)
     hf = {**source.hf, "torch_dtype": str(dtype).removeprefix("torch.")}
     hf.pop("dtype", None)  # transformers 5's name for the same
-    (out / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
-    if tokenizer := source.tokenizer():
-        copy_tokenizer(tokenizer, out)
+    (partial / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
+    if tokenizer:
+        copy_tokenizer(tokenizer, partial)
+    partial.replace(out)
     print(f"merged {source.folder} into its base {source.base}: {out} ({dtype})", file=sys.stderr)
     return out
 
@@ -42,6 +46,8 @@ def merged_entries(source: Source, dtype: torch.dtype) -> list[Entry]:
     model = source.meta_model()
     reads = {move.targets[0]: move for move in check_weights(model, source.checkpoint, source.rules)}
     method, values = LoRA.read(source.adapter, model, source.rules)
+    names = [name for name, _ in model.named_parameters()]
+    attach_values(model, method, values)
 
     def ours(name: str) -> Tensor:
         move = reads[name]
@@ -55,5 +61,5 @@ def merged_entries(source: Source, dtype: torch.dtype) -> list[Entry]:
         numel = sum(model.get_parameter(our).numel() for our in move.sources) // len(move.targets)
         return Entry(name, numel * dtype.itemsize, lambda: move.convert([ours(our) for our in move.sources])[index])
 
-    moves = exporting(source.rules, [name for name, _ in model.named_parameters()])
+    moves = exporting(source.rules, names)
     return [entry(move, index, name) for move in moves for index, name in enumerate(move.targets)]

@@ -32,7 +32,7 @@ class Metrics:
         if self.path is None or not self.path.is_file():
             return
         with self.path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if int(row["step"]) <= step]
+            kept = [row for row in csv.DictReader(file) if (row.get("step") or "").isdigit() and int(row["step"]) <= step]
         with self.path.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
@@ -88,10 +88,15 @@ class Metrics:
         self._write()
         self._window, self.rows = 0.0, []
 
+    @property
+    def loss(self) -> float:
+        """The newest step's that is written."""
+        return float(self._last["loss"])
+
     def line(self) -> str:
         """Loss and speed of the last window, for the progress bar."""
         row = self._last
-        return f"loss {float(row['loss']):.3f}, {_speeds(row['tokens_per_second'], row['mfu'], row['memory_gib'])}"
+        return f"loss {self.loss:.3f}, {_speeds(row['tokens_per_second'], row['mfu'], row['memory_gib'])}"
 
     def summary(self, device: torch.device) -> str:
         """Speed over all steps; MFU over those of this process, which alone knows what chip they ran on."""

@@ -6,6 +6,7 @@ names never change, no `forward` is copied, and it works alike on nn.Linear and 
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from litft.args import FinetuneArgs, LoRAArgs, LoRAFinetuneArgs
+from litft.config import is_positive, read_object
 from litft.rules import Rule, exporting
 from litft.weights import write_file
 
@@ -143,7 +145,7 @@ class LoRA:
             if their not in ours or leaf not in ("A.weight", "B.weight"):
                 raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {key} belongs to no Linear of the base model")
             values[f"{ours[their]}.lora_{leaf[0].lower()}"] = tensor.float()
-            if leaf == "A.weight":
+            if leaf == "A.weight" and tensor.dim() == 2:
                 alpha = _pattern(config.get("alpha_pattern"), their, config["lora_alpha"])
                 r = tensor.size(0)
                 sites[ours[their]] = Factors(r, alpha / (math.sqrt(r) if config.get("use_rslora") else r))
@@ -160,17 +162,21 @@ def method_of(args: FinetuneArgs) -> LoRA:
     return METHODS[type(args)](args)
 
 
-def assign(model: nn.Module, method: LoRA, values: dict[str, Tensor]) -> None:
-    """Copy values into the method's parameters; ValueError where names or shapes do not fit."""
+def attach_values(model: nn.Module, method: LoRA, values: dict[str, Tensor]) -> None:
+    """Attach the method with these values (on the meta device: only see that they fit); ValueError where they do not."""
+    method.attach(model)
     parameters = method.parameters(model)
-    if parameters.keys() != values.keys():
-        different = sorted(parameters.keys() ^ values.keys())
-        raise ValueError(f"the adapter does not fit the model: {', '.join(different[:10])} stand on one side only")
+    problems = [f"{name} stands on one side only" for name in sorted(parameters.keys() ^ values.keys())]
+    problems += [
+        f"{name} should be {tuple(p.shape)}, is {tuple(values[name].shape)}"
+        for name, p in parameters.items()
+        if name in values and values[name].shape != p.shape
+    ]
+    problems += [f"{name} holds NaN or infinity" for name, value in values.items() if not value.isfinite().all()]
+    if problems:
+        raise ValueError(f"the adapter does not fit its base model: {'; '.join(problems[:10])}")
     with torch.no_grad():
         for name, parameter in parameters.items():
-            if parameter.shape != values[name].shape:
-                expected, found = tuple(parameter.shape), tuple(values[name].shape)
-                raise ValueError(f"the adapter does not fit the model: {name} should be {expected}, is {found}")
             parameter.copy_(values[name])
 
 
@@ -224,17 +230,21 @@ def _target_modules(chosen: list[str], every: list[str]) -> list[str]:
 
 
 def _pattern(patterns: dict[str, float] | None, name: str, default: float) -> float:
-    """PEFT's rank_pattern and alpha_pattern: the first key that the end of the name matches."""
-    hits = (value for key, value in (patterns or {}).items() if name == key or name.endswith(f".{key}"))
+    """PEFT's alpha_pattern: the first key, a regular expression, that the end of the name matches."""
+    hits = (value for key, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({key})", name))
     return next(hits, default)
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """adapter_config.json as a dictionary."""
-    try:
-        return json.loads((folder / ADAPTER_CONFIG).read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} is no valid JSON ({error}); write it again") from None
+    """adapter_config.json as a dictionary; ValueError where a field that litft reads holds what it cannot."""
+    path = folder / ADAPTER_CONFIG
+    config = read_object(path)
+    texts = isinstance(config.get("base_model_name_or_path") or "", str)
+    own = config.get("litft", {})
+    own = isinstance(own, dict) and all(isinstance(own.get(name, ""), str) for name in ("base_path", "base_fingerprint"))
+    if not (texts and own):
+        raise ValueError(f"{path}: base_model_name_or_path must be text, litft an object of texts; write it again")
+    return config
 
 
 def _refuse_unsupported(config: dict[str, Any], folder: Path) -> None:
@@ -245,13 +255,26 @@ def _refuse_unsupported(config: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(odd)} is not supported; litft reads plain LoRA adapters")
     if missing := [k for k in ("r", "lora_alpha") if k not in config]:
         raise ValueError(f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter of PEFT's?")
+    patterns = config.get("alpha_pattern") or {}
+    numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"], "lora_dropout": config.get("lora_dropout") or 0.0}
+    numbers |= patterns if isinstance(patterns, dict) else {"alpha_pattern": patterns}
+    odd = [f"{name} {value!r}" for name, value in numbers.items() if not is_positive(value) and value != 0]
+    if not isinstance(config.get("use_rslora", False), bool):
+        odd.append(f"use_rslora {config['use_rslora']!r}")
+    for key in patterns:
+        try:
+            re.compile(key)
+        except (re.error, TypeError):
+            odd.append(f"alpha_pattern {key!r}")
+    if odd:
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(odd)} cannot be; write the adapter again")
 
 
 def _read_adapter_weights(folder: Path) -> dict[str, Tensor]:
     path = folder / ADAPTER_WEIGHTS
     try:
         return load_file(path)
-    except FileNotFoundError:
+    except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"{folder} lacks {ADAPTER_WEIGHTS}; copy it beside {ADAPTER_CONFIG}") from None
     except SafetensorError as error:
         raise ValueError(f"{path} is truncated or no safetensors file ({error}); copy it again") from None

@@ -13,6 +13,17 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = dict[str, Any]
 Render = Callable[..., str]
 
+# whatever a template may raise by its own arithmetic, look-ups and recursion
+_TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ValueError,
+    ArithmeticError,
+    RecursionError,
+)
+
 # The wording of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), turned into a chat template
 ALPACA = """\
 {% set preamble = "Below is an instruction that describes a task" %}
@@ -67,7 +78,7 @@ def render(
         return _compile(source).render(
             messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, documents=None, **tokens
         )
-    except (jinja2.TemplateError, TypeError, KeyError, AttributeError) as error:
+    except _TEMPLATE_ERRORS as error:
         raise ValueError(f"the chat template cannot render this conversation: {error}") from None
 
 
@@ -88,6 +99,8 @@ def assistant_spans(render: Render, messages: list[Message], tools: list | None 
                 "the chat template rewrites earlier turns, so no part of the text is what the model would have said; "
                 "keep one assistant turn a conversation, or pass another --data.template"
             )
+        if len(after.rstrip()) <= len(before) and message["content"].strip():
+            raise ValueError("the chat template leaves the assistant's words out; pass another --data.template")
         spans.append((len(before), len(after.rstrip()) if after.rstrip() != after else len(after)))
     return text, spans
 

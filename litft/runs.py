@@ -4,10 +4,21 @@
 """
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 OUT = Path("out")
 CONFIG = "config.yaml"
+_MARK = "# A run of litft"  # how its config.yaml begins: other programs have files of that name
+
+
+def is_run(folder: Path) -> bool:
+    """Whether litft wrote this folder."""
+    try:
+        with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
+            return file.readline().startswith(_MARK)
+    except OSError:
+        return False
 
 
 def finished(folder: Path) -> bool:
@@ -17,7 +28,7 @@ def finished(folder: Path) -> bool:
 
 def newest(done: bool) -> Path | None:
     """The newest run under out/ that is finished, or that is not."""
-    runs = [path.parent for path in OUT.glob(f"*/{CONFIG}") if finished(path.parent) == done]
+    runs = [path.parent for path in OUT.glob(f"*/{CONFIG}") if is_run(path.parent) and finished(path.parent) == done]
     return max(runs, key=lambda run: (run / CONFIG).stat().st_mtime, default=None)
 
 
@@ -29,29 +40,47 @@ def newest_finished() -> Path:
     return run
 
 
-def choose(out_dir: str | None, method: str, resume: bool) -> Path:
-    """The folder of the run that begins or continues."""
-    if out_dir:
-        return Path(out_dir)
-    if resume and (run := newest(done=False)):
-        return run
-    names = (OUT / (method if n == 1 else f"{method}-{n}") for n in range(1, 10**6))
-    return next(folder for folder in names if not folder.exists())
+def named(out_dir: str | None, resume: bool) -> Path | None:
+    """The folder that the flags mean; None: a new one."""
+    return Path(out_dir) if out_dir else newest(done=False) if resume else None
 
 
-def check(folder: Path, resume: bool, overwrite: bool) -> None:
-    """Refuse to write over what is there."""
+def claim(method: str) -> Path:
+    """Make the first free out/<method>[-n]: of two runs that begin at once, each gets its own."""
+    OUT.mkdir(exist_ok=True)
+    number = 1
+    while True:
+        folder = OUT / (method if number == 1 else f"{method}-{number}")
+        try:
+            folder.mkdir()
+            return folder
+        except FileExistsError:
+            number += 1
+
+
+def check(folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | None]) -> None:
+    """Refuse to write over what is there, and to delete what the run is about to read."""
     if folder.is_file():
         raise ValueError(f"--out_dir {folder} is a file; name a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (resume or overwrite):
-        held = "already holds a run; --resume continues it, --overwrite deletes it"
-        other = "is not empty and holds no run; name another folder"
-        raise ValueError(f"--out_dir {folder} {held if (folder / CONFIG).is_file() else other}")
-    if overwrite and folder.is_dir() and any(folder.iterdir()) and not (folder / CONFIG).is_file():
-        raise ValueError(f"--overwrite: {folder} holds no run of litft, and is not deleted; name another folder")
+    held = folder.is_dir() and any(not path.name.endswith(".partial") for path in folder.iterdir())
+    if held and not is_run(folder):
+        raise ValueError(f"--out_dir {folder} is not empty and holds no run of litft; name another folder")
+    if held and not (resume or overwrite):
+        raise ValueError(f"--out_dir {folder} already holds a run; --resume continues it, --overwrite deletes it")
+    if overwrite:
+        for path in filter(None, inputs):
+            if Path(path).resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"--overwrite would delete {path}, which this run reads; name another --out_dir")
 
 
 def clear(folder: Path) -> None:
     """Delete a run, for --overwrite."""
-    if (folder / CONFIG).is_file():
-        shutil.rmtree(folder)
+    if is_run(folder):
+        shutil.rmtree(folder.resolve())
+
+
+def write_config(folder: Path, text: str) -> None:
+    """Write config.yaml, all of it or nothing."""
+    partial = folder / f"{CONFIG}.partial"
+    partial.write_text(f"{_MARK}; --config with this file repeats it.\n{text}", "utf-8")
+    partial.replace(folder / CONFIG)

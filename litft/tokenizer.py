@@ -1,10 +1,10 @@
 """Text to token ids and back: `tokenizer.json` (tokenizers) or `tokenizer.model` (sentencepiece), one face."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from litft.config import read_object
 from litft.prompts import ALPACA, Message, render
 
 # what a tokenizer consists of: copied beside every model and adapter that litft writes
@@ -97,7 +97,7 @@ class Tokenizer:
         self.folder = folder
         config = _read_json(folder / "tokenizer_config.json")
         self.special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
-        added = [entry["content"] for entry in config.get("added_tokens_decoder", {}).values() if entry.get("special")]
+        added = _added_tokens(config)
         if (path := folder / "tokenizer.json").is_file():
             self._backend = _Fast(path)
         elif (path := folder / "tokenizer.model").is_file():
@@ -130,7 +130,11 @@ class Tokenizer:
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
         """Token ids of `text`. bos None: a BOS where the checkpoint's tokenizer adds one and the text has none yet."""
-        ids = self._backend.encode(text)
+        try:
+            ids = self._backend.encode(text)
+        except UnicodeEncodeError as error:
+            reason = f"the character {text[error.start]!a} is half of a surrogate pair and no text"
+            raise ValueError(f"{reason}; mend it where it was written") from None
         if bos is None:
             bos = self.adds_bos and ids[:1] != [self.bos_id]
         for wanted, kind, known in ((bos, "bos_token", self.bos_id), (eos, "eos_token", self.eos_id)):
@@ -158,12 +162,7 @@ class Tokenizer:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        return json.loads(path.read_text("utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is no valid JSON ({error}); download it again") from None
+    return read_object(path) if path.is_file() else {}
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
@@ -178,14 +177,22 @@ def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
+def _added_tokens(config: dict[str, Any]) -> list[str]:
+    """The special ones of `added_tokens_decoder`."""
+    entries = config.get("added_tokens_decoder")
+    entries = [entry for entry in entries.values() if isinstance(entry, dict)] if isinstance(entries, dict) else []
+    return [entry["content"] for entry in entries if entry.get("special") and isinstance(entry.get("content"), str)]
+
+
 def _own_template(folder: Path, config: dict[str, Any]) -> str | None:
     """The folder's chat template: its own file, or an entry of tokenizer_config.json (one, or several with names)."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text("utf-8")
     found = config.get("chat_template")
     if isinstance(found, list):
-        named = {entry["name"]: entry["template"] for entry in found}
-        return named.get("default")
+        found = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}.get("default")
+    if not isinstance(found, str | None):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, found {type(found).__name__}")
     return found
 
 
@@ -194,4 +201,6 @@ def _stop_ids(folder: Path, eos_id: int | None) -> list[int]:
     configs = (_read_json(folder / name) for name in ("generation_config.json", "config.json"))
     stated = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
     stated = stated if isinstance(stated, list) else [stated]
+    if odd := [value for value in stated if not isinstance(value, int) or value < 0]:
+        raise ValueError(f"{folder}: eos_token_id {odd[0]!r} in generation_config.json or config.json is no token id")
     return list(dict.fromkeys([*stated, *([eos_id] if eos_id is not None else [])]))

@@ -6,6 +6,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -35,9 +36,10 @@ def finetune(args: FinetuneArgs) -> Path:
         raise ValueError("\n".join(problems))
     if args.checkpoint_dir is None:
         args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=str(DEMO)))
-    method = method_of(args)
-    folder = runs.choose(args.out_dir, method.name, args.resume)
-    runs.check(folder, args.resume, args.overwrite)
+    method, named = method_of(args), runs.named(args.out_dir, args.resume)
+    if named:
+        inputs = (args.checkpoint_dir, args.base_dir, args.data.path, args.data.val_path, args.data.template)
+        runs.check(named, args.resume, args.overwrite, inputs)
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check()
     if source.adapter is None:
@@ -48,8 +50,9 @@ def finetune(args: FinetuneArgs) -> Path:
     data = load_data(args.data, tokenizer, source.config.vocab_size, source.config.context)
     fabric = make_fabric(args)
     fabric.launch()
-    # every process chose a folder; the first one's counts, and none has written to it before all have looked
-    folder = Path(fabric.broadcast(str(folder)))
+    # the first process makes the folder; all have looked at what was there before any gets here
+    chosen = str(named or runs.claim(method.name)) if fabric.global_rank == 0 else None
+    folder = Path(fabric.broadcast(chosen))
     Run(args, fabric, method, source, tokenizer, data, folder).train()
     return folder
 
@@ -127,6 +130,7 @@ class Run:
         self.metrics = Metrics(folder / "metrics.csv" if self.main else None, peak and peak * fabric.world_size)
         self.samples = planned_samples(args.train, len(data.train))
         self.steps = -(-self.samples // args.train.global_batch_size)
+        self.record = base_record(source, folder / "final")
         self.scores: dict[str, list[float]] = {"validation loss": [], "exact match": []}
 
     def _build(self, method: LoRA) -> tuple[GPT, LoRA]:
@@ -142,13 +146,13 @@ class Run:
     def train(self) -> None:
         """Prepare the folder, run the steps, leave the result."""
         args, fabric = self.args, self.fabric
-        if self.main:
-            self._open_folder()
-        fabric.barrier()
         optimizer = torch.optim.AdamW(
             self.parameters.values(), args.train.learning_rate, BETAS, weight_decay=args.train.weight_decay, fused=True
         )
         begun = self._resume(optimizer)
+        fabric.barrier()
+        if self.main:
+            self._open_folder(begun)
         model, optimizer = fabric.setup(self.model, optimizer)
         self._say(self._headline(begun))
         if begun == 0:
@@ -188,9 +192,11 @@ class Run:
             saving = last or (self.args.save.interval and done % self.args.save.interval == 0)
             if saving or done % log_interval == 0:
                 metrics.flush(self.fabric.device)
+                self._check_finite(done, "loss", metrics.loss)
                 bar.set_postfix_str(metrics.line(), refresh=False)
             if saving:
-                checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, {"samples": seen})
+                progress = {"samples": seen, "identity": self._identity()}
+                checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, progress)
                 checkpoint.prune(self.fabric, self.folder, self.args.save.keep_last)
         bar.close()
 
@@ -217,6 +223,7 @@ class Run:
         self.metrics.settle(self.fabric.device)
         rows, limit = self.args.train.micro_batch_size, self.args.eval.max_batches
         values = {"val_loss": validation_loss(self.fabric, self.model, self.data.val, rows, limit)}
+        self._check_finite(step, "validation loss", values["val_loss"])
         self.scores["validation loss"].append(values["val_loss"])
         if final and self.args.eval.exact_match:
             values["exact_match"] = exact_match(self.fabric, self.model, self.tokenizer, self.data.val)
@@ -227,22 +234,51 @@ class Run:
             line += f", exact match {values['exact_match']:.1%} of {len(self.data.val)}"
         self._say(line)
 
-    def _open_folder(self) -> None:
-        """Make the run's folder and say in it how the run began."""
+    def _check_finite(self, step: int, name: str, value: float) -> None:
+        if not math.isfinite(value):
+            remedy = "lower --train.learning_rate" if step else "look for NaN or infinity in its weights and config.json"
+            raise ValueError(f"step {step}: the {name} is {value}, so nothing more can be learned; {remedy}")
+
+    def _open_folder(self, begun: int) -> None:
+        """Make the run's folder and say in it how the run began; what lies beyond `begun` steps never happened."""
         if self.args.overwrite:
             runs.clear(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         stored = dataclasses.asdict(self.args)
         for name in ("out_dir", "resume", "overwrite"):
             stored.pop(name)
-        (self.folder / runs.CONFIG).write_text(yaml.safe_dump(stored, sort_keys=False), "utf-8")
+        runs.write_config(self.folder, yaml.safe_dump(stored, sort_keys=False))
+        self.metrics.cut(begun or -1)
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> int:
         """Continue from the newest checkpoint if asked to; returns the steps already done."""
         newest = checkpoint.newest(self.folder) if self.args.resume else None
-        progress = checkpoint.restore(newest, self.parameters, optimizer) if newest else {"step": 0}
-        self.metrics.cut(progress["step"] if newest else -1)
+        if newest is None:
+            return 0
+        progress, now = checkpoint.read_progress(newest), self._identity()
+        before = progress.get("identity", {})
+        if changed := [f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]]:
+            remedy = "resume with what the run began with, or begin another run with its adapter as --checkpoint_dir"
+            raise ValueError(f"{newest} was saved with {'; '.join(changed)}; {remedy}")
+        if progress["step"] > self.steps:
+            raise ValueError(f"{newest} is beyond the run's {self.steps} steps; raise --train.max_steps or --train.epochs")
+        checkpoint.restore(newest, self.parameters, optimizer)
         return progress["step"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What a run must share with the one it continues, or it would silently be another."""
+        flags = dataclasses.asdict(self.args)
+        shared = (
+            "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
+        )
+        return {
+            "seed": self.args.seed,
+            "precision": self.precision,
+            **{f"train.{name}": flags["train"][name] for name in shared},
+            **{f"{self.method.name}.{name}": value for name, value in flags[self.method.name].items()},
+            "base model": self.record["litft"]["base_fingerprint"],
+            "training data": self.data.digest,
+        }
 
     def _headline(self, begun: int) -> str:
         trained = sum(p.numel() for p in self.parameters.values())
@@ -264,7 +300,7 @@ class Run:
         partial, final = self.folder / "final.partial", self.folder / "final"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        self.method.save(self.model, self.source.rules, partial, base_record(self.source, final))
+        self.method.save(self.model, self.source.rules, partial, self.record)
         copy_tokenizer(self.tokenizer, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
@@ -278,7 +314,8 @@ class Run:
         if self.data.val:
             sample = self.data.val[0]
             self.model.eval()
-            self._say(f"for example: {sample.messages[-2]['content'].strip()}")
+            question = sample.messages[-2]["content"].strip() if len(sample.messages) > 1 else "(nothing)"
+            self._say(f"for example: {question}")
             self._say(f"  it answers: {answer(self.model, self.tokenizer, sample, 64)}")
         self._say(f"{metrics.seconds:.0f} s of training, {metrics.summary(self.fabric.device)}")
         self._say(f"the result is in {self.folder / 'final'}; next:\n")

@@ -45,6 +45,8 @@ class Checkpoint:
         if isinstance(handle, dict):
             return handle[name].to("meta")
         part = handle.get_slice(name)
+        if part.get_dtype() not in _DTYPES:
+            raise ValueError(f"{self._file_of[name]}: {name} is stored as {part.get_dtype()}, which holds no weights")
         return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
 
     def head(self, name: str, count: int) -> Tensor:
@@ -87,8 +89,8 @@ def _weight_files(folder: Path) -> list[Path]:
 def _indexed_files(index: Path) -> list[Path]:
     """The shards that an index names; a name may not lead out of the folder."""
     try:
-        shards = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (ValueError, KeyError, AttributeError) as error:
+        shards = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} is no valid index ({error!r}); download it again") from None
     if strays := [name for name in shards if Path(name).name != name]:
         raise ValueError(f"{index} names {strays[0]!r}, which is not a plain file name; do not trust this folder")
@@ -119,9 +121,12 @@ def _open_pickle(path: Path) -> dict[str, Tensor]:
             f"{path} is truncated or holds more than pure weights, and litft does not execute pickles ({reason}); "
             "get the model as safetensors"
         ) from None
-    if not isinstance(content, dict) or not all(isinstance(value, Tensor) for value in content.values()):
-        raise ValueError(f"{path} is not a dictionary of tensors; get the model as safetensors")
-    return content
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and isinstance(value, Tensor) and value.layout == torch.strided and not value.is_quantized
+        for name, value in content.items()
+    ):
+        raise ValueError(f"{path} is not a dictionary of plain tensors; get the model as safetensors")
+    return {name: value.detach() for name, value in content.items()}
 
 
 def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -> list[Move]:
@@ -129,12 +134,16 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
     moves, surplus = importing(rules, checkpoint.names)
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found: dict[str, tuple[int, ...]] = {}
+    problems = []
     for move in moves:
-        shapes = move.convert([checkpoint.meta(name) for name in move.sources])
+        tensors = [checkpoint.meta(name) for name in move.sources]
+        odd = [f"{n}: stored as {t.dtype}" for n, t in zip(move.sources, tensors, strict=True) if not t.is_floating_point()]
+        problems += [f"{line}, and litft reads floating-point weights" for line in odd]
+        shapes = move.convert(tensors)
         found |= {name: tuple(tensor.shape) for name, tensor in zip(move.targets, shapes, strict=True)}
-    surplus += [name for name in found if name not in expected]
+        surplus += [name for name, target in zip(move.sources, move.targets, strict=False) if target not in expected]
     theirs = {name: move.targets[0] for move in exporting(rules, expected) for name in move.sources}
-    problems = [f"missing {theirs[name]}" for name in expected if name not in found]
+    problems += [f"missing {theirs[name]}" for name in expected if name not in found]
     problems += [
         f"{theirs[name]}: expected shape {shape}, found {found[name]}"
         for name, shape in expected.items()
@@ -166,7 +175,10 @@ def load_weights(
 
 def write_file(tensors: dict[str, Tensor], path: Path) -> None:
     """Write one safetensors file, readable by whoever may read its folder (safetensors itself makes it 0600)."""
-    save_file(tensors, path, metadata={"format": "pt"})
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(0, str(error), str(path)) from None
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 

@@ -23,8 +23,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Literal
 
-from litft.args import DataArgs, LoRAArgs
-from litft.cli import fail, parse
+from litft.args import DataArgs, LoRAArgs, impossible_numbers
+from litft.cli import fail, parse, user_errors
 
 CONTENDERS = ("litft", "peft, padded", "peft, unpadded")
 
@@ -59,7 +59,10 @@ class BenchmarkArgs:
     def problems(self) -> list[str]:
         """What is missing."""
         needed = {"checkpoint_dir": self.checkpoint_dir, "data.path": self.data.path}
-        return [f"--{name} is missing" for name, value in needed.items() if not value]
+        found = [f"--{name} is missing" for name, value in needed.items() if not value]
+        counts = ("steps", "global_batch_size", "micro_batch_size", "threads")
+        found += [f"--{name} {getattr(self, name)}: must be at least 1" for name in counts if getattr(self, name) < 1]
+        return found + impossible_numbers(self) + self.lora.problems()
 
 
 class Contender:
@@ -143,18 +146,27 @@ def _features(sample) -> dict[str, list[int]]:
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *targets]}
 
 
+def open_samples(args: BenchmarkArgs) -> list:
+    """The training samples, as every run of litft sees them."""
+    from litft.data.samples import load_data
+    from litft.folder import resolve
+
+    source = resolve(args.checkpoint_dir)
+    source.check()
+    if (tokenizer := source.tokenizer()) is None:
+        raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+    return load_data(args.data, tokenizer, source.config.vocab_size, source.config.context).train
+
+
 def contend(name: str, args: BenchmarkArgs, adapter: Path, device: str, pipe: Connection) -> None:
     """A contender's process: loads everything, then takes a step whenever it is sent the samples' indices."""
     import torch
 
-    from litft.data.samples import load_data
-    from litft.folder import resolve
     from litft.plan import peak_memory
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
-    source = resolve(args.checkpoint_dir)
-    samples = load_data(args.data, source.tokenizer(), source.config.vocab_size, source.config.context).train
+    samples = open_samples(args)
     side = Litft(args, adapter, device) if name == "litft" else Peft(args, adapter, device, name == "peft, padded")
     pipe.send(len(samples))
     while indices := pipe.recv():
@@ -242,9 +254,8 @@ def hardware(device: str) -> str:
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
-def main() -> None:
+def main(args: BenchmarkArgs) -> None:
     """Measure, print a Markdown table, write the JSON."""
-    args = parse(BenchmarkArgs, sys.argv[1:])
     # contenders wait for their turn: waiting threads must not spin on the cores of the one that works
     os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(args.threads)}
     import torch
@@ -253,6 +264,7 @@ def main() -> None:
 
     device = pick_accelerator(args.accelerator)
     args.precision = pick_precision(args.precision, torch.device(device))
+    open_samples(args)  # what is wrong with the files is said here, once, and not by every contender
     figures = summarise(args, measure(args, device))
     about = {
         "hardware": hardware(device),
@@ -270,4 +282,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with user_errors():
+        main(parse(BenchmarkArgs, sys.argv[1:]))

@@ -124,6 +124,22 @@ def test_all_mistakes_at_once(words, messages, capsys):
     assert all(message in said for message in messages), said
 
 
+def test_text_is_taken_as_it_stands():
+    """Also where YAML would read nothing, a list or a comment."""
+    for text in ("# Title", "---", "~", "a: b", "[1", "'", "1", "*x"):
+        assert parse(flags.GenerateArgs, [f"--prompt={text}"]).prompt == text
+    assert parse(flags.LoRAFinetuneArgs, ["--lora.targets", "*_proj, mlp.*"]).lora.targets == ["*_proj", "mlp.*"]
+
+
+def test_numbers_that_are_none(capsys):
+    words = "--train.learning_rate .nan --train.epochs .inf --seed -1 --data.seed 99999999999 --lora.alpha -1"
+    with pytest.raises(SystemExit):
+        parse(flags.LoRAFinetuneArgs, words.split())
+    said = capsys.readouterr().err
+    for name in ("train.learning_rate nan", "train.epochs inf", "seed -1", "data.seed 99999999999", "lora.alpha -1.0"):
+        assert f"--{name}: must " in said
+
+
 def test_mistakes_in_a_config_file_are_named(tmp_path, capsys):
     (tmp_path / "a.yaml").write_text("train: {epoch: 2}\nlora: {r: big}\n")
     with pytest.raises(SystemExit):
@@ -186,7 +202,7 @@ def data(text):
 
 def taken(folder):
     (folder / "run").mkdir()
-    (folder / "run" / "config.yaml").write_text("{}")
+    (folder / "run" / "config.yaml").write_text("# A run of litft\n{}")
 
 
 BAD = {
@@ -231,4 +247,4 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder):
     script("finetune/lora.py", *words.split(), "run", "--overwrite", cwd=folder)
     assert not (folder / "run" / "old").exists() and (folder / "run" / "final").is_dir()
     done = script("finetune/lora.py", *words.split(), "model", "--overwrite", cwd=folder, code=2)
-    assert "holds no run of litft, and is not deleted" in done.stderr and (folder / "model" / "config.json").is_file()
+    assert "is not empty and holds no run of litft" in done.stderr and (folder / "model" / "config.json").is_file()

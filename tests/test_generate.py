@@ -104,6 +104,23 @@ def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
     assert tokenizer.apply_chat_template(talk[:-1], add_generation_prompt=True) in done.stderr
 
 
+def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):
+    flags = ["--max_new_tokens", "8", "--temperature", "0"]
+    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]
+    plain = script(*command, cwd=tmp_path, text="Hello\n").stdout
+    done = script(*command, cwd=tmp_path, text="once upon a time " * 600 + "\nHello\n")
+    assert "shorten it; this message is dropped" in done.stderr and done.stdout == plain
+
+
+def test_all_prompts_are_checked_before_the_first_answer(checkpoints, tmp_path):
+    command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--prompts", "in.jsonl"]
+    for bad in ({"text": "a"}, {"messages": [{"role": "robot", "content": "a"}]}, {"prompt": "once upon a time " * 600}):
+        (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n" + json.dumps(bad) + "\n")
+        script(*command, "--out", "out.jsonl", cwd=tmp_path, code=2)
+        assert not (tmp_path / "out.jsonl").exists()
+    assert "is the file of the prompts" in script(*command, "--out", "in.jsonl", cwd=tmp_path, code=2).stderr
+
+
 def test_reset_forgets(checkpoints, tmp_path):
     flags = ["--max_new_tokens", "8", "--temperature", "0", "--debug"]
     command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]

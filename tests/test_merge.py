@@ -5,11 +5,13 @@ import json
 import pytest
 import torch
 from conftest import script
+from safetensors.torch import load_file, save_file
 from test_peft import TOKENS, write_adapter
 
 import litft
+from litft.args import MergeArgs
 from litft.folder import resolve
-from litft.merge import merged_entries
+from litft.merge import merge, merged_entries
 from litft.weights import write_weights
 
 
@@ -64,6 +66,24 @@ def test_a_tied_model_is_merged_in_shards(make_model, tmp_path):
     model, _ = litft.load(tmp_path / "out")
     assert model.lm_head.weight is model.embed.weight
     assert (model(TOKENS) - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+@pytest.mark.parametrize("spoil", ["no A", "no B", "wrong B", "flat A", "nan"])
+def test_half_an_adapter_is_not_merged(adapter, tmp_path, spoil):
+    path = adapter / "adapter_model.safetensors"
+    tensors = load_file(path)
+    a, b = (f"base_model.model.model.layers.1.self_attn.q_proj.lora_{leaf}.weight" for leaf in "AB")
+    if spoil.startswith("no "):
+        del tensors[{"no A": a, "no B": b}[spoil]]
+    elif spoil == "nan":
+        tensors[a][0, 0] = torch.nan
+    else:
+        name = b if spoil == "wrong B" else a
+        tensors[name] = tensors[name][:-1].contiguous() if spoil == "wrong B" else tensors[name].flatten()
+    save_file(tensors, path)
+    with pytest.raises(ValueError, match=r"does not fit its base model: .*q_proj\.lora_"):
+        merge(MergeArgs(checkpoint_dir=str(adapter), out_dir=str(tmp_path / "out")))
+    assert not list(tmp_path.glob("out*"))
 
 
 def test_what_cannot_be_merged_is_refused(tiny, adapter, tmp_path):

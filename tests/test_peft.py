@@ -12,7 +12,7 @@ from litft.args import DataArgs, LoRAArgs
 from litft.data.samples import load_data
 from litft.data.steps import collate
 from litft.folder import resolve
-from litft.peft import LoRA, assign, detach, disabled
+from litft.peft import LoRA, detach, disabled
 
 
 def write_adapter(base, folder, seed=1, **values):
@@ -45,8 +45,9 @@ def attached(tiny):
 
 def randomize(model, method, seed=5):
     generator = torch.Generator().manual_seed(seed)
-    values = method.parameters(model).items()
-    assign(model, method, {n: 0.2 * torch.randn(p.shape, generator=generator) for n, p in values})
+    with torch.no_grad():
+        for parameter in method.parameters(model).values():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 TOKENS = torch.randint(512, (2, 23), generator=torch.Generator().manual_seed(2))
@@ -59,9 +60,10 @@ TOKENS = torch.randint(512, (2, 23), generator=torch.Generator().manual_seed(2))
         dict(target_modules=["q_proj", "v_proj"]),
         dict(use_rslora=True, r=6),
         dict(rank_pattern={"down_proj": 2, "layers.1.self_attn.q_proj": 7}, alpha_pattern={"v_proj": 32}),
+        dict(alpha_pattern={r".*\.(q|k)_proj": 4, "layers.[01].mlp.*": 2}),
         dict(layers_to_transform=[1], target_modules=["o_proj", "up_proj"]),
     ],
-    ids=["plain", "two targets", "rslora", "patterns", "one layer"],
+    ids=["plain", "two targets", "rslora", "patterns", "expressions", "one layer"],
 )
 @torch.no_grad()
 def test_reads_what_peft_wrote(tiny, tmp_path, values):
@@ -251,6 +253,12 @@ def test_a_tied_head_cannot_be_a_target(make_model):
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
         ({"base_model_name_or_path": "far/away"}, "pass --base_dir"),
+        ({"base_model_name_or_path": 5}, "must be text"),
+        ({"lora_alpha": "16"}, "lora_alpha '16' cannot be"),
+        ({"lora_alpha": None}, "lora_alpha None cannot be"),
+        ({"alpha_pattern": {"(": 3}}, r"alpha_pattern '\(' cannot be"),
+        ({"use_rslora": "no"}, "use_rslora 'no' cannot be"),
+        ({"litft": [1]}, "litft an object"),
     ],
 )
 def test_what_cannot_be_read_is_refused(tiny, tmp_path, change, message):

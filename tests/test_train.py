@@ -245,7 +245,8 @@ def test_resume_with_nothing_to_resume_begins(uninterrupted, tmp_path):
 def test_resume_with_other_factors_is_refused(uninterrupted, tmp_path):
     whole, _, _ = uninterrupted
     done = script("finetune/lora.py", "--out_dir", whole, "--resume", "--lora.r", "5", cwd=tmp_path, code=2)
-    assert "was saved by a run with other trained parameters" in done.stderr
+    assert "was saved with lora.r 8, now 5; resume with what the run began with" in done.stderr
+    assert not (tmp_path / "out").exists() and "r: 8" in (whole / "config.yaml").read_text()
 
 
 def test_the_saved_config_repeats_the_run(uninterrupted, tmp_path):

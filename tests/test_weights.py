@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 
 import pytest
@@ -163,7 +164,46 @@ def torn_config(folder):
     (folder / "config.json").write_text('{"model_type": "llama",')
 
 
+def stored_as(dtype):
+    def change(folder):
+        rewrite(folder, lambda tensors: tensors.update({n: t.to(dtype) for n, t in tensors.items()}))
+
+    return change
+
+
+def wrong(**values):
+    """A field that holds nonsense, and the message about it."""
+    ((name, value),) = values.items()
+    return config(**values), f"config.json: {name} must be .*, found {re.escape(repr(value))}"
+
+
+def rope(**values):
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, **values}
+    ((name, value),) = values.items()
+    return config(rope_parameters=scaling), f"rope parameters cannot be {name} {re.escape(repr(value))}"
+
+
 BROKEN = [
+    (stored_as(torch.int8), "stored as torch.int8, and litft reads floating-point weights"),
+    (stored_as(torch.uint16), "stored as U16, which holds no weights"),
+    wrong(hidden_size="64"),
+    wrong(hidden_size=None),
+    wrong(num_attention_heads=0),
+    wrong(num_hidden_layers=10**12),
+    wrong(vocab_size=-1),
+    wrong(max_position_embeddings=1.5),
+    wrong(rms_norm_eps=-1),
+    wrong(rope_theta="x"),
+    wrong(sliding_window=0),
+    wrong(tie_word_embeddings="x"),
+    wrong(hidden_act=["silu"]),
+    wrong(rope_scaling=[1]),
+    (config(num_hidden_layers=20_000), "num_hidden_layers must be at most 10,000"),
+    rope(factor=0),
+    rope(factor="2"),
+    rope(beta_fast=-1),
+    rope(original_max_position_embeddings="32"),
+    rope(rope_theta=float("inf")),
     (truncate, "is truncated or no safetensors file"),
     (drop_weights, r"holds no weights: expected model.safetensors, .* found config.json, .*weights.safetensors"),
     (lfs_pointer, "is a git-lfs pointer"),
@@ -184,7 +224,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("spoil, message", BROKEN, ids=[message[:30] for _, message in BROKEN])
+@pytest.mark.parametrize("spoil, message", BROKEN, ids=[message[:60] for _, message in BROKEN])
 def test_a_broken_folder_is_named(folder, spoil, message):
     spoil(folder)
     with pytest.raises(ValueError, match=message):

@@ -15,13 +15,13 @@ def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """The records of a .json (an array) or .jsonl file, each with a label that says where it stands."""
     if not path.is_file():
         raise ValueError(f"{path} does not exist; --data.path takes a .json or .jsonl file, or a folder with both splits")
-    if path.suffix not in SUFFIXES:
+    if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {' or '.join(SUFFIXES)}")
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, for example with iconv") from None
-    records = list(_lines(path, text) if path.suffix == ".jsonl" else _array(path, text))
+    records = list(_lines(path, text) if path.suffix.lower() == ".jsonl" else _array(path, text))
     if not records:
         raise ValueError(f"{path} holds no examples; --data.path needs at least one")
     for where, record in records:
@@ -35,7 +35,7 @@ def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 yield f"{path}, line {number}", json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: no valid JSON ({error}); each line is one object") from None
 
 
@@ -45,6 +45,8 @@ def _array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     except json.JSONDecodeError as error:
         hint = "one object a line is .jsonl: rename the file" if error.msg == "Extra data" else "mend it there"
         raise ValueError(f"{path}, line {error.lineno}: no valid JSON ({error.msg}, column {error.colno}); {hint}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no valid JSON ({error}); mend it there") from None
     if not isinstance(content, list):
         raise ValueError(f"{path}: expected an array of examples, found {type(content).__name__}")
     for index, record in enumerate(content):
@@ -54,20 +56,20 @@ def _array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
 def to_messages(record: dict[str, Any], where: str, template: str) -> list[Message]:
     """A record as messages; ValueError naming the record where it lacks the fields of a known format."""
     if "messages" in record:
-        return _checked(record["messages"], where)
+        return check_messages(record["messages"], where)
     if "instruction" in record and "output" in record:
         for name in ("instruction", "input", "output"):
-            if not isinstance(record.get(name) or "", str):
+            if not isinstance(record.get(name), str | None):
                 raise ValueError(f"{where}: field {name!r} must be text, found {type(record[name]).__name__}")
         content = user_content(record["instruction"] or "", record.get("input") or "", template)
         answer = {"role": "assistant", "content": record["output"] or ""}
         return [{"role": "user", "content": content}, answer]
-    fields = ", ".join(map(repr, record)) or "none"
+    fields = ", ".join(map(repr, record))[:200] or "none"
     raise ValueError(f"{where}: needs 'instruction' and 'output', or 'messages'; found the fields {fields}")
 
 
-def _checked(messages: Any, where: str) -> list[Message]:
-    """Messages with plain text content; content given as typed parts is joined."""
+def check_messages(messages: Any, where: str) -> list[Message]:
+    """Messages with plain text content; content given as typed parts is joined. ValueError for anything else."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"{where}: 'messages' must be a list with at least one message")
     checked = []
@@ -77,7 +79,8 @@ def _checked(messages: Any, where: str) -> list[Message]:
             raise ValueError(f"{where}: message {number} has the role {role!r}; known: {', '.join(ROLES)}")
         content = message.get("content")
         if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-            content = "".join(part.get("text", part.get("value", "")) for part in content)
+            parts = [part.get("text", part.get("value")) for part in content]
+            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
         if not isinstance(content, str):
             raise ValueError(f"{where}: message {number} has no text as its 'content'")
         checked.append({"role": message["role"], "content": content})

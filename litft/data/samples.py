@@ -1,5 +1,6 @@
 """Records to samples: rendered, tokenized, masked, truncated; and the split into training and validation."""
 
+import hashlib
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +37,14 @@ class Data:
     val: list[Sample]
     truncated: int = 0
     skipped: int = 0  # no supervised token was left
+
+    @cached_property
+    def digest(self) -> str:
+        """Which training samples these are."""
+        found = hashlib.sha256()
+        for sample in self.train:
+            found.update(sample.tokens.numpy().tobytes() + sample.targets.numpy().tobytes())
+        return found.hexdigest()
 
 
 def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int) -> Data:
@@ -107,9 +116,11 @@ def make_sample(messages: list[Message], tokenizer: Tokenizer, mask_prompt: bool
         raise ValueError(f"{where}: the last message is the {messages[-1]['role']}'s; there is no answer to learn")
     try:
         text, spans = assistant_spans(tokenizer.apply_chat_template, messages)
+        ids = tokenizer.encode(text, bos=False)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from None
-    ids = tokenizer.encode(text, bos=False)
+    if not ids or not spans:
+        raise ValueError(f"{where}: the chat template renders nothing; pass another --data.template")
     bounds = [tuple(_shared(ids, tokenizer.encode(text[:at], bos=False)) for at in span) for span in spans]
     if ids[bounds[-1][1] - 1] not in tokenizer.special_ids:  # the template leaves the answer open: end it ourselves
         ids = [*tokenizer.encode(text[: spans[-1][1]], bos=False), tokenizer.stop_ids[-1]]

@@ -4,12 +4,13 @@ A family file holds MODEL_TYPES (values of `model_type` in config.json), `config
 """
 
 import pkgutil
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from litft.config import Config
+from litft.config import Config, is_positive
 
 
 @cache
@@ -17,6 +18,49 @@ def families() -> dict[str, ModuleType]:
     """The family module of every known model_type."""
     modules = [import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     return {model_type: module for module in modules for model_type in module.MODEL_TYPES}
+
+
+# What a field may hold wherever a family reads it. Files from strangers are checked once, here, before any arithmetic.
+_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings".split()
+_SIZES_OR_NULL = "num_key_value_heads head_dim sliding_window original_max_position_embeddings".split()
+_POSITIVE = "rms_norm_eps rope_theta".split()
+_FLAGS = "attention_bias mlp_bias tie_word_embeddings".split()
+_LARGEST = 10**9  # of any size: beyond it a file is broken, and memory would run out before a message
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LARGEST
+
+
+def _or_null(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or fits(value)
+
+
+def _is(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kind)
+
+
+_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(_SIZES, (_is_size, "a whole number from 1")),
+    **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number from 1, or null")),
+    **dict.fromkeys(_POSITIVE, (is_positive, "a number above 0")),
+    **dict.fromkeys(_FLAGS, (_is(bool), "true or false")),
+    **dict.fromkeys(("hidden_act", "model_type"), (_is(str), "text")),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), (_or_null(_is(dict)), "an object or null")),
+}
+
+
+def _check_fields(hf: dict[str, Any]) -> None:
+    """ValueError listing every field of a wrong type or range."""
+    problems = [
+        f"config.json: {name} must be {wanted}, found {hf[name]!r}"
+        for name, (fits, wanted) in _CHECKS.items()
+        if name in hf and not fits(hf[name])
+    ]
+    if hf.get("num_hidden_layers", 1) in range(10_001, _LARGEST + 1):
+        problems.append(f"config.json: num_hidden_layers must be at most 10,000, found {hf['num_hidden_layers']}")
+    if problems:
+        raise ValueError("\n".join(problems))
 
 
 def family(model_type: str) -> ModuleType:
@@ -29,6 +73,7 @@ def family(model_type: str) -> ModuleType:
 
 def read_config(hf: dict[str, Any]) -> Config:
     """config.json's content as a Config; ValueError naming the field where one is missing or unsupported."""
+    _check_fields(hf)
     try:
         return family(hf["model_type"]).config(hf)
     except KeyError as missing:

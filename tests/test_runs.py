@@ -1,0 +1,195 @@
+"""A run's folder under hostile and careless hands: nothing is lost, nothing runs, nothing silently becomes another run."""
+
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENV, ROOT, script
+from safetensors.torch import load_file, save_file
+
+from litft.cli import run as command
+
+FLAGS = "--train.max_steps 4 --train.global_batch_size 8 --save.interval 2 --data.val_fraction 0.1".split()
+
+
+@pytest.fixture(scope="module")
+def done(tiny, examples, tmp_path_factory):
+    """A folder with model/, data.json and the finished run a/."""
+    folder = tmp_path_factory.mktemp("runs")
+    shutil.copytree(tiny, folder / "model")
+    shutil.copyfile(examples, folder / "data.json")
+    script("finetune/lora.py", *"--checkpoint_dir model --data.path data.json --out_dir a".split(), *FLAGS, cwd=folder)
+    return folder
+
+
+@pytest.fixture
+def folder(done, tmp_path, monkeypatch) -> Path:
+    """A copy of it that a test may spoil, as the working directory."""
+    monkeypatch.chdir(shutil.copytree(done, tmp_path / "copy"))
+    return Path()
+
+
+def lora(*words, capsys, code: int | None = 2) -> str:
+    """`finetune/lora.py` in this process; returns stderr."""
+    if code is None:
+        command("finetune lora", [str(word) for word in words])
+        return ""
+    with pytest.raises(SystemExit) as ended:
+        command("finetune lora", [str(word) for word in words])
+    said = capsys.readouterr().err
+    assert ended.value.code == code and said.startswith("error: "), said
+    return said
+
+
+FRESH = "--checkpoint_dir model --data.path data.json".split()
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+class Evil:
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+def test_a_checkpoint_executes_nothing(folder, capsys):
+    path = folder / "a" / "checkpoints" / "step-000004" / ".metadata"
+    path.write_bytes(pickle.dumps(Evil()))
+    said = lora("--resume", "--out_dir", "a", capsys=capsys)
+    assert "is damaged" in said and "no part of a checkpoint's index" in said and not Path("executed").exists()
+
+
+@pytest.mark.parametrize("name", [".metadata", "progress.json", "__0_0.distcp"])
+@pytest.mark.parametrize("spoil", ["delete", "truncate", "garbage"])
+def test_a_damaged_checkpoint_is_named(folder, capsys, name, spoil):
+    path = folder / "a" / "checkpoints" / "step-000004" / name
+    if spoil == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:20] if spoil == "truncate" else b"garbage" * 50)
+    before = contents(folder)
+    said = lora("--resume", "--out_dir", "a", capsys=capsys)
+    assert "step-000004 is damaged" in said and "delete it, and --resume takes the checkpoint before it" in said
+    assert contents(folder) == before
+    shutil.rmtree(path.parent)
+    lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
+
+
+@pytest.mark.parametrize("words", [["--resume", "--out_dir", "typo"], ["--resume"]])
+def test_resume_of_nothing_trains_nothing(folder, capsys, words):
+    said = lora(*words, capsys=capsys)
+    assert "repeat the flags it began with" in said and not Path("typo").exists()
+
+
+def test_resume_writes_into_no_strangers_folder(folder, capsys):
+    before = contents(folder)
+    assert "holds no run of litft" in lora(*FRESH, "--resume", "--out_dir", "model", capsys=capsys)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "flags, what",
+    [
+        ("--train.learning_rate 0.1", "train.learning_rate 0.0002, now 0.1"),
+        ("--seed 7", "seed 42, now 7"),
+        ("--lora.alpha 3", "lora.alpha 16, now 3.0"),
+        ("--train.global_batch_size 4", "train.global_batch_size 8, now 4"),
+        ("--data.mask_prompt false", "training data"),
+        ("--train.max_steps 3", "is beyond the run's 3 steps"),
+    ],
+)
+def test_a_changed_run_is_no_continuation(folder, capsys, flags, what):
+    before = contents(folder)
+    assert what in lora("--resume", "--out_dir", "a", *flags.split(), capsys=capsys)
+    assert contents(folder) == before
+
+
+def test_resume_with_another_base_or_data_is_refused(folder, capsys):
+    records = json.loads((folder / "data.json").read_text())
+    (folder / "data.json").write_text(json.dumps(records[:20]))
+    assert "training data" in lora("--resume", "--out_dir", "a", capsys=capsys)
+    (folder / "data.json").write_text(json.dumps(records))
+    tensors = load_file(folder / "model" / "model.safetensors")
+    save_file({name: tensor + 0.01 for name, tensor in tensors.items()}, folder / "model" / "model.safetensors")
+    assert "base model" in lora("--resume", "--out_dir", "a", capsys=capsys)
+
+
+@pytest.mark.parametrize(
+    "given", [["--checkpoint_dir", "a/final"], ["--checkpoint_dir", "a/model"], ["--data.path", "a/data.json"]]
+)
+def test_overwrite_never_deletes_what_the_run_reads(folder, capsys, given):
+    shutil.copytree("model", "a/model")
+    shutil.copyfile("data.json", "a/data.json")
+    before = contents(folder)
+    said = lora(*FRESH, *given, "--out_dir", "a", "--overwrite", capsys=capsys)
+    assert f"--overwrite would delete {given[1]}, which this run reads" in said and contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    "flags", ["--train.learning_rate nan", "--train.max_grad_norm .inf", "--seed 99999999999", "--lora.targets no"]
+)
+def test_a_bad_flag_leaves_the_old_run(folder, capsys, flags):
+    before = contents(folder)
+    lora(*FRESH, "--out_dir", "a", "--overwrite", *flags.split(), capsys=capsys)
+    assert contents(folder) == before
+
+
+def test_a_folder_with_some_config_yaml_is_no_run(folder, capsys):
+    Path("mine").mkdir()
+    Path("mine/config.yaml").write_text("mine: 1\n")
+    assert "holds no run of litft" in lora(*FRESH, "--out_dir", "mine", "--overwrite", capsys=capsys)
+    assert Path("mine/config.yaml").is_file()
+
+
+@pytest.mark.parametrize("text", ["[1, 2]", "5", "train: {epochs: x}", "a: [", "b: 1"])
+def test_a_broken_config_is_named_on_resume(folder, capsys, text):
+    Path("a/config.yaml").write_text(f"# A run of litft\n{text}")
+    lora("--resume", "--out_dir", "a", capsys=capsys)
+    assert Path("a/config.yaml").read_text().endswith(text)
+
+
+def test_nan_is_found_before_training(folder, capsys):
+    tensors = load_file(folder / "model" / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
+    save_file(tensors, folder / "model" / "model.safetensors")
+    said = lora(*FRESH, *FLAGS, "--out_dir", "b", capsys=capsys)
+    assert "step 0: the validation loss is nan" in said and not Path("b/final").exists()
+
+
+def test_a_run_that_diverges_stops(folder, capsys):
+    said = lora(*FRESH, *FLAGS, "--train.learning_rate", "2e9", "--out_dir", "b", capsys=capsys)
+    assert "so nothing more can be learned; lower --train.learning_rate" in said and not Path("b/final").exists()
+
+
+def test_an_unfinished_run_says_so(folder, tmp_path):
+    shutil.rmtree("a/final")
+    done = script("generate/base.py", "--checkpoint_dir", "a", "--prompt", "x", cwd=Path.cwd(), code=2)
+    assert "is a run that has not finished; continue it with --resume" in done.stderr
+
+
+def test_two_runs_at_once_get_folders_of_their_own(folder):
+    words = [sys.executable, ROOT / "finetune" / "lora.py", *FRESH, *FLAGS]
+    runs = [subprocess.Popen(words, env={**ENV, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL) for _ in range(2)]
+    assert [run.wait() for run in runs] == [0, 0]
+    assert sorted(path.name for path in Path("out").iterdir()) == ["lora", "lora-2"]
+    assert all((path / "final").is_dir() for path in Path("out").iterdir())
+
+
+def test_what_cannot_be_written_or_read_is_one_message(folder, capsys):
+    assert "data.json" in lora(*FRESH, "--out_dir", "data.json/x", capsys=capsys)
+    Path("deep").symlink_to("deep")
+    assert "deep" in lora(*FRESH, "--out_dir", "deep/x", capsys=capsys)
+    assert "name too long" in lora(*FRESH, "--out_dir", "x" * 5000, capsys=capsys).lower()
+
+
+def test_a_reader_that_goes_away_gets_no_traceback(folder):
+    words = f"{sys.executable} {ROOT / 'generate' / 'base.py'} --checkpoint_dir model --prompt a --max_new_tokens 200"
+    done = subprocess.run(["bash", "-c", f"{words} | head -c 3"], env=ENV, capture_output=True, text=True)
+    assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
