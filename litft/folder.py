@@ -76,11 +76,12 @@ class Source:
         model.rotaries.to_empty(device=device)  # their tables are computed, not read
         return model.eval()
 
-    def attach_adapter(self, model: GPT) -> LoRA | None:
-        """Put this folder's adapter, where it is one, on its base."""
+    def attach_adapter(self, model: GPT, dropout: float = 0.0) -> LoRA | None:
+        """Put this folder's adapter, where it is one, on its base; `dropout` is for training it further."""
         if self.adapter is None:
             return None
         method, values = LoRA.read(self.adapter, model, self.rules)
+        method.args.dropout = dropout
         attach_values(model, method, values)
         return method
 

@@ -149,7 +149,7 @@ class LoRA:
                 alpha = _pattern(config.get("alpha_pattern"), their, config["lora_alpha"])
                 r = tensor.size(0)
                 sites[ours[their]] = Factors(r, alpha / (math.sqrt(r) if config.get("use_rslora") else r))
-        method = cls(LoRAArgs(r=config["r"], alpha=config["lora_alpha"], dropout=config.get("lora_dropout") or 0.0))
+        method = cls(LoRAArgs(r=config["r"], alpha=config["lora_alpha"]))
         method.sites = sites
         return method, values
 
@@ -256,7 +256,7 @@ def _refuse_unsupported(config: dict[str, Any], folder: Path) -> None:
     if missing := [k for k in ("r", "lora_alpha") if k not in config]:
         raise ValueError(f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter of PEFT's?")
     patterns = config.get("alpha_pattern") or {}
-    numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"], "lora_dropout": config.get("lora_dropout") or 0.0}
+    numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"]}
     numbers |= patterns if isinstance(patterns, dict) else {"alpha_pattern": patterns}
     odd = [f"{name} {value!r}" for name, value in numbers.items() if not is_positive(value) and value != 0]
     if not isinstance(config.get("use_rslora", False), bool):

@@ -137,7 +137,7 @@ class Run:
         """The base with its method: a fresh one, or the adapter's that the folder holds."""
         model = self.source.base_model(self.precision, self.fabric.device)
         torch.manual_seed(self.args.seed)  # the same factors on every rank
-        if held := self.source.attach_adapter(model):
+        if held := self.source.attach_adapter(model, method.args.dropout):
             return model, held
         method.choose(model, self.source.rules)
         method.attach(model)
@@ -289,6 +289,8 @@ class Run:
             f"{len(data.train):,} examples, {len(data.val):,} for validation; {self.steps:,} steps of "
             f"{self.args.train.global_batch_size} on {self.fabric.world_size} x {self.fabric.device.type}",
         ]
+        if self.source.adapter:
+            lines.append("going on with this adapter, its own ranks, scales and targets")
         if data.truncated or data.skipped:
             lines.append(f"{data.truncated:,} examples cut to fit, {data.skipped:,} skipped: no answer was left in them")
         if begun:

@@ -201,10 +201,11 @@ def measure(args: BenchmarkArgs, device: str) -> dict[str, list[dict[str, float]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in CONTENDERS}
     with tempfile.TemporaryDirectory() as folder:
         write_adapter(args, Path(folder))
-        pipes = {}
+        pipes, processes = {}, []
         for name in CONTENDERS:
             pipes[name], theirs = context.Pipe()
-            context.Process(target=contend, args=(name, args, Path(folder), device, theirs), daemon=True).start()
+            processes.append(context.Process(target=contend, args=(name, args, Path(folder), device, theirs), daemon=True))
+            processes[-1].start()
             theirs.close()
         order = Order({name: pipe.recv() for name, pipe in pipes.items()}["litft"], seed=42)
         for step in range(args.warmup + args.steps):
@@ -214,8 +215,9 @@ def measure(args: BenchmarkArgs, device: str) -> dict[str, list[dict[str, float]
                 pipes[name].send(indices)
                 found[name].append(pipes[name].recv())
             print(f"step {step + 1} of {args.warmup + args.steps}", file=sys.stderr)
-        for pipe in pipes.values():
+        for pipe, process in zip(pipes.values(), processes, strict=True):
             pipe.send([])
+            process.join()
     return found
 
 

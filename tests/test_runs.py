@@ -155,6 +155,25 @@ def test_a_broken_config_is_named_on_resume(folder, capsys, text):
     assert Path("a/config.yaml").read_text().endswith(text)
 
 
+def test_an_adapter_goes_on_with_the_dropout_asked_for(folder, capsys):
+    lora(
+        "--checkpoint_dir",
+        "a/final",
+        *FRESH[2:],
+        *FLAGS,
+        "--lora.dropout",
+        "0.5",
+        "--out_dir",
+        "b",
+        capsys=capsys,
+        code=None,
+    )
+    before, after = (json.loads(Path(f"{run}/final/adapter_config.json").read_text()) for run in "ab")
+    assert (before["lora_dropout"], after["lora_dropout"]) == (0.0, 0.5)
+    assert before["litft"]["base_fingerprint"] == after["litft"]["base_fingerprint"]
+    assert Path("b/final", after["litft"]["base_path"]).resolve() == Path("model").resolve()
+
+
 def test_nan_is_found_before_training(folder, capsys):
     tensors = load_file(folder / "model" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
