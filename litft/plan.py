@@ -2,9 +2,9 @@
 
 import re
 import resource
-import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -100,5 +100,7 @@ def peak_memory(device: torch.device) -> float:
     """The most memory held so far in GiB: allocated on the GPU, or resident in this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB on Linux
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux's ru_maxrss would count the process that started this one, where that was larger
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS, in bytes
