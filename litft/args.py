@@ -38,8 +38,8 @@ class DataArgs:
     """The examples."""
 
     path: str | None = None
-    """A .json or .jsonl file of examples (Alpaca fields or `messages`), or a folder with train.* and val.*. Default: the
-    data of the embedded demo."""
+    """A .json or .jsonl file of examples (Alpaca fields or `messages`), or a folder with train.* and val.*. Needed
+    wherever --checkpoint_dir is given."""
     val_path: str | None = None
     """A file of validation examples. Default: the folder's val.*, or a part held out of `path`."""
     val_fraction: float = 0.05
@@ -116,8 +116,8 @@ class LoRAArgs:
     dropout: float = 0.0
     """The part of the inputs to the update that is dropped while training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """The Linears to adapt: names or patterns, litft's or the checkpoint's (q_proj, blocks.1?.mlp.*), or all-linear (all
-    but the head)."""
+    """The Linears to adapt: names or patterns, litft's or the checkpoint's (q_proj, blocks.1?.mlp.*), or all-linear (all,
+    each expert's too, but the head and what chooses the experts)."""
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
@@ -138,7 +138,8 @@ class FinetuneArgs:
     """What every fine-tuning method shares."""
 
     checkpoint_dir: str | None = None
-    """A Hugging Face model folder, or an adapter folder to go on training. Default: the embedded demo."""
+    """A Hugging Face model folder, or an adapter folder to go on training. With neither this nor --data.path, the embedded
+    demo is trained, with flags of its own (litft/demo/lora.yaml)."""
     base_dir: str | None = None
     """Where an adapter folder's base model lies now, if it has moved."""
     out_dir: str | None = None
@@ -286,18 +287,53 @@ class ChatArgs(ModelArgs):
 
 
 @dataclass
-class MergeArgs:
+class WriteArgs:
+    """Where and how a model folder is written."""
+
+    checkpoint_dir: str | None = None
+    """What to read."""
+    out_dir: str | None = None
+    """Where to write; must not exist or be empty."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """The dtype to write; sums are made in fp32. auto: the base's own."""
+    shard_gb: float = 5.0
+    """Start another file after so many GB (10^9 bytes). Memory stays near one such shard."""
+
+    def problems(self) -> list[str]:
+        """The target is needed."""
+        found = impossible_numbers(self)
+        if not self.out_dir:
+            found.append("--out_dir is missing: name the folder to write to")
+        if self.shard_gb <= 0:
+            found.append(f"--shard_gb {self.shard_gb}: must be above 0")
+        return found
+
+
+@dataclass
+class ConvertArgs(WriteArgs):
+    """Rewrite a model folder as clean safetensors in one dtype, and compare every tensor afterwards."""
+
+    def problems(self) -> list[str]:
+        """The source is needed too."""
+        missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the model folder to convert"]
+        return missing + super().problems()
+
+
+@dataclass
+class MergeArgs(WriteArgs):
     """Merge a LoRA adapter into its base: a model folder of its own."""
 
     checkpoint_dir: str | None = None
     """The adapter's folder, or its run's. Default: the newest finished run under out/."""
-    out_dir: str | None = None
-    """Where to write the merged model; must not exist or be empty."""
     base_dir: str | None = None
     """Where the base model lies now, if it has moved."""
-    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """The dtype to write; the merge itself is done in fp32. auto: the base's own."""
 
-    def problems(self) -> list[str]:
-        """The target is needed."""
-        return [] if self.out_dir else ["--out_dir is missing: name the folder to write the merged model to"]
+
+@dataclass
+class ExportArgs(MergeArgs):
+    """Write a folder to open out of a run, finished or not, or of one of its checkpoints."""
+
+    checkpoint_dir: str | None = None
+    """A run's folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished run under out/."""
+    merge: bool = True
+    """Write the whole model. false: the adapter by itself, as PEFT reads it."""

@@ -18,26 +18,28 @@ def attend(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     cache: LayerCache | None = None,
+    scale: float | None = None,
 ) -> Tensor:
-    """Causal attention of q (B, H, T, D) over k and v (B, K, S, D), scaled by 1 / sqrt(D); returns (B, H, T, D).
+    """Causal attention of q (B, H, T, D) over k and v (B, K, S, D); returns (B, H, T, D).
 
     documents: (B, T) integers; a query sees only keys of its own document. window: a query sees at most this many keys,
     itself included. softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). sinks: (H,)
     logits that take part in each softmax and carry no value (gpt-oss). cache: k and v are appended to it first, and the
-    queries are the last T of its tokens. Query head h reads key/value head h // (H / K).
+    queries are the last T of its tokens. scale: multiplies the scores; None means 1 / sqrt(D). Query head h reads
+    key/value head h // (H / K).
     """
     if cache is not None:
         k, v = cache.extend(k, v)
     if q.size(2) == 1 and window is not None:  # decoding: the newest token sees the last keys, no mask needed
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
     if softcap is not None or sinks is not None:
-        return attend_plainly(q, k, v, visible(q, k, documents, window), softcap, sinks)
+        return attend_plainly(q, k, v, visible(q, k, documents, window), softcap, sinks, scale)
     grouped = q.size(1) != k.size(1)
     causal = q.size(2) == k.size(2)
     if documents is None and (window is None or window >= k.size(2)) and (causal or q.size(2) == 1):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and q.size(2) > 1, enable_gqa=grouped)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal and q.size(2) > 1, scale=scale, enable_gqa=grouped)
     mask = visible(q, k, documents, window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
 def visible(q: Tensor, k: Tensor, documents: Tensor | None, window: int | None) -> Tensor:
@@ -53,12 +55,18 @@ def visible(q: Tensor, k: Tensor, documents: Tensor | None, window: int | None) 
 
 
 def attend_plainly(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float | None = None, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Attention written out, softmax in fp32: for what the fused kernels lack, and the reference in the tests."""
     groups = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = (q @ k.transpose(-2, -1)).float() * q.size(-1) ** -0.5  # (B, H, T, S)
+    scores = (q @ k.transpose(-2, -1)).float() * (scale or q.size(-1) ** -0.5)  # (B, H, T, S)
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     scores = scores.masked_fill(~mask, float("-inf"))

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.optim import Optimizer
 
 _PROGRESS = "progress.json"
+_OWN = "parameters."  # how the keys of what is trained begin
 _DCP = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
     *((_DCP, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
@@ -72,14 +73,31 @@ def read_progress(folder: Path) -> dict[str, Any]:
         raise _damaged(folder, error) from None
 
 
+def read_parameters(folder: Path) -> dict[str, Tensor]:
+    """The trained parameters alone, on the CPU, by their names; ValueError where the folder is damaged."""
+    reader = _Reader(folder)
+    state = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in _stored(reader).items() if k.startswith(_OWN)}
+    try:
+        with _plain_errors(folder):
+            dcp.load(state, storage_reader=reader)
+    except OSError as error:
+        raise _damaged(folder, error) from None
+    return {key.removeprefix(_OWN): value for key, value in state.items()}
+
+
+def _stored(reader: "_Reader") -> dict[str, Any]:
+    """What a checkpoint's index says of each tensor."""
+    try:
+        return reader.read_metadata().state_dict_metadata
+    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
+        raise _damaged(Path(reader.path), error) from None
+
+
 def restore(folder: Path, parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
     """Fill parameters and optimizer in place. ValueError where the run had other parameters, or the folder is damaged."""
     reader = _Reader(folder)
-    try:
-        stored = reader.read_metadata().state_dict_metadata
-        found = {k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in stored.items()}
-    except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
-        raise _damaged(folder, error) from None
+    stored = _stored(reader)
+    found = {k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in stored.items()}
     _begin(optimizer)
     state = _state(parameters, optimizer)
     shapes = {key: tuple(value.shape) for key, value in state.items()}
@@ -158,7 +176,7 @@ def _begin(optimizer: Optimizer) -> None:
 
 def _state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
     """The tensors of parameters and optimizer under flat names: they are loaded into in place."""
-    state = {f"parameters.{name}": parameter.detach() for name, parameter in parameters.items()}
+    state = {f"{_OWN}{name}": parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state[parameter].items():
             state[f"optimizer.{name}.{kind}"] = value

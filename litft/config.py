@@ -4,7 +4,7 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
@@ -32,12 +32,17 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], dim: int) -> "Rope":
+    def from_hf(cls, hf: dict[str, Any], head_dim: int, base: float = 10000.0, fraction: float = 1.0) -> "Rope":
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it).
 
-        Raises ValueError for a rope type that litft does not know or a scaling that lacks a field.
+        base, fraction: the family's defaults where the file states none. Raises ValueError for a rope type that litft does
+        not know or a scaling that lacks a field.
         """
         scaling = {k: v for k, v in (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).items() if v is not None}
+        fraction = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor") or fraction)
+        if not (is_positive(fraction) and fraction <= 1):
+            raise ValueError(f"config.json: partial_rotary_factor must lie in (0, 1], found {fraction!r}")
+        dim = int(head_dim * fraction)
         kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise ValueError(f"config.json: rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
@@ -56,7 +61,7 @@ class Rope:
             factor = ratio
         own = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
         return cls(
-            base=float(scaling.get("rope_theta", hf.get("rope_theta", 10000.0))),
+            base=float(scaling.get("rope_theta", hf.get("rope_theta") or base)),
             dim=dim,
             kind=kind,
             factor=float(factor),
@@ -122,11 +127,38 @@ def _attention_factor(kind: str, scaling: dict[str, Any], factor: float, context
 
 
 @dataclass(frozen=True)
+class Norm:
+    """A normalisation over the last dimension: root mean square (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450)."""
+
+    kind: Literal["rms", "layer"] = "rms"
+    eps: float = 1e-6
+    offset: float = 0.0  # added to the stored weight; 1 for Gemma, which stores weight - 1
+    weight: bool = True
+    bias: bool = False  # of a LayerNorm
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of gated feed-forward layers, of which each token goes through the `top_k` with the highest scores."""
+
+    count: int
+    top_k: int
+    hidden_dim: int  # of one expert
+    renormalize: bool  # the chosen experts' probabilities sum to 1
+    router_bias: bool = False
+    bias: bool = False  # of the experts' Linears
+    shared_dim: int = 0  # hidden size of the expert that every token goes through; 0: there is none
+    shared_gate: bool = False  # a sigmoid scales the shared expert's output
+
+
+@dataclass(frozen=True)
 class Layer:
     """What may differ from one depth to the next."""
 
-    rope: Rope | None  # None: no position information in this layer
+    rope: Rope | None = None  # None: no rotation in this layer (NoPE, arXiv 2305.19466, or learned positions)
     window: int | None = None  # a query sees this many keys at most, itself included
+    experts: Experts | None = None  # None: one dense MLP
+    attention_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(head_dim)
 
 
 @dataclass(frozen=True)
@@ -137,17 +169,34 @@ class Config:
     vocab_size: int
     context: int  # tokens, as config.json states them
     dim: int
-    hidden_dim: int  # of the MLP
+    hidden_dim: int  # of a dense MLP
     n_heads: int
     n_kv_heads: int
     head_dim: int
     layers: tuple[Layer, ...]
-    norm_eps: float
+    norm: Norm
     activation: str = "silu"
+    gated: bool = True  # activation(gate) * up, rather than activation(up)
+    activation_limit: float | None = None  # gpt-oss clamps gate and up
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     tied: bool = False  # the head's weight is the embedding's
+    norm_place: Literal["before", "after", "both"] = "before"  # of attention and MLP
+    parallel: bool = False  # attention and MLP read the same input and are added together
+    shared_norm: bool = False  # ... and share one norm
+    qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "heads", "all"] = "head"  # one weight for all heads, one a head, or one norm over all
+    qkv_clip: float | None = None
+    rope_interleaved: bool = False  # entry 2 i pairs with 2 i + 1, rather than i with i + dim / 2
+    attention_softcap: float | None = None
+    logit_softcap: float | None = None
+    sinks: bool = False
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    learned_positions: bool = False  # a table of `context` rows is added to the embedding
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from litft import runs
+from litft.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from litft.config import Config, read_object
-from litft.families import family, read_config
+from litft.families import family, peft_rules, read_config, text_config
 from litft.model import GPT
 from litft.parallel import DTYPES
-from litft.peft import ADAPTER_CONFIG, LoRA, attach_values, read_adapter_config
-from litft.rules import Rule
+from litft.peft import LoRA
+from litft.rules import Rule, importing
 from litft.tokenizer import FILES, Tokenizer
 from litft.weights import Checkpoint, check_weights, load_weights
 
@@ -39,6 +40,11 @@ class Source:
         """How this family's weights are named."""
         return family(self.config.model_type).rules(self.config)
 
+    @property
+    def adapter_rules(self) -> list[Rule]:
+        """How an adapter's files name this family's Linears: as PEFT does where it has names of its own."""
+        return [*peft_rules(self.config), *self.rules]
+
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The weight files, opened but not read."""
@@ -53,8 +59,9 @@ class Source:
     def dtype(self, precision: str | None) -> torch.dtype:
         """The dtype asked for; None: the folder's own."""
         if precision is None:
-            names = self.checkpoint.names
-            return self.checkpoint.meta(names[0]).dtype
+            moves, _ = importing(self.rules, self.checkpoint.names)
+            embedding = next((move.sources[0] for move in moves if move.targets == ("embed.weight",)), None)
+            return self.checkpoint.meta(embedding or self.checkpoint.names[0]).dtype
         if precision not in DTYPES:
             raise ValueError(f"precision {precision!r} is not known; use {', '.join(DTYPES)}")
         return DTYPES[precision]
@@ -80,9 +87,9 @@ class Source:
         """Put this folder's adapter, where it is one, on its base; `dropout` is for training it further."""
         if self.adapter is None:
             return None
-        method, values = LoRA.read(self.adapter, model, self.rules)
+        method, factors = LoRA.read(self.adapter, model, self.adapter_rules)
         method.args.dropout = dropout
-        attach_values(model, method, values)
+        method.load(model, factors)
         return method
 
 
@@ -90,7 +97,9 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
     """Find out what a folder is; ValueError with a remedy where it is nothing that can be opened."""
     folder = Path(folder)
     if not folder.exists():
-        raise ValueError(f"{folder} does not exist; name a model folder in Hugging Face's format, or an adapter's")
+        raise ValueError(
+            f"{folder} does not exist; name a model folder in Hugging Face's format, or an adapter's{_hub(folder)}"
+        )
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; name the folder it lies in")
     if runs.is_run(folder) and not runs.finished(folder):
@@ -99,11 +108,22 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
         folder = folder / "final"  # a run's folder stands for its result
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
     base = _base_of(folder, base_dir) if adapter else folder
-    hf = _read_config_json(base)
+    hf = text_config(_read_config_json(base))
     source = Source(folder, base, adapter, hf, read_config(hf))
+    if (kind := (hf.get("quantization_config") or {}).get("quant_method")) not in (None, "mxfp4"):
+        raise ValueError(
+            f"{base}: its weights are quantized ({kind}), and litft reads plain ones; get the unquantized folder"
+        )
     if adapter:
         _check_fingerprint(source)
     return source
+
+
+def _hub(folder: Path) -> str:
+    """What to do where a path looks like a hub id."""
+    parts = folder.parts
+    known = len(parts) == 2 and not folder.is_absolute() and not folder.parent.exists()
+    return f"; to fetch it from the hub: hf download {folder.as_posix()} --local-dir {parts[1]}" if known else ""
 
 
 def load(
@@ -170,11 +190,16 @@ def base_record(source: Source, folder: Path) -> dict[str, Any]:
     return {"base_model_name_or_path": str(base), "litft": own}
 
 
+def copy_files(source: Path, folder: Path) -> None:
+    """Copy tokenizer, chat template and generation config as they are."""
+    for name in FILES:
+        if (path := source / name).is_file():
+            shutil.copyfile(path, folder / name)
+
+
 def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer beside a model, with the chat template and the stop tokens the model was trained with."""
-    for name in FILES:
-        if (path := tokenizer.folder / name).is_file():
-            shutil.copyfile(path, folder / name)
+    copy_files(tokenizer.folder, folder)
     (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
     path = folder / "generation_config.json"
     settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,8 @@ def generate(args: GenerateArgs) -> None:
         for record, ids in zip(records, prompts, strict=True):
             pieces = []
             new = stream_ids(model, ids, stop_ids=tokenizer.stop_ids, **_sampling(args))
-            for piece in stream_text(tokenizer, ids, counted(new)):
+            text = stream_text(tokenizer, ids, counted(new))
+            for piece in said(text) if in_template or record.get("messages") else text:
                 pieces.append(piece)
                 if not args.prompts:
                     print(piece, end="", flush=True)
@@ -227,6 +228,9 @@ def chat(args: ChatArgs) -> None:
             continue
         if not line:
             continue
+        if terminal and line.startswith("/"):
+            print(f"{line.split()[0]} is no command; /reset begins anew, /exit ends", file=sys.stderr)
+            continue
         messages.append({"role": "user", "content": line})
         try:
             answer = _say(model, tokenizer, args, messages)
@@ -243,13 +247,21 @@ def _say(model: GPT, tokenizer: Tokenizer, args: ChatArgs, messages: list[Messag
         text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         print(f"--- the model reads\n{text}\n---", file=sys.stderr)
     answer = ""
-    for piece in stream(model, tokenizer, messages, **_sampling(args)):
-        # where the template's prompt ends in a word, the space behind it is the answer's first token, not its text
-        piece = piece if answer else piece.lstrip()
+    for piece in said(stream(model, tokenizer, messages, **_sampling(args))):
         answer += piece
         print(piece, end="", flush=True)
     print(flush=True)
     return answer
+
+
+def said(pieces: Iterable[str]) -> Iterator[str]:
+    """An answer's pieces without the space that some templates leave for the answer's first token to make."""
+    begun = False
+    for piece in pieces:
+        piece = piece if begun else piece.lstrip()
+        begun = begun or bool(piece)
+        if piece:
+            yield piece
 
 
 def _read_line(terminal: bool) -> str | None:

@@ -11,27 +11,35 @@ CHUNK = 1024  # rows of logits at a time: 1,024 x 128,256 x 4 bytes = 0.5 GB for
 # N supervised tokens, C channels, V vocabulary
 
 
-def summed_cross_entropy(hidden: Tensor, head: nn.Linear, targets: Tensor) -> tuple[Tensor, Tensor]:
+def summed_cross_entropy(
+    hidden: Tensor, head: nn.Linear, targets: Tensor, softcap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """The loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions without a target.
 
-    Returns the *sum* over target tokens (fp32 scalar) and their count (int64 scalar): means over micro-batches, packs and
-    ranks are wrong unless they divide by the global count (design.md 4.1). Positions without a target are dropped before
-    the head; a frozen head gets no gradient buffer. The unchunked form stands in the tests.
+    softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). Returns the *sum* over target tokens
+    (fp32 scalar) and their count (int64 scalar): means over micro-batches, packs and ranks are wrong unless they divide by
+    the global count (design.md 4.1). Positions without a target are dropped before the head; a frozen head gets no gradient
+    buffer. The unchunked form stands in the tests.
     """
     keep = targets != IGNORED
     hidden, targets = hidden[keep], targets[keep]  # (N, C), (N,)
     count = keep.sum()
     if type(head) is nn.Linear:
-        return _Chunked.apply(hidden, head.weight, head.bias, targets, torch.is_grad_enabled()), count
+        return _Chunked.apply(hidden, head.weight, head.bias, targets, softcap, torch.is_grad_enabled()), count
     # a head that a method has changed computes its own logits; recomputing them in backward keeps memory at one chunk
     total = hidden.sum(dtype=torch.float32) * 0.0
     for rows, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-        total = total + checkpoint(_through_head, head, rows, wanted, use_reentrant=False)
+        total = total + checkpoint(_through_head, head, rows, wanted, softcap, use_reentrant=False)
     return total, count
 
 
-def _through_head(head: nn.Module, hidden: Tensor, targets: Tensor) -> Tensor:
-    return F.cross_entropy(head(hidden).float(), targets, reduction="sum")
+def _through_head(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+    return F.cross_entropy(capped(head(hidden).float(), softcap), targets, reduction="sum")
+
+
+def capped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Logits drawn smoothly into (-softcap, softcap)."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 class _Chunked(torch.autograd.Function):
@@ -41,7 +49,15 @@ class _Chunked(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, training: bool) -> Tensor:
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+        training: bool,
+    ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = (needed and training for needed in ctx.needs_input_grad[:3])
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -49,13 +65,16 @@ class _Chunked(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for start in range(0, hidden.size(0), CHUNK):
             rows, wanted = hidden[start : start + CHUNK], targets[start : start + CHUNK]
-            logits = F.linear(rows, weight.to(rows.dtype), bias).float()  # (n, V)
+            logits = capped(F.linear(rows, weight.to(rows.dtype), bias).float(), softcap)  # (n, V)
             norm = logits.logsumexp(-1, keepdim=True)
             total += (norm.squeeze(-1) - logits.gather(-1, wanted[:, None]).squeeze(-1)).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
+            slope = None if softcap is None else 1 - (logits / softcap) ** 2  # of the cap
             d_logits = logits.sub_(norm).exp_()  # softmax, in the logits' own memory
             d_logits[torch.arange(wanted.numel(), device=wanted.device), wanted] -= 1.0
+            if slope is not None:
+                d_logits *= slope
             if needs_bias:
                 d_bias += d_logits.sum(0)
             d_logits = d_logits.to(rows.dtype)
@@ -74,6 +93,7 @@ class _Chunked(torch.autograd.Function):
             d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None,
             (d_weight * grad).to(ctx.dtypes[0]) if d_weight is not None else None,
             (d_bias * grad).to(ctx.dtypes[1]) if d_bias is not None else None,
+            None,
             None,
             None,
         )

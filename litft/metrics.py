@@ -20,6 +20,7 @@ class Metrics:
     def __init__(self, path: Path | None, peak_flops: float | None) -> None:
         self.path, self.peak = path, peak_flops
         self.rows: list[dict[str, Any]] = []
+        self.before: list[dict[str, float]] = []  # the rows that a resumed run found
         self.seconds = 0.0  # of all flushed steps
         self.tokens = 0
         self._flops, self._earlier = 0.0, 0.0  # of this process; the seconds that a resumed run took before it
@@ -37,6 +38,7 @@ class Metrics:
             writer = csv.DictWriter(file, COLUMNS)
             writer.writeheader()
             writer.writerows(kept)
+        self.before = [{name: float(value) for name, value in row.items() if value} for row in kept]
         if kept:
             self.seconds, self.tokens = float(kept[-1]["seconds"] or 0), int(kept[-1]["tokens"] or 0)
             self._earlier = self.seconds

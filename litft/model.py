@@ -1,35 +1,48 @@
 """The network: one decoder for every family. What varies is a value of `Config`, decided when it is built."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.attention import attend
 from litft.cache import KVCache, LayerCache
-from litft.config import Config, Layer
-from litft.loss import summed_cross_entropy
-from litft.rope import Rotary, rotate
+from litft.config import Config, Layer, Norm
+from litft.loss import capped, summed_cross_entropy
+from litft.mlp import make_mlp
+from litft.rope import Rotary, rotate, rotate_interleaved
 
 # B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, V vocabulary
 
-ACTIVATIONS = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-    "relu": F.relu,
-}
 
+class Normalize(nn.Module):
+    """RMSNorm or LayerNorm over the last `over` of `shape`'s dimensions, in fp32; the weight is stored flat.
 
-class RMSNorm(nn.Module):
-    """Root mean square normalisation over the last dimension, in fp32 (arXiv 1910.07467)."""
+    A shape of more dimensions than `over` gives each head a weight of its own.
+    """
 
-    def __init__(self, dim: int, eps: float) -> None:
+    def __init__(self, norm: Norm, *shape: int, over: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+        self.norm, self.shape, self.over = norm, shape, shape[-over:]
+        stored = shape if over == 1 else (math.prod(shape),)
+        self.weight = nn.Parameter(torch.ones(stored)) if norm.weight else None
+        self.bias = nn.Parameter(torch.zeros(stored)) if norm.bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        weight, bias = (p if p is None else p.float().view(self.shape) for p in (self.weight, self.bias))
+        if self.norm.offset:
+            weight = weight + self.norm.offset
+        if self.shape == self.over:
+            return self.normalized(x, weight, bias).to(x.dtype)
+        y = self.normalized(x, None, None) * weight
+        return (y if bias is None else y + bias).to(x.dtype)
+
+    def normalized(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """In fp32, whatever the dtype of x."""
+        if self.norm.kind == "rms":
+            return F.rms_norm(x.float(), self.over, weight, self.norm.eps)
+        return F.layer_norm(x.float(), self.over, weight, bias, self.norm.eps)
 
 
 class Attention(nn.Module):
@@ -37,59 +50,83 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: Layer) -> None:
         super().__init__()
-        self.head_dim, self.window, self.rotary = config.head_dim, layer.window, layer.rope is not None
+        self.head_dim, self.window, self.scale = config.head_dim, layer.window, layer.attention_scale
+        self.softcap, self.clip = config.attention_softcap, config.qkv_clip
+        self.rotate = rotate_interleaved if config.rope_interleaved else rotate
         width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
         self.q_proj = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.dim, bias=config.o_bias)
+        self.q_norm, self.k_norm = qk_norm(config, config.n_heads), qk_norm(config, config.n_kv_heads)
+        self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None, documents: Tensor | None, cache: LayerCache | None
     ) -> Tensor:
-        q, k, v = (self.heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = self.heads(self.q_proj(x)), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
+        q, k = self.q_norm(q), self.k_norm(k)
+        if self.clip is not None:
+            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, D)
         if angles is not None:
-            q, k = rotate(q, *angles), rotate(k, *angles)
-        y = attend(q, k, v, documents, self.window, cache=cache)  # (B, H, T, D)
+            q, k = self.rotate(q, *angles), self.rotate(k, *angles)
+        y = attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def heads(self, x: Tensor) -> Tensor:
-        """(B, T, heads * D) -> (B, heads, T, D)"""
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+        """(B, T, heads * D) -> (B, T, heads, D)"""
+        return x.unflatten(-1, (-1, self.head_dim))
 
 
-class MLP(nn.Module):
-    """The gated feed-forward layer (arXiv 2002.05202)."""
-
-    def __init__(self, config: Config) -> None:
-        super().__init__()
-        if config.activation not in ACTIVATIONS:
-            known = ", ".join(ACTIVATIONS)
-            raise ValueError(f"config.json: activation {config.activation!r} is not supported; known: {known}")
-        self.activation = ACTIVATIONS[config.activation]
-        self.gate_proj = nn.Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.dim, config.hidden_dim, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(config.hidden_dim, config.dim, bias=config.mlp_bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
+def qk_norm(config: Config, heads: int) -> nn.Module:
+    """What normalises queries or keys of shape (B, T, heads, D) before they are rotated."""
+    if config.qk_norm is None:
+        return nn.Identity()
+    if config.qk_norm_over == "head":
+        return Normalize(config.qk_norm, config.head_dim)
+    return Normalize(config.qk_norm, heads, config.head_dim, over=2 if config.qk_norm_over == "all" else 1)
 
 
 class Block(nn.Module):
-    """Attention, then the MLP, each on a normalised input and added to the residual stream."""
+    """Attention, then the MLP (or experts), each added to the residual stream, normalised before, after, or both."""
 
     def __init__(self, config: Config, layer: Layer) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim, config.norm_eps)
+        before, after = config.norm_place != "after", config.norm_place != "before"
+        self.scale = config.residual_scale
+        self.attention_norm = Normalize(config.norm, config.dim) if before else nn.Identity()
         self.attention = Attention(config, layer)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = MLP(config)
+        self.attention_post_norm = Normalize(config.norm, config.dim) if after else nn.Identity()
+        self.mlp_norm = Normalize(config.norm, config.dim) if before and not config.shared_norm else nn.Identity()
+        self.mlp = make_mlp(config, layer)
+        self.mlp_post_norm = Normalize(config.norm, config.dim) if after else nn.Identity()
 
     def forward(
         self, x: Tensor, angles: tuple[Tensor, Tensor] | None, documents: Tensor | None, cache: LayerCache | None
     ) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles, documents, cache)
-        return x + self.mlp(self.mlp_norm(x))
+        y = self.attention(self.attention_norm(x), angles, documents, cache)
+        x = x + scaled(self.attention_post_norm(y), self.scale)
+        return x + scaled(self.mlp_post_norm(self.mlp(self.mlp_norm(x))), self.scale)
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """x * scale, without a pass over memory where the scale is 1."""
+    return x if scale == 1 else x * scale
+
+
+class ParallelBlock(Block):
+    """Attention and the MLP side by side on one input, as in GPT-J; `shared_norm`: on one normalised input."""
+
+    def __init__(self, config: Config, layer: Layer) -> None:
+        super().__init__(config, layer)
+        self.shared = config.shared_norm
+
+    def forward(
+        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, documents: Tensor | None, cache: LayerCache | None
+    ) -> Tensor:
+        normed = self.attention_norm(x)
+        return x + self.attention(normed, angles, documents, cache) + self.mlp(normed if self.shared else self.mlp_norm(x))
 
 
 class GPT(nn.Module):
@@ -99,9 +136,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in config.layers)
-        self.norm = RMSNorm(config.dim, config.norm_eps)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        self.embed_positions = nn.Embedding(config.context, config.dim) if config.learned_positions else None
+        block = ParallelBlock if config.parallel else Block
+        self.blocks = nn.ModuleList(block(config, layer) for layer in config.layers)
+        self.norm = Normalize(config.norm, config.dim)
+        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=config.head_bias)
         self.tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
         self.rotaries = nn.ModuleList(Rotary(rope) for rope in ropes)
@@ -131,13 +170,22 @@ class GPT(nn.Module):
         """
         if positions is None:
             positions = default_positions(tokens, documents, cache.length if cache else 0)
-        x = self.embed(tokens)  # (B, T, C)
+        x = self.embedded(tokens, positions)  # (B, T, C)
         angles = self.angles(positions, cache, x.dtype)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_of, strict=True)):
             layer_cache = cache.layers[index] if cache else None
             x = block(x, angles[rotary] if rotary is not None else None, documents, layer_cache)
-        x = self.norm(x)
-        return self.lm_head(x) if targets is None else summed_cross_entropy(x, self.lm_head, targets)
+        x = scaled(self.norm(x), self.config.logit_scale)
+        if targets is not None:
+            return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap)
+        return capped(self.lm_head(x), self.config.logit_softcap)
+
+    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The residual stream's first state; the scale is rounded to the weights' dtype, as Gemma was trained."""
+        x = self.embed(tokens)
+        if self.config.embed_scale != 1:
+            x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
+        return x if self.embed_positions is None else x + self.embed_positions(positions)
 
     def angles(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         """cos and sin of each distinct Rope; the longest document (or the planned length) chooses its factors."""

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from litft.data.samples import Sample
+from litft.mlp import MoE
 from litft.model import GPT
 
 # Dense peak TFLOP/s in bf16 and fp32 (TF32 is off) by a part of the name that torch reports: the makers' data sheets.
@@ -53,8 +54,8 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
     return None
 
 
-def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 5) -> float:
-    """FLOP/s of the fastest of a few matrix products; a tenth of a second."""
+def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 30) -> float:
+    """FLOP/s of the fastest of some matrix products, half a second of them: other programs come and go."""
     a = torch.randn(size, size).to(dtype)
     a @ a
     seconds = []
@@ -72,9 +73,11 @@ class Flops:
     """
 
     def __init__(self, model: GPT) -> None:
-        matrices = {id(p): p for m in model.modules() if isinstance(m, nn.Linear) for p in m.parameters() if p.dim() == 2}
-        head = matrices.pop(id(model.lm_head.weight))
-        self.per_token = sum(2 * p.numel() * (3 if p.requires_grad else 2) for p in matrices.values())
+        head = model.lm_head.weight
+        matrices = [
+            (p, part) for m, part in _linears(model) for n, p in m.named_parameters() if n != "bias" and p is not head
+        ]
+        self.per_token = sum(2 * p.numel() * part * (3 if p.requires_grad else 2) for p, part in matrices)
         self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
         config = model.config
         self.windows = [layer.window for layer in config.layers]
@@ -88,6 +91,16 @@ class Flops:
             + self.per_pair * sum(_pairs(sample.tokens.numel(), window) for window in self.windows)
             for sample in samples
         )
+
+
+def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
+    """Every Linear, and the part of its rows that a token is multiplied with: of experts, the chosen ones."""
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            yield module, 1.0
+        elif isinstance(module, MoE):
+            chosen = module.top_k / module.count
+            yield from ((linear, chosen) for linear in module.experts.children())
 
 
 def _pairs(tokens: int, window: int | None) -> int:

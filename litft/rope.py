@@ -99,3 +99,11 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.size(-1)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+
+
+def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first entries of x (B, H, T, D) in the interleaved layout: entry 2 i pairs with entry 2 i + 1."""
+    turned, rest = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
+    even, odd = turned[..., ::2], turned[..., 1::2]
+    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((turned, rest), dim=-1)

@@ -1,67 +1,244 @@
-"""How a checkpoint's tensor names map to ours and back: a list of rules a family, each knowing both directions.
+"""How a checkpoint's tensors map to ours and back: a list of rules a family, each knowing both directions.
 
-A pattern is a tensor name in which `{}` stands for a number. Imports no torch: a rule only moves what it is given.
+A pattern is a tensor name in which `{}` stands for a number, `{a|b}` for either text, of which `a` is written, and `{*}`
+for any text.
 """
 
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+
+import torch
+from torch import Tensor
+
+# E experts or heads, I in, O out
 
 
 @dataclass(frozen=True)
 class Rename:
-    """One tensor here is one tensor there."""
+    """One tensor here is one tensor there; `transposed` where it is stored (in, out), as GPT-2's Conv1D does."""
 
     theirs: str
     ours: str
+    transposed: bool = False
+
+    def to_ours(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Theirs, as a list, to ours."""
+        return [_flipped(tensor, self.transposed) for tensor in tensors]
+
+    to_theirs = to_ours
+
+    def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
+        """All tensors that belong to the one called `name`."""
+        return (name,)
+
+
+@dataclass(frozen=True)
+class Split:
+    """One tensor there holds the rows of several Linears of ours.
+
+    Its rows are `groups` times (sizes[0] rows of the first, sizes[1] of the second, ...): a plain concatenation is one
+    group, GPT-NeoX interleaves q, k and v head by head. Biases are split alike, stacks (E, O, I) along O.
+    """
+
+    theirs: str
+    ours: tuple[str, ...]
+    sizes: tuple[int, ...]
+    groups: int = 1
+    transposed: bool = False
+
+    @property
+    def axis(self) -> int:
+        """Where the rows lie, from the end."""
+        return -1 if self.theirs.endswith("bias") else -2
+
+    def split_rows(self, rows: Tensor) -> list[Tensor]:
+        """(..., groups * sum(sizes), I) to one (..., groups * size, I) a part."""
+        grouped = rows.unflatten(self.axis, (self.groups, sum(self.sizes)))
+        return [part.flatten(self.axis - 1, self.axis) for part in grouped.split(self.sizes, dim=self.axis)]
+
+    def join_rows(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split_rows`."""
+        grouped = [p.unflatten(self.axis, (self.groups, n)) for p, n in zip(parts, self.sizes, strict=True)]
+        return torch.cat(grouped, dim=self.axis).flatten(self.axis - 1, self.axis)
+
+    def to_ours(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Theirs, as a list of one, to ours."""
+        return self.split_rows(_flipped(tensors[0], self.transposed))
+
+    def to_theirs(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Ours to theirs, as a list of one."""
+        return [_flipped(self.join_rows(tensors), self.transposed)]
+
+    def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
+        """All tensors that belong to the one called `name`."""
+        return (name,)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`count` tensors there, counted by the last `{}` of the pattern, are one here with a leading dimension."""
+
+    theirs: str
+    ours: str
+    count: int
+
+    def to_ours(self, tensors: list[Tensor]) -> list[Tensor]:
+        """All of theirs to ours, as a list of one."""
+        return [torch.stack(tensors)]
+
+    def to_theirs(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Ours, as a list of one, to all of theirs."""
+        return list(tensors[0].unbind())
+
+    def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
+        """All tensors of the stack, whether the checkpoint has them or not."""
+        start, end = match.span(match.lastindex)
+        return tuple(f"{name[:start]}{n}{name[end:]}" for n in range(self.count))
+
+
+# The values of FP4 E2M1, by their bits (OCP Microscaling Formats 1.0, section 5.3.3)
+FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True)
+class Dequantize:
+    """MXFP4 on reading: `<theirs>_blocks` (..., I / 32, 16) of two numbers a byte, `<theirs>_scales` powers of two.
+
+    `rule` says where the dequantized tensor (..., I), in bf16, goes. Never written.
+    """
+
+    rule: Rename | Split
+
+    @property
+    def theirs(self) -> str:
+        """The pattern of both tensors."""
+        return f"{self.rule.theirs}_{{blocks|scales}}"
+
+    @property
+    def ours(self) -> str | tuple[str, ...]:
+        """As of the rule within."""
+        return self.rule.ours
+
+    def to_ours(self, tensors: list[Tensor]) -> list[Tensor]:
+        """[blocks, scales] to ours."""
+        blocks, scales = tensors
+        table = torch.tensor(FP4, dtype=torch.bfloat16, device=blocks.device)
+        pairs = torch.stack((table[(blocks & 15).int()], table[(blocks >> 4).int()]), dim=-1)  # (..., I / 32, 16, 2)
+        numbers = torch.ldexp(pairs.flatten(-2), scales[..., None].int() - 127)
+        return self.rule.to_ours([numbers.flatten(-2).bfloat16()])
+
+    def to_theirs(self, tensors: list[Tensor]) -> list[Tensor]:
+        """The shapes and dtypes that [blocks, scales] must have; the numbers cannot be got back."""
+        *rows, width = self.rule.to_theirs(tensors)[0].shape
+        like = tensors[0].new_empty((*rows, width // 32, 16), dtype=torch.uint8, device="meta")
+        return [like, like[..., 0]]
+
+    def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
+        """Blocks and scales."""
+        stem = name.rpartition("_")[0]
+        return (f"{stem}_blocks", f"{stem}_scales")
 
 
 @dataclass(frozen=True)
 class Drop:
-    """A tensor of the checkpoint that the network recomputes or shares, such as rotary tables or a tied head."""
+    """A tensor of the checkpoint that the network recomputes, shares or has no use for: read over, never written."""
 
     theirs: str
 
 
-Rule = Rename | Drop
+Writable = Rename | Split | Stack
+Rule = Writable | Dequantize | Drop
 
 
 @dataclass(frozen=True)
 class Move:
-    """Tensors to read, how to turn them into those to write, and the names to write them under."""
+    """Tensors to read, the names to write them under, how to turn the first into the second, and back."""
 
     sources: tuple[str, ...]
     targets: tuple[str, ...]
-    convert: Callable[[list[Any]], list[Any]] = list
+    convert: Callable[[list[Tensor]], list[Tensor]]
+    revert: Callable[[list[Tensor]], list[Tensor]]
 
 
 def importing(rules: Iterable[Rule], names: Iterable[str]) -> tuple[list[Move], list[str]]:
-    """The moves from a checkpoint's tensors to ours, and the names that no rule knows."""
-    moves, unknown = [], []
+    """The moves from a checkpoint's tensors to ours, and the names that no rule knows.
+
+    A move names every tensor that it needs, whether it is among `names` or not.
+    """
+    moves: dict[tuple, Move] = {}
+    unknown = []
     for name in names:
-        rule = next((r for r in rules if _match(r.theirs, name)), None)
+        rule, match = _first((rule, _match(rule.theirs, name)) for rule in rules)
         if rule is None:
             unknown.append(name)
-        elif isinstance(rule, Rename):
-            moves.append(Move((name,), (_fill(rule.ours, _match(rule.theirs, name)),)))
-    return moves, unknown
+        elif not isinstance(rule, Drop):
+            numbers = match.groups()[:-1] if isinstance(rule, Stack) else match.groups()
+            move = Move(rule.sources(name, match), our_names(rule, numbers), rule.to_ours, rule.to_theirs)
+            if name not in moves.setdefault((rule, numbers), move).sources:
+                unknown.append(name)  # a second spelling of a tensor that is already there
+    return list(moves.values()), unknown
 
 
 def exporting(rules: Iterable[Rule], names: Iterable[str]) -> list[Move]:
     """The moves from our tensors to the checkpoint's; a name without a rule is a mistake of ours."""
-    renames = [r for r in rules if isinstance(r, Rename)]
-    moves = []
+    moves: dict[tuple, Move] = {}
     for name in names:
-        rule = next((r for r in renames if _match(r.ours, name)), None)
-        assert rule is not None, f"no rule exports {name}"
-        moves.append(Move((name,), (_fill(rule.theirs, _match(rule.ours, name)),)))
-    return moves
+        rule, numbers = rule_of(rules, name)
+        counts = [(*numbers, str(n)) for n in range(rule.count)] if isinstance(rule, Stack) else [numbers]
+        targets = tuple(their_name(rule, each) for each in counts)
+        moves[rule, numbers] = Move(our_names(rule, numbers), targets, rule.to_theirs, rule.to_ours)
+    return list(moves.values())
+
+
+def rule_of(rules: Iterable[Rule], name: str) -> tuple[Writable, tuple[str, ...]]:
+    """The rule that writes our tensor `name`, and the numbers in that name."""
+    rule, match = _first((r, _match(p, name)) for r in rules if isinstance(r, Writable) for p in _ours(r))
+    assert rule is not None, f"no rule exports {name}"
+    return rule, match.groups()
+
+
+def their_name(rule: Rule, numbers: tuple[str, ...]) -> str:
+    """The name that a rule gives a tensor of theirs."""
+    return _fill(rule.theirs, numbers)
+
+
+def our_names(rule: Rule, numbers: tuple[str, ...]) -> tuple[str, ...]:
+    """The names of all of ours that a rule makes from one tensor of theirs."""
+    return tuple(_fill(pattern, numbers) for pattern in _ours(rule))
+
+
+def _ours(rule: Writable | Dequantize) -> tuple[str, ...]:
+    return rule.ours if isinstance(rule.ours, tuple) else (rule.ours,)
+
+
+def _first(candidates: Iterable[tuple[Rule, re.Match | None]]) -> tuple[Rule | None, re.Match | None]:
+    return next((pair for pair in candidates if pair[1]), (None, None))
+
+
+def _flipped(tensor: Tensor, transposed: bool) -> Tensor:
+    return tensor.transpose(-2, -1) if transposed else tensor
+
+
+@cache
+def _compiled(pattern: str) -> re.Pattern:
+    pieces = re.split(r"\{([^}]*)\}", pattern)  # text, choices, text, choices, ..., text
+    pieces[::2] = [re.escape(text) for text in pieces[::2]]
+    pieces[1::2] = [_choice(text) for text in pieces[1::2]]
+    return re.compile("".join(pieces))
+
+
+def _choice(text: str) -> str:
+    if text in ("", "*"):
+        return {"": r"(\d+)", "*": ".*"}[text]
+    return f"(?:{'|'.join(map(re.escape, text.split('|')))})"
 
 
 def _match(pattern: str, name: str) -> re.Match | None:
-    return re.fullmatch(re.escape(pattern).replace(r"\{\}", r"(\d+)"), name)
+    return _compiled(pattern).fullmatch(name)
 
 
-def _fill(pattern: str, match: re.Match) -> str:
-    return pattern.format(*match.groups())
+def _fill(pattern: str, numbers: Iterable[str]) -> str:
+    numbers = iter(numbers)
+    return re.sub(r"\{([^}]*)\}", lambda found: found[1].split("|")[0] if found[1] else next(numbers), pattern)

@@ -43,11 +43,14 @@ def finetune(args: FinetuneArgs) -> Path:
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check()
     if source.adapter is None:
-        method.choose(source.meta_model(), source.rules)
+        method.choose(source.meta_model(), source.adapter_rules)
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
-    data = load_data(args.data, tokenizer, source.config.vocab_size, source.config.context)
+    context, limit = source.config.context, args.data.max_seq_length
+    if source.config.learned_positions and limit and limit > context:
+        raise ValueError(f"--data.max_seq_length {limit}: this model has learned {context} positions and no more; lower it")
+    data = load_data(args.data, tokenizer, source.config.vocab_size, context)
     fabric = make_fabric(args)
     fabric.launch()
     # the first process makes the folder; all have looked at what was there before any gets here
@@ -139,7 +142,7 @@ class Run:
         torch.manual_seed(self.args.seed)  # the same factors on every rank
         if held := self.source.attach_adapter(model, method.args.dropout):
             return model, held
-        method.choose(model, self.source.rules)
+        method.choose(model, self.source.adapter_rules)
         method.attach(model)
         return model, method
 
@@ -249,6 +252,8 @@ class Run:
             stored.pop(name)
         runs.write_config(self.folder, yaml.safe_dump(stored, sort_keys=False))
         self.metrics.cut(begun or -1)
+        for name, column in (("validation loss", "val_loss"), ("exact match", "exact_match")):
+            self.scores[name] = [row[column] for row in self.metrics.before if column in row]
 
     def _resume(self, optimizer: torch.optim.Optimizer) -> int:
         """Continue from the newest checkpoint if asked to; returns the steps already done."""
@@ -286,15 +291,23 @@ class Run:
         data = self.data
         lines = [
             f"{self.source.folder}: {every - trained:,} parameters in {self.precision}, {trained:,} trained",
-            f"{len(data.train):,} examples, {len(data.val):,} for validation; {self.steps:,} steps of "
+            f"{len(data.train):,} training and {len(data.val):,} validation examples; {self.steps:,} steps of "
             f"{self.args.train.global_batch_size} on {self.fabric.world_size} x {self.fabric.device.type}",
         ]
         if self.source.adapter:
             lines.append("going on with this adapter, its own ranks, scales and targets")
         if data.truncated or data.skipped:
-            lines.append(f"{data.truncated:,} examples cut to fit, {data.skipped:,} skipped: no answer was left in them")
-        if begun:
+            lines.append(
+                f"of both, {data.truncated:,} were cut to fit, {data.skipped:,} skipped: no answer was left in them"
+            )
+        if not data.val:
+            lines.append("nothing is held out for validation; --data.val_fraction or --data.val_path changes that")
+        if begun == self.steps:
+            lines.append(f"all {begun} steps are done; final/ is written again")
+        elif begun:
             lines.append(f"continuing after step {begun}")
+        elif self.args.resume:
+            lines.append("no checkpoint to continue from; beginning at step 0")
         return "\n".join(lines)
 
     def _write_final(self) -> None:
@@ -302,7 +315,7 @@ class Run:
         partial, final = self.folder / "final.partial", self.folder / "final"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        self.method.save(self.model, self.source.rules, partial, self.record)
+        self.method.save(self.model, self.source.adapter_rules, partial, self.record)
         copy_tokenizer(self.tokenizer, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)

@@ -1,9 +1,9 @@
 """Weight files: read lazily, tensor by tensor, and written in shards. Nothing is unpickled but pure weights."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,45 +24,60 @@ class Checkpoint:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._open: dict[Path, object] = {}
+        self._current: tuple[Path | None, Any] = (None, None)
         self._file_of: dict[str, Path] = {}
+        self._metas: dict[str, Tensor | str] = {}
         for path in _weight_files(folder):
-            self._file_of |= dict.fromkeys(self._handle(path).keys(), path)
+            metas = _metas(_open(path))
+            self._file_of |= dict.fromkeys(metas, path)
+            self._metas |= metas
 
     @property
     def names(self) -> list[str]:
         """Every tensor's name, sorted."""
         return sorted(self._file_of)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, in the file's own dtype."""
-        handle = self._handle(self._file_of[name])
-        return handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
-
     def meta(self, name: str) -> Tensor:
         """The tensor's shape and dtype as a meta tensor; reads no data."""
-        handle = self._handle(self._file_of[name])
-        if isinstance(handle, dict):
-            return handle[name].to("meta")
-        part = handle.get_slice(name)
-        if part.get_dtype() not in _DTYPES:
-            raise ValueError(f"{self._file_of[name]}: {name} is stored as {part.get_dtype()}, which holds no weights")
-        return torch.empty(part.get_shape(), dtype=_DTYPES[part.get_dtype()], device="meta")
+        meta = self._metas[name]
+        if isinstance(meta, str):
+            raise ValueError(f"{self._file_of[name]}: {name} is stored as {meta}, which holds no weights")
+        return meta
+
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU, in the file's own dtype."""
+        handle = self._opened(self._file_of[name])
+        return handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
 
     def head(self, name: str, count: int) -> Tensor:
         """The first `count` numbers of a tensor, read without the rest."""
-        handle = self._handle(self._file_of[name])
+        handle = self._opened(self._file_of[name])
         if isinstance(handle, dict):
             return handle[name].flatten()[:count].clone()
         part = handle.get_slice(name)
         rows = part[: max(1, count // max(1, part.get_shape()[-1]))] if part.get_shape() else part[:]
         return rows.flatten()[:count]
 
-    def _handle(self, path: Path):
-        """The opened file: safetensors' own reader, or a memory-mapped dict of tensors."""
-        if path not in self._open:
-            self._open[path] = _open_pickle(path) if path.suffix == ".bin" else _open_safetensors(path)
-        return self._open[path]
+    def _opened(self, path: Path):
+        """The file, of which one at a time is open: what has been read of a mapped file counts as memory until it is not."""
+        if self._current[0] != path:
+            self._current = (path, None)  # closed before the next is opened
+            self._current = (path, _open(path))
+        return self._current[1]
+
+
+def _open(path: Path):
+    """safetensors' own reader, or a memory-mapped dict of tensors."""
+    return _open_pickle(path) if path.suffix == ".bin" else _open_safetensors(path)
+
+
+def _metas(handle) -> dict[str, Tensor | str]:
+    """Every tensor of an opened file without its data; of a dtype that torch lacks, its name."""
+    if isinstance(handle, dict):
+        return {name: tensor.to("meta") for name, tensor in handle.items()}
+    slices = ((name, handle.get_slice(name)) for name in handle.keys())  # noqa: SIM118 (no dict)
+    kinds = ((name, part.get_shape(), part.get_dtype()) for name, part in slices)
+    return {n: torch.empty(shape, dtype=_DTYPES[k], device="meta") if k in _DTYPES else k for n, shape, k in kinds}
 
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -131,24 +146,20 @@ def _open_pickle(path: Path) -> dict[str, Tensor]:
 
 def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -> list[Move]:
     """The moves that fill `model` (on any device, meta too); ValueError listing missing, surplus, misshapen tensors."""
+    names = set(checkpoint.names)
     moves, surplus = importing(rules, checkpoint.names)
-    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    found: dict[str, tuple[int, ...]] = {}
-    problems = []
+    expected = {name: torch.empty_like(parameter, device="meta") for name, parameter in model.named_parameters()}
+    problems, filled = [], set()
     for move in moves:
-        tensors = [checkpoint.meta(name) for name in move.sources]
-        odd = [f"{n}: stored as {t.dtype}" for n, t in zip(move.sources, tensors, strict=True) if not t.is_floating_point()]
-        problems += [f"{line}, and litft reads floating-point weights" for line in odd]
-        shapes = move.convert(tensors)
-        found |= {name: tuple(tensor.shape) for name, tensor in zip(move.targets, shapes, strict=True)}
-        surplus += [name for name, target in zip(move.sources, move.targets, strict=False) if target not in expected]
-    theirs = {name: move.targets[0] for move in exporting(rules, expected) for name in move.sources}
-    problems += [f"missing {theirs[name]}" for name in expected if name not in found]
-    problems += [
-        f"{theirs[name]}: expected shape {shape}, found {found[name]}"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
+        if any(target not in expected for target in move.targets):
+            surplus += [name for name in move.sources if name in names]
+            continue
+        filled |= set(move.targets)
+        wanted = move.revert([expected[target] for target in move.targets])
+        for name, like in zip(move.sources, wanted, strict=True):
+            problems += _tensor_problems(checkpoint, name, like) if name in names else [f"missing {name}"]
+    lacking = [name for name in expected if name not in filled]
+    problems += [f"missing {name}" for move in exporting(rules, lacking) for name in move.targets]
     problems += [f"surplus {name}" for name in surplus]
     if problems:
         rest = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
@@ -158,6 +169,14 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
             + "\nconfig.json and weights must come from the same model; download both again"
         )
     return moves
+
+
+def _tensor_problems(checkpoint: Checkpoint, name: str, like: Tensor) -> list[str]:
+    found, shape = checkpoint.meta(name), tuple(like.shape)
+    if found.is_floating_point() != like.is_floating_point():
+        wanted = "floating-point weights" if like.is_floating_point() else "whole numbers"
+        return [f"{name}: stored as {found.dtype}, and litft reads {wanted} here"]
+    return [] if tuple(found.shape) == shape else [f"{name}: expected shape {shape}, found {tuple(found.shape)}"]
 
 
 def load_weights(
@@ -188,17 +207,6 @@ class Entry(NamedTuple):
     name: str
     bytes: int
     make: Callable[[], Tensor]
-
-
-def model_entries(named: Iterable[tuple[str, Tensor]], rules: list[Rule]) -> list[Entry]:
-    """Entries in the checkpoint's names for tensors in ours."""
-    tensors = dict(named)
-    entries = []
-    for move in exporting(rules, tensors):
-        converted = move.convert([tensors[name] for name in move.sources])
-        for name, tensor in zip(move.targets, converted, strict=True):
-            entries.append(Entry(name, tensor.nbytes, lambda tensor=tensor: tensor))
-    return entries
 
 
 def write_weights(folder: Path, entries: list[Entry], shard_bytes: int = SHARD_BYTES) -> None:

@@ -188,9 +188,9 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
     source, method = resolve(args.checkpoint_dir), LoRA(args.lora)
     model = source.base_model()
     torch.manual_seed(0)
-    method.choose(model, source.rules)
+    method.choose(model, source.adapter_rules)
     method.attach(model)
-    method.save(model, source.rules, folder, base_record(source, folder))
+    method.save(model, source.adapter_rules, folder, base_record(source, folder))
 
 
 def measure(args: BenchmarkArgs, device: str) -> dict[str, list[dict[str, float]]]:

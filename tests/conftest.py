@@ -9,25 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from parity import build
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
 
 # for subprocesses: threads that spin while they wait for each other's process stall a machine of two cores
 ENV = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
-
-# a Llama small enough to train in milliseconds, with every size different from the others
-TINY = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=56,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    bos_token_id=1,
-    eos_token_id=2,
-)
 
 
 def pytest_configure() -> None:
@@ -52,32 +40,13 @@ def checkpoints(shared: Path, pytestconfig: pytest.Config) -> dict[str, Path]:
     return {name: built / name for name in names} | {"stories260K": shared / "checkpoints" / "stories260K"}
 
 
-def redraw(model: torch.nn.Module, seed: int = 0) -> None:
-    """Give every tensor values that show when it is ignored: with a default init, dropped biases change nothing."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
-                parameter += 0.3 * noise
-            else:
-                parameter.copy_(1.5 / parameter.size(1) ** 0.5 * noise)
-
-
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable:
     """Builds transformers' model of a config class and values, redrawn, and saves it: (model, folder)."""
 
     def make(config_class: type, **values):
-        from transformers import AutoModelForCausalLM
-
-        torch.manual_seed(0)
-        config = config_class(**{**TINY, **values}, dtype="float32")
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-        redraw(model)
         folder = tmp_path_factory.mktemp("model")
-        model.save_pretrained(folder)
-        return model, folder
+        return build(config_class, folder, **values), folder
 
     return make
 

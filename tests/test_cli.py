@@ -19,6 +19,8 @@ SCRIPTS = {
     "generate": "generate/base.py",
     "chat": "generate/chat.py",
     "merge_lora": "scripts/merge_lora.py",
+    "convert_hf_checkpoint": "scripts/convert_hf_checkpoint.py",
+    "convert_to_hf": "scripts/convert_to_hf.py",
 }
 
 
@@ -211,7 +213,7 @@ BAD = {
     "an unknown family": (
         edit("config.json", '"llama"', '"mamba"'),
         "",
-        "'mamba' is not a family that litft knows; known: llama, mi",
+        "'mamba' is not a family that litft knows; known: cohere, co",
     ),
     "no weights": (remove("model.safetensors"), "", "holds no weights: expected model.safetensors"),
     "truncated weights": (truncate, "", "(9,000 bytes) is truncated or no safetensors file"),

@@ -134,10 +134,10 @@ def test_splits(tmp_path, tiny):
         ("a.json", "[]", "holds no examples"),
         ("a.json", "", "holds no examples"),
         ("a.jsonl", "\n\n", "holds no examples"),
-        ("a.json", '{"instruction": "a"}', "expected an array of examples, found dict"),
+        ("a.json", '{"instruction": "a"}', "expected an array of examples, found an object"),
         ("a.json", '[{"instruction": "a", "output": "b"}, 3]', "record 1: an example must be an object"),
         ("a.json", '[{"instruction": "a", "output": "b"}, {"text": "c"}]', "record 1: needs 'instruction' and 'output'"),
-        ("a.json", '[{"instruction": "a", "output": 3}]', "record 0: field 'output' must be text, found int"),
+        ("a.json", '[{"instruction": "a", "output": 3}]', "record 0: field 'output' must be text, found a number"),
         ("a.json", '[{"messages": []}]', "at least one message"),
         ("a.json", '[{"messages": [{"role": "robot", "content": "a"}]}]', "message 0 has the role 'robot'; known: system"),
         ("a.json", '[{"messages": [{"role": "user", "content": null}]}]', "message 0 has no text"),
@@ -153,7 +153,7 @@ def test_a_bad_file_is_named_with_line_or_record(tmp_path, tiny, name, content, 
 
 def test_a_file_that_is_no_text_is_named(tmp_path, tiny):
     (tmp_path / "a.json").write_bytes(b'[{"instruction": "\xff\xfe"}]')
-    with pytest.raises(ValueError, match=r"a.json is not UTF-8 text \(byte 18\)"):
+    with pytest.raises(ValueError, match=r"a.json is no UTF-8 text \(at byte 18\)"):
         load_data(DataArgs(path=str(tmp_path / "a.json")), Tokenizer(tiny), 512, 256)
 
 

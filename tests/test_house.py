@@ -10,14 +10,14 @@ from conftest import ROOT
 LIBRARY = ROOT / "litft"
 TIERS = [
     {"config", "args", "runs", "cli"},
-    {"rope", "attention", "cache", "rules", "prompts", "tokenizer", "loss"},
+    {"rope", "attention", "cache", "rules", "prompts", "tokenizer", "loss", "mlp"},
     {"model", "families"},
-    {"weights", "peft", "data"},
-    {"folder", "plan", "metrics", "parallel", "checkpoint", "generate", "merge"},
-    {"train", "evaluate"},
+    {"weights", "adapter_files", "peft", "data"},
+    {"folder", "plan", "metrics", "parallel", "checkpoint", "generate"},
+    {"train", "evaluate", "convert"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
-TORCHLESS = {"config", "args", "runs", "cli", "rules", "families"}
+TORCHLESS = {"config", "args", "runs", "cli"}
 
 
 def imports(path: Path) -> set[str]:

@@ -38,7 +38,7 @@ def attached(tiny):
     source = resolve(tiny)
     model = source.base_model()
     method = LoRA(LoRAArgs(r=4, alpha=8))
-    method.choose(model, source.rules)
+    method.choose(model, source.adapter_rules)
     method.attach(model)
     return model, method, source
 
@@ -84,10 +84,10 @@ def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
 
     source = resolve(tiny)
     model, method = source.base_model(), LoRA(LoRAArgs(r=3, alpha=5, targets=targets))
-    method.choose(model, source.rules)
+    method.choose(model, source.adapter_rules)
     method.attach(model)
     randomize(model, method)
-    method.save(model, source.rules, tmp_path, {"base_model_name_or_path": str(tiny)})
+    method.save(model, source.adapter_rules, tmp_path, {"base_model_name_or_path": str(tiny)})
     reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny, dtype="float32"), tmp_path).eval()
     assert sum("lora_A" in name for name, _ in reference.named_parameters()) == len(method.sites)
     torch.testing.assert_close(model(TOKENS), reference(TOKENS).logits, rtol=0, atol=1e-4)
@@ -108,7 +108,7 @@ def test_an_adapter_read_and_written_again_is_the_same(tiny, tmp_path, values):
     model = source.base_model()
     method = source.attach_adapter(model)
     (tmp_path / "second").mkdir()
-    method.save(model, source.rules, tmp_path / "second", {"base_model_name_or_path": str(tiny)})
+    method.save(model, source.adapter_rules, tmp_path / "second", {"base_model_name_or_path": str(tiny)})
     base = AutoModelForCausalLM.from_pretrained(tiny, dtype="float32")
     found = PeftModel.from_pretrained(base, tmp_path / "second").eval()(TOKENS).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
@@ -193,7 +193,7 @@ def test_disabled_and_detached_are_the_base(tiny, attached):
 def test_dropout_acts_in_training_only(tiny):
     source = resolve(tiny)
     model, method = source.base_model(), LoRA(LoRAArgs(r=4, alpha=8, dropout=0.5))
-    method.choose(model, source.rules)
+    method.choose(model, source.adapter_rules)
     method.attach(model)
     randomize(model, method)
     assert torch.equal(model.eval()(TOKENS), model(TOKENS))
@@ -203,7 +203,7 @@ def test_dropout_acts_in_training_only(tiny):
 def test_factors_stay_fp32_on_a_bf16_base(tiny):
     source = resolve(tiny)
     model, method = source.base_model("bf16"), LoRA(LoRAArgs(r=4))
-    method.choose(model, source.rules)
+    method.choose(model, source.adapter_rules)
     method.attach(model)
     assert {p.dtype for p in method.parameters(model).values()} == {torch.float32}
     loss, _ = model(TOKENS[:, :-1], targets=TOKENS[:, 1:])
@@ -235,7 +235,7 @@ def test_a_small_update_survives_a_bf16_base(tiny):
 def test_an_unknown_target_is_named(tiny, targets, message):
     source = resolve(tiny)
     with pytest.raises(ValueError, match=message):
-        LoRA(LoRAArgs(targets=targets)).choose(source.meta_model(), source.rules)
+        LoRA(LoRAArgs(targets=targets)).choose(source.meta_model(), source.adapter_rules)
 
 
 def test_a_tied_head_cannot_be_a_target(make_model):
@@ -243,7 +243,7 @@ def test_a_tied_head_cannot_be_a_target(make_model):
 
     source = resolve(make_model(LlamaConfig, tie_word_embeddings=True)[1])
     with pytest.raises(ValueError, match="tied"):
-        LoRA(LoRAArgs(targets=["lm_head"])).choose(source.meta_model(), source.rules)
+        LoRA(LoRAArgs(targets=["lm_head"])).choose(source.meta_model(), source.adapter_rules)
 
 
 @pytest.mark.parametrize(

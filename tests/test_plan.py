@@ -7,6 +7,7 @@ import sys
 import pytest
 import torch
 from conftest import ENV
+from transformers import Qwen3MoeConfig
 
 from litft.args import LoRAArgs
 from litft.data.samples import Sample
@@ -19,7 +20,7 @@ def test_flops_of_a_tiny_llama(tiny):
     """Two per weight and token forward, two for the input's gradient, two more where the weight's own is needed."""
     source = resolve(tiny)
     model, method = source.base_model(), LoRA(LoRAArgs(r=4))
-    method.choose(model, source.rules)
+    method.choose(model, source.adapter_rules)
     method.attach(model)
     tokens = torch.zeros(10, dtype=torch.int64)
     targets = torch.tensor([-100] * 7 + [1, 2, 3])
@@ -28,6 +29,19 @@ def test_flops_of_a_tiny_llama(tiny):
     pairs = 10 * 11 // 2 * 3  # of query and key, in three layers
     expected = 10 * (4 * linears + 6 * factors) + 3 * 4 * 32 * 512 + pairs * 12 * 32
     assert Flops(model)([Sample(tokens, targets, [])]) == expected
+
+
+def test_flops_of_experts(make_model):
+    """A token goes through two of five; what chooses them sees all."""
+    values = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8, num_hidden_layers=1)
+    source = resolve(make_model(Qwen3MoeConfig, **values)[1])
+    model, method = source.base_model(), LoRA(LoRAArgs(r=4))
+    method.choose(model, source.adapter_rules)
+    method.attach(model)
+    linears = 32 * 32 * 2 + 32 * 16 * 2 + 32 * 5 + 2 * 3 * 32 * 24
+    factors = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * 3 * (32 + 24))
+    expected = 4 * linears + 6 * factors + 4 * 32 * 96 + 12 * 32
+    assert Flops(model)([Sample(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), [])]) == expected
 
 
 @pytest.mark.parametrize(

@@ -37,6 +37,43 @@ def test_renders_as_transformers_does(shared, name):
             assert render(source, messages, tools, prompt, **tokens) == expected
 
 
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": 'The "weather" of a town & its <region>.',
+        "parameters": {"type": "object", "properties": {"town": {"type": "string"}}, "required": ["town"]},
+    },
+}
+CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "weather", "arguments": {"town": "Köln"}}}
+TOOL_TALK = [
+    {"role": "user", "content": "How warm is it?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "name": "weather", "tool_call_id": "a1b2c3d4e", "content": '{"celsius": 21}'},
+    {"role": "assistant", "content": "21 °C."},
+]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_tool_conversations_render_as_transformers_do(shared, name):
+    """Or are refused by the template itself, there as here."""
+    from jinja2.exceptions import TemplateError
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama-2-7b")
+    source = (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+    tokens = {"bos_token": reference.bos_token, "eos_token": reference.eos_token, "unk_token": "<unk>"}
+    for messages in (TOOL_TALK[:1], TOOL_TALK[:3], TOOL_TALK):
+        settings = dict(chat_template=source, tokenize=False, add_generation_prompt=True, tools=[TOOL])
+        try:
+            expected = reference.apply_chat_template(messages, **settings)
+        except (TemplateError, TypeError):
+            with pytest.raises(ValueError, match="cannot render this conversation"):
+                render(source, messages, [TOOL], True, **tokens)
+        else:
+            assert render(source, messages, [TOOL], True, **tokens) == expected
+
+
 def test_alpaca_is_stanfords_wording():
     text = render(ALPACA, [{"role": "user", "content": "Add."}], add_generation_prompt=True, **TOKENS)
     assert text == (

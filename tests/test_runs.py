@@ -85,7 +85,7 @@ def test_a_damaged_checkpoint_is_named(folder, capsys, name, spoil):
 @pytest.mark.parametrize("words", [["--resume", "--out_dir", "typo"], ["--resume"]])
 def test_resume_of_nothing_trains_nothing(folder, capsys, words):
     said = lora(*words, capsys=capsys)
-    assert "repeat the flags it began with" in said and not Path("typo").exists()
+    assert "to begin one, pass --checkpoint_dir and --data.path" in said and not Path("typo").exists()
 
 
 def test_resume_writes_into_no_strangers_folder(folder, capsys):

@@ -1,5 +1,6 @@
 """Both back-ends against token ids made elsewhere, and the one BOS."""
 
+import gzip
 import json
 import shutil
 
@@ -33,6 +34,52 @@ def test_ids_are_the_golden_ones(shared, name):
     assert len(pairs) >= 45
     for text, ids in pairs:
         assert tokenizer.encode(text, bos=False) == ids, repr(text)
+
+
+NAMES = """
+    falcon-40b gemma-2 gpt-neox-20b gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2 qwen2.5 tinyllama-1.1b-chat
+""".split()
+# AutoTokenizer of transformers 5 rebuilds these two and splits leading spaces as neither sentencepiece nor the golden ids do
+REBUILT = ("llama-2-7b", "tinyllama-1.1b-chat")
+
+
+@pytest.fixture(scope="module")
+def texts(shared):
+    """Prose, chat, code and JSON of real data."""
+    data = shared / "data"
+    parts = [(data / "wikitext2_valid.txt").read_text("utf-8")[:15000]]
+    parts += [json.dumps(json.loads((data / f).read_text("utf-8"))[:30], ensure_ascii=False) for f in JSON_FILES]
+    parts += [(data / f).read_text("utf-8")[:15000] for f in ("gsm8k_500.jsonl", "samsum_1400.jsonl", "messages_500.jsonl")]
+    return [*parts, "  two  leading, \t tab\r\n\n\n end ", "\u00a0½ ﬁ ≠ 🦙👩‍👩‍👧 \u200b日本語 العربية ภาษาไทย", " ", "\n"]
+
+
+JSON_FILES = ("alpaca_2k.json", "sharegpt_500.json", "tool_calls_300.json")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_and_texts_are_transformers(shared, texts, tmp_path, name):
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    for path in (shared / "tokenizers" / name).iterdir():
+        shutil.copyfile(path, tmp_path / path.name)
+    if (packed := tmp_path / "tokenizer.json.gz").is_file():
+        (tmp_path / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
+    if not (tmp_path / "tokenizer_config.json").is_file():  # gpt-neox-20b: nothing but its tokenizer.json is here
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    if name in (*REBUILT, "gpt-neox-20b"):
+        reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    else:
+        reference = AutoTokenizer.from_pretrained(tmp_path)
+    tokenizer = Tokenizer(tmp_path)
+    for text in texts:
+        ids = reference(text, add_special_tokens=False).input_ids
+        assert tokenizer.encode(text, bos=False) == ids, text[:80]
+        for skip in (True, False):
+            expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
+            assert tokenizer.decode(ids, skip_special=skip) == expected, text[:80]
+        assert "".join(stream_text(tokenizer, [], iter(ids[:400]))) == tokenizer.decode(ids[:400]).rstrip("\ufffd")
+    whole = "".join(reference.all_special_tokens) + "a"
+    assert tokenizer.encode(whole, bos=False) == reference(whole, add_special_tokens=False).input_ids
 
 
 @pytest.fixture

@@ -42,7 +42,7 @@ def trainable(folder):
     """The tiny model with random factors, and those."""
     source = resolve(folder)
     model, method = source.base_model(), LoRA(LoRAArgs(r=4, alpha=8))
-    method.choose(model, source.rules)
+    method.choose(model, source.adapter_rules)
     method.attach(model)
     torch.manual_seed(1)
     parameters = method.parameters(model)

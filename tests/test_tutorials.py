@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ENV, ROOT, script
+from parity import ROWS
 
 from litft.folder import DEMO
 
@@ -24,24 +25,35 @@ def blocks(path: Path) -> list[tuple[str, str]]:
     return re.findall(r"```(bash|python)\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
 
 
-@pytest.fixture(scope="module")
-def quickstart(checkpoints, tmp_path_factory) -> tuple[Path, list[str]]:
-    """A copy of the tree's commands in which the quickstart was run, and what each block printed."""
-    folder = tmp_path_factory.mktemp("clone")
-    for name in ("finetune", "generate", "scripts"):
-        (folder / name).symlink_to(ROOT / name)
-    (folder / "examples.json").write_text(json.dumps(RECORDS))
-    paths = {"CHECKPOINT_DIR": str(checkpoints["stories260K"]), "DATA": "examples.json"}
+def run_guide(name: str, folder: Path, paths: dict[str, str]) -> list[str]:
+    """Run a guide's commands as they stand, only `paths` set; returns what each printed."""
     env = {**ENV, **paths, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     printed = []
-    for language, text in blocks(ROOT / "tutorials" / "quickstart.md"):
+    for language, text in blocks(ROOT / "tutorials" / name):
         preset = "".join(f"{name} = {value!r}\n" for name, value in paths.items())
         command = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", preset + text]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         assert "Traceback" not in done.stderr
         printed.append(done.stdout)
-    return folder, printed
+    return printed
+
+
+@pytest.fixture(scope="module")
+def clone(shared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
+    """A copy of the tree's commands, and the paths that the guides leave to the reader."""
+    folder = tmp_path_factory.mktemp("clone")
+    for name in ("finetune", "generate", "scripts"):
+        (folder / name).symlink_to(ROOT / name)
+    (folder / "examples.json").write_text(json.dumps(RECORDS))
+    return folder, {"CHECKPOINT_DIR": str(shared / "checkpoints" / "stories260K"), "DATA": "examples.json"}
+
+
+@pytest.fixture(scope="module")
+def quickstart(clone) -> tuple[Path, list[str]]:
+    """The folder in which the quickstart was run, and what each block printed."""
+    folder, paths = clone
+    return folder, run_guide("quickstart.md", folder, paths)
 
 
 def rows_of(run: Path) -> list[dict[str, str]]:
@@ -88,10 +100,30 @@ def test_the_demo_is_what_it_says():
 def test_the_quickstart_leaves_what_it_says(quickstart):
     folder, printed = quickstart
     assert len(rows_of(folder / "out" / "mine")) == 21 and len(rows_of(folder / "out" / "more")) == 6
-    answer = json.loads((folder / "answers.jsonl").read_text())
+    answer = json.loads((folder / "out" / "answers.jsonl").read_text())
     assert answer["prompt"] == "Tell me a story." and answer["completion"]
-    assert (folder / "merged" / "model.safetensors").is_file()
+    assert (folder / "out" / "merged" / "model.safetensors").is_file()
     assert printed[-1] == "exit code 2\n"
+
+
+def test_the_guide_to_converting(clone):
+    folder, paths = clone
+    run_guide("convert.md", folder, paths)
+    assert {path.name for path in (folder / "out").iterdir()} >= {"clean", "run", "early", "adapter"}
+
+
+def test_the_guide_to_a_family_shows_what_is_there():
+    printed = run_guide("add_a_family.md", ROOT, {})
+    assert "passed" in printed[0] and "| `ernie4_5` |" in printed[0]
+    guide = (ROOT / "tutorials" / "add_a_family.md").read_text("utf-8")
+    assert (ROOT / "litft" / "families" / "ernie4_5.py").read_text("utf-8") in guide
+    row = re.search(r"```text\n(    \"ernie4_5.*?)```", guide, re.DOTALL)[1]
+    assert row in (ROOT / "tests" / "parity.py").read_text("utf-8")
+
+
+def test_the_readmes_table_has_every_family():
+    listed = re.findall(r"^\| `(\w+)` \|.*e-0[678]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    assert listed == list(ROWS)
 
 
 def test_the_test_command_is_the_same_everywhere():

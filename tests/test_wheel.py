@@ -36,6 +36,8 @@ def test_a_whole_path(litft):
     assert litft("chat --temperature 0 --max_new_tokens 8", text="What is 2 plus 2?\n").stdout.count("\n") == 1
     assert litft("generate --prompt hello --max_new_tokens 4").stdout
     litft("merge_lora --checkpoint_dir out/lora/final --out_dir merged")
+    litft("convert_to_hf --checkpoint_dir out/lora --merge false --out_dir adapter")
+    litft("convert_hf_checkpoint --checkpoint_dir merged --out_dir clean --precision bf16")
     assert (litft.folder / "merged" / "model.safetensors").is_file()
 
 

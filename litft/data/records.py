@@ -14,20 +14,28 @@ ROLES = ("system", "user", "assistant")
 def read_records(path: Path) -> list[tuple[str, dict[str, Any]]]:
     """The records of a .json (an array) or .jsonl file, each with a label that says where it stands."""
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; --data.path takes a .json or .jsonl file, or a folder with both splits")
+        raise ValueError(f"{path} does not exist; name a .json or .jsonl file, or for training a folder with both splits")
     if path.suffix.lower() not in SUFFIXES:
         raise ValueError(f"{path}: cannot read {path.suffix or 'a file without suffix'}; use {' or '.join(SUFFIXES)}")
     try:
         text = path.read_text("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not UTF-8 text (byte {error.start}); convert it, for example with iconv") from None
+        raise ValueError(
+            f"{path} is no UTF-8 text (at byte {error.start}); name a text file, or convert it with iconv"
+        ) from None
     records = list(_lines(path, text) if path.suffix.lower() == ".jsonl" else _array(path, text))
     if not records:
-        raise ValueError(f"{path} holds no examples; --data.path needs at least one")
+        raise ValueError(f"{path} holds no examples; it needs at least one")
     for where, record in records:
         if not isinstance(record, dict):
-            raise ValueError(f"{where}: an example must be an object with fields, found {type(record).__name__}")
+            raise ValueError(f"{where}: an example must be an object with fields, found {kind(record)}")
     return records
+
+
+def kind(value: Any) -> str:
+    """What JSON calls a value."""
+    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
 
 
 def _lines(path: Path, text: str) -> Iterator[tuple[str, Any]]:
@@ -48,7 +56,7 @@ def _array(path: Path, text: str) -> Iterator[tuple[str, Any]]:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: no valid JSON ({error}); mend it there") from None
     if not isinstance(content, list):
-        raise ValueError(f"{path}: expected an array of examples, found {type(content).__name__}")
+        raise ValueError(f"{path}: expected an array of examples, found {kind(content)}; put [ and ] around it")
     for index, record in enumerate(content):
         yield f"{path}, record {index}", record
 
@@ -60,7 +68,7 @@ def to_messages(record: dict[str, Any], where: str, template: str) -> list[Messa
     if "instruction" in record and "output" in record:
         for name in ("instruction", "input", "output"):
             if not isinstance(record.get(name), str | None):
-                raise ValueError(f"{where}: field {name!r} must be text, found {type(record[name]).__name__}")
+                raise ValueError(f"{where}: field {name!r} must be text, found {kind(record[name])}")
         content = user_content(record["instruction"] or "", record.get("input") or "", template)
         answer = {"role": "assistant", "content": record["output"] or ""}
         return [{"role": "user", "content": content}, answer]

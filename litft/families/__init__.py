@@ -1,6 +1,7 @@
 """The families that litft reads: one file each, found by looking into this folder.
 
-A family file holds MODEL_TYPES (values of `model_type` in config.json), `config(hf) -> Config` and `rules(config)`.
+A family file holds MODEL_TYPES (values of `model_type` in config.json), `config(hf) -> Config` and `rules(config)`; where
+they are needed, `text_config(hf)` and `peft_rules(config)`.
 """
 
 import pkgutil
@@ -11,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from litft.config import Config, is_positive
+from litft.rules import Rule
 
 
 @cache
@@ -21,10 +23,28 @@ def families() -> dict[str, ModuleType]:
 
 
 # What a field may hold wherever a family reads it. Files from strangers are checked once, here, before any arithmetic.
-_SIZES = "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings".split()
-_SIZES_OR_NULL = "num_key_value_heads head_dim sliding_window original_max_position_embeddings".split()
-_POSITIVE = "rms_norm_eps rope_theta".split()
-_FLAGS = "attention_bias mlp_bias tie_word_embeddings".split()
+_SIZES = (
+    "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings n_embd n_layer "
+    "n_head n_positions moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok num_local_experts "
+    "decoder_sparse_step query_pre_attn_scalar sliding_window_pattern no_rope_layer_interval"
+).split()
+_SIZES_OR_NULL = (
+    "num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
+    "rotary_dim num_ln_in_parallel_attn"
+).split()
+_POSITIVE = (
+    "rms_norm_eps rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon rotary_emb_base rotary_pct "
+    "rope_local_base_freq attention_multiplier embedding_multiplier residual_multiplier logits_scaling logit_scale "
+    "swiglu_alpha swiglu_limit"
+).split()
+_POSITIVE_OR_NULL = "clip_qkv attn_logit_softcapping final_logit_softcapping".split()
+_FLAGS = (
+    "attention_bias mlp_bias tie_word_embeddings use_bias use_qkv_bias qkv_bias bias use_sliding_window qk_layernorm "
+    "use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx"
+).split()
+_FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn use_bidirectional_attention".split()
+_TEXTS = "hidden_act model_type hidden_activation activation_function activation".split()
+_LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers".split()
 _LARGEST = 10**9  # of any size: beyond it a file is broken, and memory would run out before a message
 
 
@@ -43,10 +63,14 @@ def _is(kind: type) -> Callable[[Any], bool]:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_SIZES, (_is_size, "a whole number from 1")),
     **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number from 1, or null")),
+    "sliding_window": (_or_null(lambda value: value == 0 or _is_size(value)), "a whole number, or null"),
     **dict.fromkeys(_POSITIVE, (is_positive, "a number above 0")),
+    **dict.fromkeys(_POSITIVE_OR_NULL, (_or_null(is_positive), "a number above 0, or null")),
     **dict.fromkeys(_FLAGS, (_is(bool), "true or false")),
-    **dict.fromkeys(("hidden_act", "model_type"), (_is(str), "text")),
-    **dict.fromkeys(("rope_scaling", "rope_parameters"), (_or_null(_is(dict)), "an object or null")),
+    **dict.fromkeys(_FLAGS_OR_NULL, (_or_null(_is(bool)), "true, false or null")),
+    **dict.fromkeys(_TEXTS, (_is(str), "text")),
+    **dict.fromkeys(_LISTS_OR_NULL, (_or_null(_is(list)), "a list or null")),
+    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (_or_null(_is(dict)), "an object or null")),
 }
 
 
@@ -69,6 +93,18 @@ def family(model_type: str) -> ModuleType:
         known = ", ".join(sorted(families()))
         raise ValueError(f"config.json: model_type {model_type!r} is not a family that litft knows; known: {known}")
     return families()[model_type]
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """The language model's own config.json, where `hf` wraps it in a multimodal model's."""
+    module = families().get(hf.get("model_type"))
+    return module.text_config(hf) if hasattr(module, "text_config") else hf
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """How PEFT names what it does not call as the checkpoint does, such as stacked experts."""
+    module = family(config.model_type)
+    return module.peft_rules(config) if hasattr(module, "peft_rules") else []
 
 
 def read_config(hf: dict[str, Any]) -> Config:

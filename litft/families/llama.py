@@ -1,18 +1,19 @@
-"""Llama 1 to 3.3 and the many models of its shape (arXiv 2302.13971, 2407.21783)."""
+"""Llama 1 to 3.3 and the many models of its shape (arXiv 2302.13971, 2407.21783); most other families start from it."""
 
+from collections.abc import Callable
 from typing import Any
 
-from litft.config import Config, Layer, Rope
+from litft.config import Config, Layer, Norm, Rope
 from litft.rules import Drop, Rename, Rule
 
 MODEL_TYPES = ("llama",)
 
 
-def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' LlamaConfig."""
+def config(hf: dict[str, Any], rope_base: float = 10000.0, rope_fraction: float = 1.0) -> Config:
+    """Defaults are those of transformers' LlamaConfig; a family with others puts them into `hf` first."""
     heads = hf["num_attention_heads"]
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    layer = Layer(rope=Rope.from_hf(hf, head_dim))
+    layer = Layer(rope=Rope.from_hf(hf, head_dim, rope_base, rope_fraction))
     return Config(
         model_type=hf["model_type"],
         vocab_size=hf["vocab_size"],
@@ -23,7 +24,7 @@ def config(hf: dict[str, Any]) -> Config:
         n_kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         layers=(layer,) * hf["num_hidden_layers"],
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
+        norm=Norm("rms", hf.get("rms_norm_eps", 1e-6)),
         activation=hf.get("hidden_act", "silu"),
         qkv_bias=hf.get("attention_bias", False),
         o_bias=hf.get("attention_bias", False),
@@ -32,19 +33,38 @@ def config(hf: dict[str, Any]) -> Config:
     )
 
 
+def windows(hf: dict[str, Any], slides: Callable[[int], bool]) -> list[int | None]:
+    """Each layer's window: where `layer_types` says so, or by `slides`, the family's rule for files without it."""
+    count = hf["num_hidden_layers"]
+    known = {"full_attention": False, "sliding_attention": True}
+    types = hf.get("layer_types")
+    if types is not None and (len(types) != count or any(kind not in known for kind in types)):
+        raise ValueError(f"config.json: layer_types must be {count} times one of {', '.join(known)}, found {types!r:.300}")
+    sliding = map(slides, range(count)) if types is None else map(known.get, types)
+    return [(hf.get("sliding_window") or None) if slide else None for slide in sliding]
+
+
+# ours -> theirs, within a layer
+ATTENTION = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in "qkvo"}
+QK_NORMS = {f"attention.{n}_norm": f"self_attn.{n}_norm" for n in "qk"}
+MLP = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+
+
+def named(names: dict[str, str], theirs: str = "model.layers.{}.", ours: str = "blocks.{}.") -> list[Rule]:
+    """Renames of modules, each with its weight and, where there is one, its bias."""
+    return [Rename(f"{theirs}{t}.{leaf}", f"{ours}{o}.{leaf}") for o, t in names.items() for leaf in ("weight", "bias")]
+
+
+def ends(
+    config: Config, model: str = "model.", embed: str = "embed_tokens", norm: str = "norm", head: str = "lm_head"
+) -> list[Rule]:
+    """The embedding, the last norm and the head, whose weight a tied checkpoint may store a second time."""
+    tied = [Drop(f"{head}.weight")] if config.tied else []
+    return [*named({"embed": model + embed, "norm": model + norm}, "", ""), *tied, *named({"lm_head": head}, "", "")]
+
+
 def rules(config: Config) -> list[Rule]:
     """Plain renames; biases are there or not, as the config says."""
-    linears = [f"attention.{n}_proj" for n in "qkvo"] + [f"mlp.{n}_proj" for n in ("gate", "up", "down")]
-    return [
-        Rename("model.embed_tokens.weight", "embed.weight"),
-        *(
-            Rename(f"model.layers.{{}}.{ours.replace('attention', 'self_attn')}.{part}", f"blocks.{{}}.{ours}.{part}")
-            for ours in linears
-            for part in ("weight", "bias")
-        ),
-        Rename("model.layers.{}.input_layernorm.weight", "blocks.{}.attention_norm.weight"),
-        Rename("model.layers.{}.post_attention_layernorm.weight", "blocks.{}.mlp_norm.weight"),
-        Rename("model.norm.weight", "norm.weight"),
-        Drop("lm_head.weight") if config.tied else Rename("lm_head.weight", "lm_head.weight"),
-        Drop("model.layers.{}.self_attn.rotary_emb.inv_freq"),
-    ]
+    drop = Drop("model.layers.{}.self_attn.rotary_emb.inv_freq")
+    return [*ends(config), *named(ATTENTION | QK_NORMS | MLP | NORMS), drop]

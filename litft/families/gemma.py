@@ -1,0 +1,94 @@
+"""Gemma 1, 2 and 3 (arXiv 2403.08295, 2408.00118, 2503.19786), CodeGemma; Gemma 3 also out of a multimodal folder."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from litft.config import Config, Norm, Rope
+from litft.families import llama
+from litft.rules import Drop, Rule
+
+MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3")
+
+DEFAULTS = dict(head_dim=256, tie_word_embeddings=True)
+DEFAULTS2 = dict(
+    num_key_value_heads=4, query_pre_attn_scalar=256, sliding_window=4096, hidden_activation="gelu_pytorch_tanh"
+)
+DEFAULTS3 = dict(
+    vocab_size=262_208,
+    hidden_size=2304,
+    intermediate_size=9216,
+    num_hidden_layers=26,
+    num_attention_heads=8,
+    max_position_embeddings=131_072,
+)
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """The text model's own config.json, where `hf` is that of the multimodal model around it."""
+    if hf["model_type"] != "gemma3":
+        return hf
+    outer = {k: hf[k] for k in ("eos_token_id", "bos_token_id", "pad_token_id", "torch_dtype", "dtype") if k in hf}
+    return {**outer, **hf["text_config"], "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Defaults are those of transformers' GemmaConfig, Gemma2Config and Gemma3TextConfig."""
+    first, third = hf["model_type"] == "gemma", hf["model_type"] == "gemma3_text"
+    hf = {**DEFAULTS, **({} if first else DEFAULTS2), **(DEFAULTS3 if third else {}), **hf}
+    if hf.get("use_bidirectional_attention"):
+        raise ValueError("config.json: use_bidirectional_attention true is not supported; litft's models are causal")
+    hf["hidden_act"] = hf.get("hidden_act", "gelu_pytorch_tanh") if first else hf["hidden_activation"]
+    plain = llama.config({**hf, "rope_parameters": None, "rope_scaling": None} if third else hf)
+    norm = Norm("rms", plain.norm.eps, offset=1.0)
+    plain = replace(plain, norm=norm, embed_scale=math.sqrt(plain.dim), mlp_bias=False)
+    if first:
+        return plain
+    pattern = hf.get("sliding_window_pattern", 6) if third else 2
+    windows = llama.windows(hf, lambda index: (index + 1) % pattern != 0)
+    scale = hf["query_pre_attn_scalar"] ** -0.5
+    ropes = _ropes(hf, plain.head_dim) if third else (plain.layers[0].rope,) * 2
+    sliding = [kind == "sliding_attention" for kind in hf["layer_types"]] if hf.get("layer_types") else None
+    sliding = sliding or [(index + 1) % pattern != 0 for index in range(len(windows))]
+    layers = tuple(
+        replace(layer, window=window, rope=ropes[slides], attention_scale=scale)
+        for layer, window, slides in zip(plain.layers, windows, sliding, strict=True)
+    )
+    return replace(
+        plain,
+        layers=layers,
+        norm_place="both",
+        qk_norm=norm if third else None,
+        attention_softcap=hf.get("attn_logit_softcapping", None if third else 50.0),
+        logit_softcap=hf.get("final_logit_softcapping", None if third else 30.0),
+    )
+
+
+def _ropes(hf: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
+    """Gemma 3's rotations of layers with full attention and with a window; only the first is ever scaled."""
+    nested = hf.get("rope_parameters") or {}
+    full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
+    full.setdefault("rope_theta", hf.get("rope_theta", 1e6))
+    local = {"rope_theta": hf.get("rope_local_base_freq", 1e4), **(nested.get("sliding_attention") or {})}
+    return tuple(Rope.from_hf({**hf, "rope_parameters": parameters}, head_dim) for parameters in (full, local))
+
+
+def rules(config: Config) -> list[Rule]:
+    """Llama's names with more norms; a multimodal folder wraps them and adds what sees."""
+    model = "{model.|language_model.model.|model.language_model.}"
+    norms = llama.NORMS
+    if config.norm_place == "both":
+        norms = {
+            "attention_norm": "input_layernorm",
+            "attention_post_norm": "post_attention_layernorm",
+            "mlp_norm": "pre_feedforward_layernorm",
+            "mlp_post_norm": "post_feedforward_layernorm",
+        }
+    names = llama.ATTENTION | llama.QK_NORMS | llama.MLP | norms
+    seeing = [Drop("{model.|}vision_tower.{*}"), Drop("{model.|}multi_modal_projector.{*}")]
+    return [
+        *llama.ends(config, model),
+        *llama.named(names, model + "layers.{}."),
+        *seeing,
+        Drop("language_model.lm_head.weight"),
+    ]

@@ -1,0 +1,44 @@
+"""GPT-NeoX (arXiv 2204.06745): Pythia, RedPajama-INCITE, Dolly v2, StableLM-alpha, open-calm."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.config import Config, Norm
+from litft.families import llama
+from litft.families.phi3 import qkv
+from litft.rules import Drop, Rule, Split
+
+MODEL_TYPES = ("gpt_neox",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Defaults are those of transformers' GPTNeoXConfig."""
+    base, fraction = hf.get("rotary_emb_base", 10000.0), hf.get("rotary_pct", 0.25)
+    plain = llama.config({"hidden_act": "gelu", **hf, "num_key_value_heads": None}, base, fraction)
+    return replace(
+        plain,
+        norm=Norm("layer", hf.get("layer_norm_eps", 1e-5), bias=True),
+        gated=False,
+        parallel=hf.get("use_parallel_residual", True),
+        qkv_bias=hf.get("attention_bias", True),
+        o_bias=hf.get("attention_bias", True),
+        mlp_bias=True,
+    )
+
+
+def rules(config: Config) -> list[Rule]:
+    """q, k and v are interleaved head by head; the head is called embed_out on disk and lm_head by PEFT."""
+    layers = "gpt_neox.layers.{}."
+    names = {"attention.o_proj": "attention.dense", "mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
+    fused = [
+        Split(f"{layers}attention.query_key_value.{leaf}", qkv(leaf), (config.head_dim,) * 3, config.n_heads)
+        for leaf in ("weight", "bias")
+    ]
+    tables = [Drop(f"{layers}attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
+    ends = llama.ends(config, "gpt_neox.", "embed_in", "final_layer_norm", "{embed_out|lm_head}")
+    return [*ends, *llama.named(names | llama.NORMS, layers), *fused, *tables]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """How PEFT names the head."""
+    return llama.named({"lm_head": "{lm_head|embed_out}"}, "", "")

@@ -1,0 +1,38 @@
+"""GPT-J 6B (Wang and Komatsuzaki, 2021): parallel attention and MLP, interleaved rotation of a part of each head."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.config import Config, Norm
+from litft.families import gpt2, llama
+from litft.rules import Drop, Rule
+
+MODEL_TYPES = ("gptj",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Defaults are those of transformers' GPTJConfig."""
+    hf = {"n_positions": 2048, "activation_function": "gelu_new", "tie_word_embeddings": False, **hf}
+    head_dim = hf["n_embd"] // hf["n_head"]
+    plain = llama.config(gpt2.standard_names(hf), rope_fraction=(hf.get("rotary_dim", 64) or head_dim) / head_dim)
+    return replace(
+        plain,
+        norm=Norm("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
+        gated=False,
+        parallel=True,
+        shared_norm=True,
+        rope_interleaved=True,
+        mlp_bias=True,
+        head_bias=True,
+    )
+
+
+def rules(config: Config) -> list[Rule]:
+    """Plain renames."""
+    layers = "transformer.h.{}."
+    names = {
+        f"attention.{ours}_proj": f"attn.{theirs}_proj" for ours, theirs in zip("qkvo", ["q", "k", "v", "out"], strict=True)
+    }
+    names |= {"mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out", "attention_norm": "ln_1"}
+    tables = [Drop(f"{layers}attn.{name}") for name in ("bias", "masked_bias", "embed_positions")]
+    return [*llama.ends(config, "transformer.", "wte", "ln_f"), *llama.named(names, layers), *tables]

@@ -1,0 +1,46 @@
+"""Granite 3 (IBM, 2024), dense and MoE: Llama with a scale at every joint (muP, arXiv 2203.03466)."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.config import Config, Experts
+from litft.families import llama, mixtral
+from litft.rules import Rename, Rule
+
+MODEL_TYPES = ("granite", "granitemoe")
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Defaults are those of transformers' GraniteConfig and GraniteMoeConfig."""
+    plain = llama.config(hf)
+    experts = None
+    if hf["model_type"] == "granitemoe":
+        experts = Experts(
+            hf.get("num_local_experts", 8), hf.get("num_experts_per_tok", 2), plain.hidden_dim, renormalize=True
+        )
+    scale = float(hf.get("attention_multiplier", 1.0))
+    return replace(
+        plain,
+        layers=tuple(replace(layer, experts=experts, attention_scale=scale) for layer in plain.layers),
+        embed_scale=float(hf.get("embedding_multiplier", 1.0)),
+        residual_scale=float(hf.get("residual_multiplier", 1.0)),
+        logit_scale=1.0 / hf.get("logits_scaling", 1.0),
+    )
+
+
+def rules(config: Config) -> list[Rule]:
+    """Llama's names; the experts are stored as two stacks."""
+    if config.model_type == "granite":
+        return llama.rules(config)
+    moe = "model.layers.{}.block_sparse_moe."
+    router = Rename(moe + "router.layer.weight", "blocks.{}.mlp.router.weight")
+    return [*llama.rules(config), router, *mixtral.fused(config, moe, "output_linear.weight", "input_linear.weight")]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """How PEFT names the experts and what chooses them."""
+    if config.model_type == "granite":
+        return []
+    moe = "model.layers.{}.block_sparse_moe."
+    router = Rename(moe + "router.weight", "blocks.{}.mlp.router.weight")
+    return [router, *mixtral.fused(config, moe + "experts.")]

@@ -1,0 +1,37 @@
+"""Phi-1, 1.5 and 2 (arXiv 2309.05463): parallel attention and MLP on one LayerNorm, partly rotated, biases everywhere."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.config import Config, Norm
+from litft.families import llama
+from litft.rules import Rule
+
+MODEL_TYPES = ("phi",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Defaults are those of transformers' PhiConfig."""
+    plain = llama.config({"hidden_act": "gelu_new", **hf}, rope_fraction=0.5)
+    norm = Norm("layer", hf.get("layer_norm_eps", 1e-5), bias=True)
+    return replace(
+        plain,
+        norm=norm,
+        gated=False,
+        parallel=True,
+        shared_norm=True,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        head_bias=True,
+        qk_norm=norm if hf.get("qk_layernorm") else None,
+    )
+
+
+def rules(config: Config) -> list[Rule]:
+    """Plain renames."""
+    names = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in "qkv"}
+    names |= {"attention.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
+    names |= {"attention_norm": "input_layernorm"}
+    names |= {f"attention.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"}
+    return [*llama.ends(config, norm="final_layernorm"), *llama.named(names)]

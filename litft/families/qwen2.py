@@ -1,0 +1,27 @@
+"""Qwen 1.5, 2 and 2.5, QwQ (arXiv 2407.10671) and Qwen 3 (arXiv 2505.09388): Llama with q/k/v biases or q/k norms."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.config import Config
+from litft.families import llama
+from litft.families.llama import rules
+
+__all__ = ["MODEL_TYPES", "config", "rules"]
+
+MODEL_TYPES = ("qwen2", "qwen3")
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Defaults are those of transformers' Qwen2Config and Qwen3Config."""
+    hf = {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096, **hf}
+    if hf["model_type"] == "qwen3":
+        hf = {"head_dim": 128, **hf}
+    if not hf.get("use_sliding_window", False):
+        hf["sliding_window"] = None
+    plain = llama.config(hf)
+    windows = llama.windows(hf, lambda index: index >= hf["max_window_layers"])
+    layers = tuple(replace(plain.layers[0], window=window) for window in windows)
+    if hf["model_type"] == "qwen2":
+        return replace(plain, layers=layers, qkv_bias=True, o_bias=False)
+    return replace(plain, layers=layers, qk_norm=plain.norm)

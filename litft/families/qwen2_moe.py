@@ -1,0 +1,67 @@
+"""Qwen 1.5 and 2 MoE (arXiv 2407.10671), with a gated shared expert, and Qwen 3 MoE (arXiv 2505.09388), without one."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.config import Config, Experts
+from litft.families import llama, mixtral
+from litft.rules import Rule
+
+MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
+
+DEFAULTS = {
+    "qwen2_moe": dict(
+        num_key_value_heads=16,
+        max_window_layers=28,
+        moe_intermediate_size=1408,
+        shared_expert_intermediate_size=5632,
+        num_experts_per_tok=4,
+        num_experts=60,
+        qkv_bias=True,
+    ),
+    "qwen3_moe": dict(num_key_value_heads=4, moe_intermediate_size=768, num_experts_per_tok=8, num_experts=128),
+}
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Defaults are those of transformers' Qwen2MoeConfig and Qwen3MoeConfig."""
+    shared = hf["model_type"] == "qwen2_moe"
+    hf = {"max_position_embeddings": 32768, "sliding_window": 4096, **DEFAULTS[hf["model_type"]], **hf}
+    if not hf.get("use_sliding_window", False):
+        hf["sliding_window"] = None
+    if not shared:
+        hf["layer_types"] = None  # all its layers are alike
+    plain = llama.config(hf)
+    windows = llama.windows(hf, lambda index: not shared or (index % 2 == 0 and index < hf["max_window_layers"]))
+    experts = Experts(
+        hf.get("num_local_experts", hf["num_experts"]),  # transformers 5 writes the first name
+        hf["num_experts_per_tok"],
+        hf["moe_intermediate_size"],
+        renormalize=hf.get("norm_topk_prob", False),
+        shared_dim=hf["shared_expert_intermediate_size"] if shared else 0,
+        shared_gate=shared,
+    )
+    dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+    sparse = [n not in dense and (n + 1) % step == 0 and experts.count > 0 for n in range(len(windows))]
+    layers = tuple(
+        replace(layer, window=window, experts=experts if has else None)
+        for layer, window, has in zip(plain.layers, windows, sparse, strict=True)
+    )
+    if shared:
+        return replace(plain, layers=layers, qkv_bias=hf["qkv_bias"], o_bias=False)
+    return replace(plain, layers=layers, qk_norm=plain.norm)
+
+
+def rules(config: Config) -> list[Rule]:
+    """Each expert is stored by itself."""
+    names = {"mlp.router": "mlp.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
+    names |= {f"mlp.shared.{n}_proj": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
+    stored = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+    has_experts = any(layer.experts for layer in config.layers)
+    stacks = mixtral.stacked(config, "model.layers.{}.mlp.experts.{}.", stored) if has_experts else []
+    return [*llama.rules(config), *llama.named(names), *stacks]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """How PEFT names the experts."""
+    return mixtral.peft_rules(config) if any(layer.experts for layer in config.layers) else []

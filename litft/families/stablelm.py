@@ -1,0 +1,36 @@
+"""StableLM 3B-4e1t, StableLM Zephyr, StableLM 2, Stable Code (arXiv 2402.17834); StableLM-alpha is GPT-NeoX's family."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.config import Config, Norm
+from litft.families import llama
+from litft.rules import Rule, Stack
+
+MODEL_TYPES = ("stablelm",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Defaults are those of transformers' StableLmConfig."""
+    eps, parallel = hf.get("layer_norm_eps", 1e-5), hf.get("use_parallel_residual", False)
+    plain = llama.config({"max_position_embeddings": 4096, **hf}, rope_fraction=0.25)
+    return replace(
+        plain,
+        norm=Norm("layer", eps, bias=True),
+        parallel=parallel,
+        shared_norm=parallel,
+        qkv_bias=hf.get("use_qkv_bias", False),
+        o_bias=False,
+        mlp_bias=False,
+        qk_norm=Norm("layer", eps) if hf.get("qk_layernorm", False) else None,
+        qk_norm_over="heads",
+    )
+
+
+def rules(config: Config) -> list[Rule]:
+    """Plain renames; each head's q/k norm is stored by itself."""
+    norms = {"attention_norm": "input_layernorm"} if config.shared_norm else llama.NORMS
+    counts = {"q": config.n_heads, "k": config.n_kv_heads}
+    theirs = "model.layers.{{}}.self_attn.{}_layernorm.norms.{{}}.weight"
+    heads = [Stack(theirs.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count) for n, count in counts.items()]
+    return [*llama.ends(config), *llama.named(llama.ATTENTION | llama.MLP | norms), *heads]

@@ -1,0 +1,9 @@
+"""Write a folder to open out of a run, or of one of its checkpoints: merged, or the adapter by itself:
+
+python scripts/convert_to_hf.py --checkpoint_dir out/lora/checkpoints/step-000200 --out_dir model --shard_gb 2
+"""
+
+from litft.cli import run
+
+if __name__ == "__main__":
+    run("convert_to_hf")

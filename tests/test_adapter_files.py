@@ -1,0 +1,151 @@
+"""Adapters of fused Linears and of experts, with PEFT in both directions, and adapters that strangers trained."""
+
+import pytest
+import torch
+import transformers
+from parity import ROWS, draw, relative
+
+import litft
+from litft.args import LoRAArgs, MergeArgs
+from litft.convert import merge
+from litft.folder import resolve
+from litft.peft import LoRA
+
+FUSED = [
+    ("gpt_neox", "parallel, partial"),
+    ("gpt_neox", "no bias, tied, full"),
+    ("falcon", "7B: one key head"),
+    ("falcon", "40B: groups, two norms"),
+    ("falcon", "sequential, biases, all heads"),
+    ("phi3", "fused"),
+    ("gpt2", "tied"),
+    ("gpt_bigcode", "one key head"),
+    ("gpt_bigcode", "all heads, untied"),
+    ("glm4", "norms on both sides"),
+]
+EXPERTS = [
+    ("mixtral", "4 experts"),
+    ("qwen2_moe", "some dense, renormalized"),
+    ("qwen3_moe", "renormalized"),
+    ("olmoe", "experts"),
+    ("granitemoe", "experts"),
+    ("gpt_oss", "sinks, experts"),
+]
+
+
+@pytest.fixture(scope="module", params=FUSED + EXPERTS, ids=lambda case: f"{case[0]}: {case[1]}")
+def folder(request, make_model):
+    """A model folder whose checkpoint fuses Linears or stacks experts."""
+    family, name = request.param
+    config_class, variations = ROWS[family]
+    return make_model(getattr(transformers, config_class), **variations[name])[1]
+
+
+def theirs(folder):
+    """transformers' model of a folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
+
+
+def randomized(parameters, seed=3):
+    """Values that show every factor."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+def adapted(folder, out, **values):
+    """A model with random factors, saved as an adapter: (model, method, source)."""
+    source = resolve(folder)
+    model, method = source.base_model(), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **values}))
+    method.choose(model, source.adapter_rules)
+    method.attach(model)
+    randomized(method.parameters(model).values())
+    out.mkdir(exist_ok=True)
+    method.save(model, source.adapter_rules, out, {"base_model_name_or_path": str(folder)})
+    return model, method, source
+
+
+TOKENS = draw(2, 23, seed=8)
+
+
+@pytest.mark.parametrize("rslora", [False, True], ids=["lora", "rslora"])
+@torch.no_grad()
+def test_reads_what_peft_wrote(folder, tmp_path, rslora):
+    from peft import LoraConfig, get_peft_model
+
+    base = theirs(folder)
+    stacks = [n for n, p in base.named_parameters() if p.dim() == 3 and n.endswith(("gate_up_proj", "down_proj"))]
+    config = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", target_parameters=stacks, use_rslora=rslora)
+    reference = get_peft_model(base, config).eval()
+    randomized(p for n, p in reference.named_parameters() if "lora_" in n)
+    reference.save_pretrained(tmp_path)
+    model, _ = litft.load(tmp_path, base_dir=folder)
+    assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
+    assert relative(model(TOKENS), litft.load(folder)[0](TOKENS)) >= 1e-2
+
+
+@pytest.mark.parametrize(
+    "targets",
+    [["all-linear"], ["q_proj", "down_proj"], ["v_proj", "blocks.1.mlp.*up_proj"]],
+    ids=str,
+)
+@torch.no_grad()
+def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
+    """Also where only some of the Linears that a tensor fuses are adapted; read again, the factors are the same."""
+    from peft import PeftModel
+
+    if any(layer.experts for layer in resolve(folder).config.layers):
+        targets = [*targets, "*.router"]
+    model, method, source = adapted(folder, tmp_path, targets=targets)
+    found = model(TOKENS)
+    assert relative(PeftModel.from_pretrained(theirs(folder), tmp_path).eval()(TOKENS).logits, found) <= 1e-5
+    assert any(name.endswith(".router") for name in method.sites) == ("*.router" in targets)
+    again, sites = LoRA.read(tmp_path, model, source.adapter_rules)
+    assert again.sites == method.sites
+    assert all(torch.equal(sites[name].b, model.get_submodule(name).lora_b) for name in method.sites)
+    assert all(torch.equal(sites[name].a, model.get_submodule(name).lora_a) for name in method.sites)
+
+
+@torch.no_grad()
+def test_merged_is_unmerged(folder, tmp_path):
+    model, _, _ = adapted(folder, tmp_path / "adapter")
+    merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
+    expected = model(TOKENS)
+    assert relative(litft.load(tmp_path / "merged")[0](TOKENS), expected) <= 1e-5
+    assert relative(theirs(tmp_path / "merged")(TOKENS).logits, expected) <= 1e-5
+
+
+def test_every_factor_gets_a_gradient(folder, tmp_path):
+    """Where B is not zero; every expert receives a token here, and no frozen parameter a gradient."""
+    model, _, _ = adapted(folder, tmp_path)
+    loss, _ = model(TOKENS, targets=TOKENS.roll(-1, 1))
+    loss.backward()
+    for name, parameter in model.named_parameters():
+        assert (parameter.grad is not None and parameter.grad.any()) == ("lora_" in name), name
+
+
+REAL = {
+    "gpt2_r8_c_attn_c_proj_tigrinya": ("GPT2Config", dict(num_hidden_layers=12, hidden_size=768, num_attention_heads=12)),
+    "gemma3-270m-it_r4_qkvo": (
+        "Gemma3TextConfig",
+        dict(num_hidden_layers=18, hidden_size=640, num_attention_heads=4, num_key_value_heads=1, head_dim=256),
+    ),
+    "open-calm-1b_r1_neox_qkv": ("GPTNeoXConfig", dict(num_hidden_layers=24, hidden_size=2048, num_attention_heads=16)),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+@torch.no_grad()
+def test_a_strangers_adapter_gives_pefts_logits(shared, make_model, tmp_path, name):
+    """On a random base of its config; its B's are trained, so they are not zero."""
+    from peft import PeftModel
+
+    config_class, values = REAL[name]
+    reference, base = make_model(getattr(transformers, config_class), **values)
+    adapter = shared / "adapters" / name
+    model, _ = litft.load(adapter, base_dir=base)
+    bare = reference(TOKENS).logits
+    expected = PeftModel.from_pretrained(reference, adapter).eval()(TOKENS).logits
+    assert relative(model(TOKENS), expected) <= 1e-5
+    assert relative(bare, expected) >= 1e-4

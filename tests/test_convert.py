@@ -1,0 +1,205 @@
+"""Folders rewritten by script: odd sources in, clean ones out, and a run's checkpoint to a folder to open."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from conftest import ENV, script
+from parity import ROWS, draw, relative
+from safetensors.torch import load_file, save_file
+
+import litft
+from litft.folder import resolve
+from litft.weights import Checkpoint
+
+TOKENS = draw(1, 20, seed=9)
+
+
+def rewritten(folder, change):
+    """A folder's tensors, changed and saved again."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@torch.no_grad()
+def test_bin_shards_in_mixed_dtypes_become_one_dtype(tiny, tmp_path):
+    source = tmp_path / "source"
+    shutil.copytree(tiny, source, ignore=shutil.ignore_patterns("*.safetensors"))
+    (source / "generation_config.json").write_text('{"eos_token_id": 2, "temperature": 0.3}')
+    (source / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    tensors = load_file(tiny / "model.safetensors")
+    weight_map = {name: f"pytorch_model-{n % 2}.bin" for n, name in enumerate(tensors)}
+    for file in set(weight_map.values()):
+        part = {n: t.half() if "norm" not in n else t for n, t in tensors.items() if weight_map[n] == file}
+        torch.save(part, source / file)
+    (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    flags = ["--checkpoint_dir", source, "--out_dir", "clean", "--precision", "bf16", "--shard_gb", "0.00003"]
+    done = script("scripts/convert_hf_checkpoint.py", *flags, cwd=tmp_path)
+    assert "tensors in torch.bfloat16, each compared" in done.stderr
+    clean = tmp_path / "clean"
+    files = list(clean.glob("model-*-of-*.safetensors"))
+    assert len(files) > 2 and all(file.stat().st_size < 45_000 for file in files)
+    assert {t.dtype for file in files for t in load_file(file).values()} == {torch.bfloat16}
+    for name in ("tokenizer.model", "generation_config.json", "chat_template.jinja"):
+        assert (clean / name).read_bytes() == (source / name).read_bytes()
+    reference = transformers.AutoModelForCausalLM.from_pretrained(clean, dtype="float32")
+    assert relative(litft.load(clean, precision="fp32")[0](TOKENS), reference(TOKENS).logits) <= 1e-5
+    script("scripts/convert_hf_checkpoint.py", *flags, cwd=tmp_path, code=2)
+
+
+@torch.no_grad()
+def test_gemma_3_out_of_a_multimodal_folder(tmp_path):
+    """In the names of the published files, in those transformers 5 writes, and as the text model that comes out."""
+    text = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
+    text |= dict(num_key_value_heads=2, head_dim=16, sliding_window=6, max_position_embeddings=64)
+    vision = dict(
+        hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
+    )
+    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=90)
+    torch.manual_seed(0)
+    reference = transformers.Gemma3ForConditionalGeneration(config).eval()
+    for parameter in reference.parameters():
+        parameter.add_(0.3 * torch.randn(parameter.shape))
+    reference.save_pretrained(tmp_path / "model")
+    expected = reference(TOKENS).logits
+    assert relative(litft.load(tmp_path / "model")[0](TOKENS), expected) <= 1e-5
+
+    def as_published(tensors):
+        for name in list(tensors):
+            tensor = tensors.pop(name)
+            name = name.replace("model.language_model.", "language_model.model.").replace("model.vision", "vision")
+            tensors[name.replace("model.multi_modal", "multi_modal")] = tensor
+
+    rewritten(tmp_path / "model", as_published)
+    assert any(name.startswith("language_model.model.layers") for name in Checkpoint(tmp_path / "model").names)
+    script("scripts/convert_hf_checkpoint.py", "--checkpoint_dir", "model", "--out_dir", "text", cwd=tmp_path)
+    for folder in ("model", "text"):
+        assert relative(litft.load(tmp_path / folder)[0](TOKENS), expected) <= 1e-5
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    assert type(model).__name__ == "Gemma3ForCausalLM" and relative(model(TOKENS).logits, expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_mxfp4_is_dequantized_as_transformers_does(make_model, tmp_path):
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    values = dict(ROWS["gpt_oss"][1]["sinks, experts"], hidden_size=64, intermediate_size=96)
+    reference, folder = make_model(transformers.GptOssConfig, **values)
+    source = shutil.copytree(folder, tmp_path / "source")
+    generator = torch.Generator().manual_seed(0)
+
+    def quantize(tensors):
+        for layer, block in enumerate(reference.model.layers):
+            for name, (rows, width) in {"gate_up_proj": (192, 64), "down_proj": (64, 96)}.items():
+                blocks = torch.randint(256, (5, rows, width // 32, 16), dtype=torch.uint8, generator=generator)
+                scales = torch.randint(122, 127, (5, rows, width // 32), dtype=torch.uint8, generator=generator)
+                key = f"model.layers.{layer}.mlp.experts.{name}"
+                del tensors[key]
+                tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
+                getattr(block.mlp.experts, name).copy_(convert_moe_packed_tensors(blocks, scales).float())
+
+    rewritten(source, quantize)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
+    expected = reference(TOKENS).logits
+    assert relative(litft.load(source, precision="fp32")[0](TOKENS), expected) <= 1e-5
+    script("scripts/convert_hf_checkpoint.py", "--checkpoint_dir", "source", "--out_dir", "clean", cwd=tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "clean", dtype="float32")
+    assert relative(model(TOKENS).logits, expected) <= 1e-5
+    rewritten(source, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"))
+    with pytest.raises(ValueError, match=r"missing model\.layers\.1\.mlp\.experts\.down_proj_scales"):
+        resolve(source).check()
+
+
+@torch.no_grad()
+def test_gpt2_without_its_prefix_and_with_its_masks(make_model, tmp_path):
+    """As openai-community/gpt2 is published."""
+    reference, folder = make_model(transformers.GPT2Config, **ROWS["gpt2"][1]["tied"])
+    source = shutil.copytree(folder, tmp_path / "source")
+
+    def as_published(tensors):
+        for name in list(tensors):
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
+        tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128).tril().bool()
+        tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
+
+    rewritten(source, as_published)
+    assert relative(litft.load(source)[0](TOKENS), reference(TOKENS).logits) <= 1e-5
+
+
+def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
+    """Of its last step: what final/ holds, bit for bit; merged or not, from a run that was killed."""
+    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", "run", "--train.max_steps", "4"]
+    script("finetune/lora.py", *flags, "--save.interval", "2", "--train.micro_batch_size", "8", cwd=tmp_path)
+    command = ["scripts/convert_to_hf.py", "--checkpoint_dir"]
+    script(*command, "run/checkpoints/step-000004", "--merge", "false", "--out_dir", "adapter", cwd=tmp_path)
+    expected, _ = litft.load(tmp_path / "run")
+    found, tokenizer = litft.load(tmp_path / "adapter")
+    tokens = draw(1, 20, seed=1)
+    assert torch.equal(found(tokens), expected(tokens)) and tokenizer is not None
+    script(*command, "run", "--out_dir", "merged", "--shard_gb", "0.00005", cwd=tmp_path)
+    assert relative(litft.load(tmp_path / "merged")[0](tokens), expected(tokens)) <= 1e-5
+    shutil.rmtree(tmp_path / "run" / "final")
+    script(*command, "run", "--out_dir", "unfinished", cwd=tmp_path)
+    assert relative(litft.load(tmp_path / "unfinished")[0](tokens), expected(tokens)) <= 1e-5
+    script(*command, "run/checkpoints/step-000002", "--out_dir", "earlier", cwd=tmp_path)
+    assert relative(litft.load(tmp_path / "earlier")[0](tokens), expected(tokens)) >= 1e-5
+    (tmp_path / "run" / "config.yaml").unlink()
+    done = script(*command, "run/checkpoints/step-000002", "--out_dir", "lost", cwd=tmp_path, code=2)
+    assert "lies in no run of litft" in done.stderr
+
+
+@pytest.mark.slow
+def test_memory_stays_at_one_shard(tmp_path):
+    """A random model of 3 GB, in 6 shards of at most 0.6 GB, rewritten in such shards: one shard plus 1 GB at most."""
+    from accelerate import init_empty_weights
+
+    values = dict(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=23)
+    config = transformers.LlamaConfig(**values, num_attention_heads=16, num_key_value_heads=4)
+    with init_empty_weights():
+        shapes = {n: t.shape for n, t in transformers.LlamaForCausalLM(config).state_dict().items()}
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config.to_dict()))
+    weight_map, shard, number = {}, {}, 0
+    for index, (name, shape) in enumerate(shapes.items(), 1):
+        shard[name] = torch.empty(shape, dtype=torch.bfloat16).normal_(std=0.02)
+        if sum(t.nbytes for t in shard.values()) > 4.5e8 or index == len(shapes):
+            save_file(shard, tmp_path / "model" / f"model-{number}.safetensors", metadata={"format": "pt"})
+            weight_map |= dict.fromkeys(shard, f"model-{number}.safetensors")
+            shard, number = {}, number + 1
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
+    assert size > 2.9e9
+    flags = ["--checkpoint_dir", "model", "--out_dir", "out", "--shard_gb", "0.6"]
+    # not ru_maxrss: it begins with what pytest, which starts this process, has held
+    code = "import sys, re; from litft.cli import run; run('convert_hf_checkpoint', sys.argv[1:]); "
+    code += "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
+    done = subprocess.run([sys.executable, "-c", code, *flags], cwd=tmp_path, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    peak = int(done.stdout.split()[-1]) * 1024
+    print(f"peak memory {peak / 1e9:.2f} GB for {size / 1e9:.2f} GB in shards of 0.6 GB")
+    assert peak < 0.6e9 + 1e9
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) >= 5
+
+
+def test_other_sources_are_refused(tiny, tmp_path):
+    command = ["scripts/convert_hf_checkpoint.py", "--out_dir", "out"]
+    assert "--checkpoint_dir is missing" in script(*command, cwd=tmp_path, code=2).stderr
+    original = tmp_path / "original"
+    original.mkdir()
+    shutil.copyfile(tiny / "config.json", original / "config.json")
+    (original / "consolidated.00.pth").write_bytes(b"x")
+    done = script(*command, "--checkpoint_dir", original, cwd=tmp_path, code=2)
+    assert "the original layout of Meta" in done.stderr
+    quantized = shutil.copytree(tiny, tmp_path / "quantized")
+    config = (quantized / "config.json").read_text()
+    (quantized / "config.json").write_text(re.sub("^{", '{"quantization_config": {"quant_method": "gptq"},', config))
+    done = script(*command, "--checkpoint_dir", quantized, cwd=tmp_path, code=2)
+    assert "its weights are quantized (gptq)" in done.stderr
+    assert not (tmp_path / "out").exists()

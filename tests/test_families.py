@@ -1,0 +1,150 @@
+"""Every family against transformers: configs read from disk, every tensor redrawn, nothing that can hide.
+
+One row a variation. `python scripts/parity_table.py` writes the README's table from the same rows.
+"""
+
+import json
+import re
+
+import pytest
+import torch
+import transformers
+from parity import ROWS, cached_difference, draw, packed_difference, padded_difference, plain_difference, relative
+
+import litft
+from litft.args import ConvertArgs
+from litft.convert import convert
+
+CASES = [(family, name) for family, (_, variations) in ROWS.items() for name in variations]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=[f"{family}: {name}" for family, name in CASES])
+def trio(request, make_model):
+    """transformers' model, the folder it was saved to, and ours from that folder."""
+    family, name = request.param
+    config_class, variations = ROWS[family]
+    reference, folder = make_model(getattr(transformers, config_class), **variations[name])
+    model, tokenizer = litft.load(folder)
+    assert tokenizer is None
+    return reference, folder, model
+
+
+REAL_CONFIGS = (
+    "gemma-2-2b llama-3-8b llama-3.2-1b phi-2 pythia-6.9b qwen2-7b qwen3-0.6b qwen3-30b-a3b tinyllama-1.1b".split()
+)
+
+
+@pytest.mark.parametrize("name", REAL_CONFIGS)
+def test_a_real_config_is_transformers_model(shared, name):
+    """As many parameters, of the same names and shapes, as transformers' model has; on the meta device."""
+    from litft.families import family, read_config
+    from litft.model import GPT
+    from litft.rules import exporting
+
+    path = shared / "configs" / name / "config.json"
+    config = read_config(json.loads(path.read_text("utf-8")))
+    with torch.device("meta"):
+        reference = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+        model = GPT(config)
+    assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
+    known = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+    named = dict(model.named_parameters())
+    for move in exporting(family(config.model_type).rules(config), named):
+        if "embed_out" in move.targets[0] or ".experts." in move.targets[0]:
+            continue  # transformers 5 calls these differently in memory than on disk
+        for target, tensor in zip(move.targets, move.convert([named[name] for name in move.sources]), strict=True):
+            assert known[target] == tuple(tensor.shape)
+
+
+@pytest.mark.parametrize("measure", [plain_difference, padded_difference, cached_difference, packed_difference])
+def test_logits_are_transformers(trio, measure):
+    reference, _, model = trio
+    assert measure(reference, model) <= 1e-5
+
+
+@torch.no_grad()
+def test_packed_documents_are_alone(trio):
+    _, _, model = trio
+    packed, documents = draw(1, 32, seed=3), torch.tensor([[0] * 12 + [1] * 20])
+    logits = model(packed, documents=documents)
+    packed[0, 3] = (packed[0, 3] + 1) % 96
+    again = model(packed, documents=documents)
+    if any(layer.experts for layer in model.config.layers):
+        # an expert's matrix product has other rows beside B's now, and rounds as its kernel does for that many
+        assert relative(again[:, 12:], logits[:, 12:]) <= 1e-6
+    else:
+        assert torch.equal(again[:, 12:], logits[:, 12:])
+    assert not torch.equal(again[:, :12], logits[:, :12])
+
+
+def as_before_transformers_5(hf: dict) -> dict:
+    """A config.json with its rotation spelled as in the files that are on the hub."""
+    hf = dict(hf)
+    rope = hf.pop("rope_parameters", None) or {}
+    if "full_attention" in rope:
+        hf["rope_local_base_freq"] = rope["sliding_attention"]["rope_theta"]
+        rope = rope["full_attention"]
+    rope = dict(rope)
+    fraction = rope.pop("partial_rotary_factor", None)
+    theta = rope.pop("rope_theta", None)
+    neox = hf["model_type"] == "gpt_neox"
+    hf |= {"rotary_emb_base" if neox else "rope_theta": theta} if theta else {}
+    hf |= {"rotary_pct" if neox else "partial_rotary_factor": fraction} if fraction else {}
+    key = "rope_type" if "rope_local_base_freq" in hf else "type"  # the newer families never had the older name
+    hf["rope_scaling"] = {key: rope.pop("rope_type"), **rope} if rope.get("rope_type", "default") != "default" else None
+    return hf
+
+
+@torch.no_grad()
+def test_older_files_mean_the_same(trio, tmp_path):
+    """Read by transformers, which knows them, and by litft."""
+    _, folder, _ = trio
+    hf = json.loads((folder / "config.json").read_text("utf-8"))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(as_before_transformers_5(hf)))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    model, _ = litft.load(tmp_path)
+    assert plain_difference(reference.eval(), model) <= 1e-5
+
+
+@torch.no_grad()
+def test_every_tensor_matters(trio):
+    _, _, model = trio
+    tokens = draw(1, 40, seed=1)
+    expected = model(tokens)
+    kinds = {re.sub(r"\d+", "N", name): parameter for name, parameter in model.named_parameters()}
+    if not model.rotaries:
+        kinds.pop("blocks.N.attention.k_proj.bias")  # without rotation it adds the same to all of a query's scores
+    for kind, parameter in kinds.items():
+        kept = parameter.clone()
+        parameter.zero_()
+        assert relative(model(tokens), expected) >= 1e-3, kind
+        parameter.copy_(kept)
+
+
+@torch.no_grad()
+def test_packed_loss_is_the_sum_of_single_losses(trio):
+    reference, _, model = trio
+    first, second = draw(2, 20, seed=4)
+    documents = torch.tensor([[0] * 11 + [1] * 19])
+    tokens = torch.cat((first[:11], second[:19]))[None]
+    targets = torch.cat((first[1:12], second[1:20]))[None]
+    loss, count = model(tokens, targets=targets, documents=documents)
+    singles = [reference(x[None], labels=x[None]).loss * (len(x) - 1) for x in (first[:12], second)]
+    assert count == 30
+    assert float(loss) == pytest.approx(float(sum(singles)), rel=1e-5)
+
+
+@torch.no_grad()
+def test_the_folder_comes_back_bit_for_bit(trio, tmp_path):
+    """Folder -> litft -> folder, and transformers opens it."""
+    from safetensors.torch import load_file
+
+    reference, folder, _ = trio
+    out = convert(ConvertArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "out")))
+    before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32", attn_implementation="eager").eval()
+    tokens = draw(1, 20, seed=6)
+    assert torch.equal(again(tokens).logits, reference(tokens).logits)
