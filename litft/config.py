@@ -28,6 +28,7 @@ class Rope:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: whole dimensions bound the ramp
+    query_beta: float = 0.0  # Ministral 3: queries at position p are scaled by 1 + beta log(1 + floor(p / context))
     short_factor: tuple[float, ...] = ()  # longrope, one a frequency
     long_factor: tuple[float, ...] = ()
 
@@ -69,6 +70,7 @@ class Rope:
             attention_factor=_attention_factor(kind, scaling, float(factor), trained or limit),
             short_factor=tuple(scaling.get("short_factor", ())),
             long_factor=tuple(scaling.get("long_factor", ())),
+            query_beta=float(scaling.get("llama_4_scaling_beta", 0.0)),
             **{name: scaling[name] for name in own if name in scaling},
         )
 
@@ -76,6 +78,7 @@ class Rope:
 def _check_rope(scaling: dict[str, Any], dim: int) -> None:
     """ValueError listing every rope parameter that would make an angle undefined."""
     numbers = "factor rope_theta low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim"
+    numbers += " llama_4_scaling_beta"
     odd = [f"{n} {scaling[n]!r}" for n in numbers.split() if n in scaling and not is_positive(scaling[n])]
     trained = scaling.get("original_max_position_embeddings", 2)
     if not (isinstance(trained, int) and trained >= 2):

@@ -11,7 +11,7 @@ from litft.cache import KVCache, LayerCache
 from litft.config import Config, Layer, Norm
 from litft.loss import capped, summed_cross_entropy
 from litft.mlp import make_mlp
-from litft.rope import Rotary, rotate, rotate_interleaved
+from litft.rope import Angles, Rotary, rotate, rotate_interleaved
 
 # B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, V vocabulary
 
@@ -61,16 +61,15 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = qk_norm(config, config.n_heads), qk_norm(config, config.n_kv_heads)
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, documents: Tensor | None, cache: LayerCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
         q, k, v = self.heads(self.q_proj(x)), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
         q, k = self.q_norm(q), self.k_norm(k)
         if self.clip is not None:
             q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, D)
         if angles is not None:
-            q, k = self.rotate(q, *angles), self.rotate(k, *angles)
+            q, k = self.rotate(q, angles.cos, angles.sin), self.rotate(k, angles.cos, angles.sin)
+            q = q if angles.query_scale is None else q * angles.query_scale
         y = attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
@@ -102,9 +101,7 @@ class Block(nn.Module):
         self.mlp = make_mlp(config, layer)
         self.mlp_post_norm = Normalize(config.norm, config.dim) if after else nn.Identity()
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, documents: Tensor | None, cache: LayerCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
         y = self.attention(self.attention_norm(x), angles, documents, cache)
         x = x + scaled(self.attention_post_norm(y), self.scale)
         return x + scaled(self.mlp_post_norm(self.mlp(self.mlp_norm(x))), self.scale)
@@ -122,9 +119,7 @@ class ParallelBlock(Block):
         super().__init__(config, layer)
         self.shared = config.shared_norm
 
-    def forward(
-        self, x: Tensor, angles: tuple[Tensor, Tensor] | None, documents: Tensor | None, cache: LayerCache | None
-    ) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
         normed = self.attention_norm(x)
         return x + self.attention(normed, angles, documents, cache) + self.mlp(normed if self.shared else self.mlp_norm(x))
 
@@ -187,8 +182,8 @@ class GPT(nn.Module):
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
         return x if self.embed_positions is None else x + self.embed_positions(positions)
 
-    def angles(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-        """cos and sin of each distinct Rope; the longest document (or the planned length) chooses its factors."""
+    def angles(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[Angles]:
+        """The angles of each distinct Rope; the longest document (or the planned length) chooses its factors."""
         longest = cache.capacity if cache else positions.max() + 1
         return [rotary(positions, longest, dtype) for rotary in self.rotaries]
 

@@ -1,6 +1,7 @@
 """Rotary position embedding: frequencies of every scaling, always in fp32, and the rotation itself."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +51,14 @@ def _yarn(plain: Tensor, rope: Rope) -> Tensor:
     return plain * (1 - slowed) + plain / rope.factor * slowed
 
 
+class Angles(NamedTuple):
+    """What rotates queries and keys of a layer, (B, 1, T, rope.dim / 2) each, and what scales its queries, (B, 1, T, 1)."""
+
+    cos: Tensor
+    sin: Tensor
+    query_scale: Tensor | None
+
+
 class Rotary(nn.Module):
     """cos and sin of one `Rope`, shared by the layers that use it."""
 
@@ -70,8 +79,8 @@ class Rotary(nn.Module):
             self._compute(self.short.device)
         return self
 
-    def forward(self, positions: Tensor, longest: Tensor | int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin of shape (B, 1, T, rope.dim / 2) for positions (B, T).
+    def forward(self, positions: Tensor, longest: Tensor | int, dtype: torch.dtype) -> Angles:
+        """The angles of positions (B, T).
 
         `longest` is the length of the longest document (in generation: the planned length). dynamic and longrope choose
         their factors by it, once a call, so every token of the call sees the same frequencies.
@@ -84,7 +93,15 @@ class Rotary(nn.Module):
             frequencies = self._dynamic(torch.as_tensor(longest, device=positions.device))
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
         scale = self.rope.attention_factor
-        return (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype)
+        return Angles(
+            (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype), self._query_scale(positions, dtype)
+        )
+
+    def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
+        if not self.rope.query_beta:
+            return None
+        turns = torch.floor(positions[:, None, :, None] / self.rope.context)
+        return (1 + self.rope.query_beta * torch.log(1 + turns)).to(dtype)
 
     def _dynamic(self, longest: Tensor) -> Tensor:
         """NTK-aware frequencies: the base grows with the length, so that the slowest pair spans just that length."""

@@ -70,6 +70,21 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         },
     ),
     "ministral": ("MinistralConfig", {"alternating": dict(sliding_window=6, layer_types=MIXED, head_dim=8)}),
+    "ministral3": (
+        "Ministral3Config",
+        {
+            "queries scaled by position": dict(
+                head_dim=16,
+                rope_parameters=dict(rope_theta=1e4, llama_4_scaling_beta=0.3, mscale=1.0, mscale_all_dim=1.0, **YARN),
+            ),
+            "window, tied": dict(
+                head_dim=8,
+                sliding_window=6,
+                tie_word_embeddings=True,
+                rope_parameters=dict(rope_theta=1e4, llama_4_scaling_beta=0.1, **YARN),
+            ),
+        },
+    ),
     "mixtral": (
         "MixtralConfig",
         {

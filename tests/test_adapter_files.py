@@ -116,6 +116,18 @@ def test_merged_is_unmerged(folder, tmp_path):
     assert relative(theirs(tmp_path / "merged")(TOKENS).logits, expected) <= 1e-5
 
 
+def test_fresh_factors_of_experts_are_drawn_as_of_linears(folder):
+    """Uniform within 1 / sqrt(in), PEFT's, whatever the number of experts; B is zero."""
+    source = resolve(folder)
+    model, method = source.base_model(), LoRA(LoRAArgs(r=16))
+    method.choose(model, source.adapter_rules)
+    method.attach(model)
+    for name in method.sites:
+        module = model.get_submodule(name)
+        assert 0.9 <= module.lora_a.abs().max() * module.in_features**0.5 <= 1, name
+        assert not module.lora_b.any()
+
+
 def test_every_factor_gets_a_gradient(folder, tmp_path):
     """Where B is not zero; every expert receives a token here, and no frozen parameter a gradient."""
     model, _, _ = adapted(folder, tmp_path)

@@ -53,17 +53,32 @@ def test_bin_shards_in_mixed_dtypes_become_one_dtype(tiny, tmp_path):
     script("scripts/convert_hf_checkpoint.py", *flags, cwd=tmp_path, code=2)
 
 
+TEXT = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
+TEXT |= dict(num_key_value_heads=2, head_dim=16, sliding_window=6, max_position_embeddings=64)
+QUERIES = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.3)
+WRAPPED = {
+    "Gemma3": (TEXT, dict(mm_tokens_per_image=4, image_token_id=90), "Gemma3ForCausalLM"),
+    "Mistral3": (dict(TEXT, model_type="mistral"), dict(tie_word_embeddings=False), "MistralForCausalLM"),
+    "Mistral3, Ministral 3": (
+        dict(TEXT, model_type="ministral3", rope_parameters=QUERIES, tie_word_embeddings=True),
+        dict(tie_word_embeddings=True),
+        "Ministral3ForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
 @torch.no_grad()
-def test_gemma_3_out_of_a_multimodal_folder(tmp_path):
+def test_a_language_model_out_of_a_multimodal_folder(name, tmp_path):
     """In the names of the published files, in those transformers 5 writes, and as the text model that comes out."""
-    text = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
-    text |= dict(num_key_value_heads=2, head_dim=16, sliding_window=6, max_position_embeddings=64)
+    text, values, architecture = WRAPPED[name]
+    name = name.partition(",")[0]
     vision = dict(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
     )
-    config = transformers.Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_id=90)
+    config_class, model_class = (getattr(transformers, f"{name}{end}") for end in ("Config", "ForConditionalGeneration"))
     torch.manual_seed(0)
-    reference = transformers.Gemma3ForConditionalGeneration(config).eval()
+    reference = model_class(config_class(text_config=text, vision_config=vision, **values)).eval()
     for parameter in reference.parameters():
         parameter.add_(0.3 * torch.randn(parameter.shape))
     reference.save_pretrained(tmp_path / "model")
@@ -74,7 +89,8 @@ def test_gemma_3_out_of_a_multimodal_folder(tmp_path):
         for name in list(tensors):
             tensor = tensors.pop(name)
             name = name.replace("model.language_model.", "language_model.model.").replace("model.vision", "vision")
-            tensors[name.replace("model.multi_modal", "multi_modal")] = tensor
+            name = name.replace("model.multi_modal", "multi_modal")
+            tensors["language_model.lm_head.weight" if name.endswith("lm_head.weight") else name] = tensor
 
     rewritten(tmp_path / "model", as_published)
     assert any(name.startswith("language_model.model.layers") for name in Checkpoint(tmp_path / "model").names)
@@ -82,7 +98,7 @@ def test_gemma_3_out_of_a_multimodal_folder(tmp_path):
     for folder in ("model", "text"):
         assert relative(litft.load(tmp_path / folder)[0](TOKENS), expected) <= 1e-5
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text")
-    assert type(model).__name__ == "Gemma3ForCausalLM" and relative(model(TOKENS).logits, expected) <= 1e-5
+    assert type(model).__name__ == architecture and relative(model(TOKENS).logits, expected) <= 1e-5
 
 
 @torch.no_grad()

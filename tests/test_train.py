@@ -230,6 +230,8 @@ def test_killed_and_resumed_is_uninterrupted(uninterrupted, tmp_path, given):
         file.write("47,9,9,9,9,,,9,9,9,,9,9\n")
     done = script("finetune/lora.py", *given, "--resume", cwd=tmp_path)
     assert "continuing after step" in done.stdout
+    first, last = (float(row["val_loss"]) for row in (rows_of(whole)[0], rows_of(whole)[-1]))
+    assert f"validation loss: {first:.4f} -> {last:.4f}" in done.stdout
     assert untimed(run) == untimed(whole)
     name = "adapter_model.safetensors"
     assert (run / "final" / name).read_bytes() == (whole / "final" / name).read_bytes()
@@ -238,8 +240,26 @@ def test_killed_and_resumed_is_uninterrupted(uninterrupted, tmp_path, given):
 
 def test_resume_with_nothing_to_resume_begins(uninterrupted, tmp_path):
     _, flags, _ = uninterrupted
-    script("finetune/lora.py", *flags, "--train.max_steps", "2", "--out_dir", "new", "--resume", cwd=tmp_path)
+    command = ["finetune/lora.py", *flags, "--train.max_steps", "2", "--out_dir", "new", "--resume"]
+    assert "no checkpoint to continue from; beginning at step 0" in script(*command, cwd=tmp_path).stdout
     assert len(rows_of(tmp_path / "new")) == 3
+    assert "all 2 steps are done; final/ is written again" in script(*command, cwd=tmp_path).stdout
+
+
+def test_learned_positions_are_not_overrun(make_model, shared, examples, tmp_path):
+    """GPT-2 has a table of them: beyond it an index would be out of range, on a GPU without a word."""
+    from transformers import GPT2Config
+
+    _, folder = make_model(GPT2Config, vocab_size=512, max_position_embeddings=192, n_inner=56)
+    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
+        (folder / path.name).write_bytes(path.read_bytes())
+    command = ["finetune/lora.py", "--checkpoint_dir", folder, "--data.path", examples, "--train.max_steps", "2"]
+    done = script(*command, "--data.max_seq_length", "193", cwd=tmp_path, code=2)
+    assert "--data.max_seq_length 193: this model has learned 192 positions and no more" in done.stderr
+    script(*command, "--eval.exact_match", "--out_dir", "run", cwd=tmp_path)
+    words = ["generate/base.py", "--checkpoint_dir", "run", "--template", "none", "--max_new_tokens", "250"]
+    done = script(*words, "--prompt", "once upon a time", "--temperature", "1.5", "--seed", "3", cwd=tmp_path)
+    assert done.stdout.strip()
 
 
 def test_resume_with_other_factors_is_refused(uninterrupted, tmp_path):

@@ -97,8 +97,15 @@ def family(model_type: str) -> ModuleType:
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """The language model's own config.json, where `hf` wraps it in a multimodal model's."""
-    module = families().get(hf.get("model_type"))
-    return module.text_config(hf) if hasattr(module, "text_config") else hf
+    module = families().get(str(hf.get("model_type")))
+    if not hasattr(module, "text_config"):
+        return hf
+    if not isinstance(hf.get("text_config", {}), dict):
+        raise ValueError(f"config.json: text_config must be an object, found {hf['text_config']!r:.200}")
+    try:
+        return module.text_config(hf)
+    except KeyError as missing:
+        raise ValueError(f"config.json lacks the field {missing}; is it the whole file?") from None
 
 
 def peft_rules(config: Config) -> list[Rule]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from litft.config import Config, Norm, Rope
 from litft.families import llama
-from litft.rules import Drop, Rule
+from litft.rules import Rule
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3")
 
@@ -26,10 +26,7 @@ DEFAULTS3 = dict(
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """The text model's own config.json, where `hf` is that of the multimodal model around it."""
-    if hf["model_type"] != "gemma3":
-        return hf
-    outer = {k: hf[k] for k in ("eos_token_id", "bos_token_id", "pad_token_id", "torch_dtype", "dtype") if k in hf}
-    return {**outer, **hf["text_config"], "model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}
+    return llama.language_model(hf, "gemma3_text", "Gemma3ForCausalLM") if hf["model_type"] == "gemma3" else hf
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -74,21 +71,13 @@ def _ropes(hf: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Llama's names with more norms; a multimodal folder wraps them and adds what sees."""
-    model = "{model.|language_model.model.|model.language_model.}"
-    norms = llama.NORMS
-    if config.norm_place == "both":
-        norms = {
-            "attention_norm": "input_layernorm",
-            "attention_post_norm": "post_attention_layernorm",
-            "mlp_norm": "pre_feedforward_layernorm",
-            "mlp_post_norm": "post_feedforward_layernorm",
-        }
-    names = llama.ATTENTION | llama.QK_NORMS | llama.MLP | norms
-    seeing = [Drop("{model.|}vision_tower.{*}"), Drop("{model.|}multi_modal_projector.{*}")]
-    return [
-        *llama.ends(config, model),
-        *llama.named(names, model + "layers.{}."),
-        *seeing,
-        Drop("language_model.lm_head.weight"),
-    ]
+    """Llama's names; Gemma 2 and 3 have norms on both sides of attention and MLP."""
+    if config.norm_place == "before":
+        return llama.rules(config)
+    norms = {
+        "attention_norm": "input_layernorm",
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    }
+    return llama.wrapped_rules(config, norms)

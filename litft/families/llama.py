@@ -64,7 +64,21 @@ def ends(
     return [*named({"embed": model + embed, "norm": model + norm}, "", ""), *tied, *named({"lm_head": head}, "", "")]
 
 
-def rules(config: Config) -> list[Rule]:
+def rules(config: Config, model: str = "model.", head: str = "lm_head", norms: dict[str, str] = NORMS) -> list[Rule]:
     """Plain renames; biases are there or not, as the config says."""
-    drop = Drop("model.layers.{}.self_attn.rotary_emb.inv_freq")
-    return [*ends(config), *named(ATTENTION | QK_NORMS | MLP | NORMS), drop]
+    layers = f"{model}layers.{{}}."
+    drop = Drop(f"{layers}self_attn.rotary_emb.inv_freq")
+    return [*ends(config, model, head=head), *named(ATTENTION | QK_NORMS | MLP | norms, layers), drop]
+
+
+def language_model(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:
+    """The language model's own config.json, where `hf` is that of the multimodal model around it."""
+    shared = "eos_token_id bos_token_id pad_token_id torch_dtype dtype quantization_config tie_word_embeddings".split()
+    outer = {name: hf[name] for name in shared if name in hf}
+    return {"model_type": model_type, **hf["text_config"], **outer, "architectures": [architecture]}
+
+
+def wrapped_rules(config: Config, norms: dict[str, str] = NORMS) -> list[Rule]:
+    """As `rules`, also where a multimodal folder wraps the language model; what sees is left out."""
+    model, head = "{model.|language_model.model.|model.language_model.}", "{|language_model.}lm_head"
+    return [*rules(config, model, head, norms), Drop("{model.|}{vision_tower|multi_modal_projector}.{*}")]

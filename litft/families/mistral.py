@@ -1,23 +1,39 @@
-"""Mistral 7B, Ministral and their kin: Llama's network with a sliding window and no biases (arXiv 2310.06825)."""
+"""Mistral 7B to Small 3.2, Ministral, Mathstral: Llama's network with a sliding window and no biases (arXiv 2310.06825).
+
+Ministral 3 scales its queries with their position; it and Mistral Small 3.1 come inside multimodal folders (mistral3).
+"""
 
 from dataclasses import replace
 from typing import Any
 
 from litft.config import Config
 from litft.families import llama
-from litft.families.llama import rules
+from litft.families.llama import wrapped_rules as rules
 
-__all__ = ["MODEL_TYPES", "config", "rules"]
+__all__ = ["MODEL_TYPES", "config", "rules", "text_config"]
 
-MODEL_TYPES = ("mistral", "ministral")
+MODEL_TYPES = ("mistral", "ministral", "ministral3", "mistral3")
+
+ARCHITECTURES = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """The text model's own config.json, where `hf` is that of the multimodal model around it."""
+    if hf["model_type"] != "mistral3":
+        return hf
+    kind = hf["text_config"].get("model_type", "mistral")
+    if kind not in ARCHITECTURES:
+        raise ValueError(f"config.json: text_config's model_type {kind!r} is not known; known: {', '.join(ARCHITECTURES)}")
+    return llama.language_model(hf, kind, ARCHITECTURES[kind])
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' MistralConfig: 8 key/value heads and a window of 4,096 unless stated."""
-    hf = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096, **hf}
-    if hf["model_type"] == "mistral":
-        hf["layer_types"] = None  # Mistral's layers are all alike
-    plain = llama.config(hf)
-    windows = llama.windows(hf, lambda index: True)
-    layers = tuple(replace(plain.layers[0], window=window) for window in windows)
+    """Defaults are those of transformers' MistralConfig, MinistralConfig and Ministral3Config."""
+    third = hf["model_type"] == "ministral3"
+    window = None if third else 4096
+    hf = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": window, **hf}
+    if hf["model_type"] != "ministral":
+        hf["layer_types"] = None  # its layers are all alike
+    plain = llama.config({"head_dim": 128, "rms_norm_eps": 1e-5, **hf} if third else hf)
+    layers = tuple(replace(plain.layers[0], window=window) for window in llama.windows(hf, lambda index: True))
     return replace(plain, layers=layers, qkv_bias=False, o_bias=False, mlp_bias=False)
