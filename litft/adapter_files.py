@@ -165,30 +165,58 @@ def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> dict[str,
     """The factors in an adapter folder, litft's or PEFT's, by our Linears' names."""
     config = read_adapter_config(folder)
     _refuse_unsupported(config, folder)
-    of = slots(model, rules)
-    halves: dict[Slot, dict[str, Tensor]] = {}
+    of, expert_halves, halves = slots(model, rules), {}, {}
     parameters = _expert_keys(config.get("target_parameters") or [], of.values())
     for key, tensor in _read_weights(folder).items():
         module, _, leaf = key.removeprefix(_PREFIX).rpartition(".lora_")
-        slot = parameters.get(module) or _slot_of(module, of, rules)
-        if slot is None or leaf not in ("A.weight", "B.weight"):
+        if key.endswith(".base_layer.weight"):
+            continue  # PEFT copies the base's own weight beside an adapted head
+        if leaf not in ("A.weight", "B.weight"):
+            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {key} is no factor of a Linear, and litft reads no other")
+        if module in parameters:
+            halves.setdefault(parameters[module], {})[leaf[0]] = tensor.float()
+        elif moves := importing(rules, [f"{module}.weight"])[0]:
+            name = moves[0].targets[0].removesuffix(".weight")
+            if of[name].experts:  # a module of its own, as experts were before transformers 5
+                number = moves[0].sources.index(f"{module}.weight")
+                expert_halves.setdefault(name, {}).setdefault((number, module), {})[leaf[0]] = tensor.float()
+            else:
+                halves.setdefault(of[name], {})[leaf[0]] = tensor.float()
+        else:
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {key} belongs to no Linear of the base model")
-        halves.setdefault(slot, {})[leaf[0]] = tensor.float()
     factors = {}
     for slot, half in halves.items():
         if problem := _misfit(slot, half, model):
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {slot.name} {problem}")
         r = half["A"].size(0) // max(slot.experts, 1)
-        alpha = _pattern(config.get("alpha_pattern"), slot.target, config["lora_alpha"])
-        scale = alpha / (math.sqrt(r) if config.get("use_rslora") else r)
-        factors |= slot.split(Factors(half["A"], half["B"], scale))
+        factors |= slot.split(Factors(half["A"], half["B"], _scale(config, slot.target, r)))
+    for name, experts in expert_halves.items():
+        factors[name] = _stacked(model.get_submodule(name), experts, config, folder)
     return factors
 
 
-def _slot_of(module: str, of: dict[str, Slot], rules: list[Rule]) -> Slot | None:
-    """The slot that PEFT calls `module`, under any spelling that the checkpoint's names may have."""
-    moves, _ = importing(rules, [f"{module}.weight"])
-    return of.get(moves[0].targets[0].removesuffix(".weight")) if moves else None
+def _scale(config: dict[str, Any], target: str, r: int) -> float:
+    """What an update of rank `r` is multiplied by."""
+    alpha = _pattern(config.get("alpha_pattern"), target, config["lora_alpha"])
+    return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
+
+
+def _stacked(
+    linear: ExpertLinear, experts: dict[tuple[int, str], dict[str, Tensor]], config: dict[str, Any], folder: Path
+) -> Factors:
+    """A pair of factors an expert as those of a stack; an expert without one is not changed."""
+    r = max(half["A"].size(0) if "A" in half else 1 for half in experts.values())
+    a, b = torch.zeros(linear.count, r, linear.in_features), torch.zeros(linear.count, linear.out_features, r)
+    for (number, module), half in experts.items():
+        shapes = {k: tuple(tensor.shape) for k, tensor in half.items()}
+        own = shapes.get("A", (0,))[0]
+        if own == 0 or shapes != {"A": (own, linear.in_features), "B": (linear.out_features, own)}:
+            reason = f"{module} should be (R, {linear.in_features}) and ({linear.out_features}, R), is {shapes}"
+            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {reason}")
+        if not all(tensor.isfinite().all() for tensor in half.values()):
+            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {module} holds NaN or infinity")
+        a[number, :own], b[number, :, :own] = half["A"], half["B"] * _scale(config, module, own)
+    return Factors(a, b, 1.0)
 
 
 def _expert_keys(targets: list[str], known: Iterable[Slot]) -> dict[str, Slot]:

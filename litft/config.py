@@ -33,23 +33,25 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], head_dim: int, base: float = 10000.0, fraction: float = 1.0) -> "Rope":
+    def from_hf(cls, hf: dict[str, Any], head_dim: int, base: float = 10000.0, fraction: float | None = None) -> "Rope":
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it).
 
-        base, fraction: the family's defaults where the file states none. Raises ValueError for a rope type that litft does
-        not know or a scaling that lacks a field.
+        base, fraction: the family's defaults where the file states none; None: its heads are rotated whole. Raises
+        ValueError for a rope type that litft does not know or a scaling that lacks a field.
         """
         scaling = {k: v for k, v in (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).items() if v is not None}
-        fraction = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor") or fraction)
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if fraction is not None or kind != "default":
+            fraction = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor") or fraction)
+        fraction = 1.0 if fraction is None else fraction
         if not (is_positive(fraction) and fraction <= 1):
             raise ValueError(f"config.json: partial_rotary_factor must lie in (0, 1], found {fraction!r}")
         dim = int(head_dim * fraction)
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise ValueError(f"config.json: rope type {kind!r} is not supported; known: {', '.join(ROPE_KINDS)}")
         needs = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(kind, [])
         if kind in ("llama3", "yarn"):
-            needs = ["factor", "original_max_position_embeddings"]
+            needs = ["factor"] + ["original_max_position_embeddings"] * (kind == "llama3")
         if missing := [name for name in needs if name not in scaling]:
             raise ValueError(f"config.json: rope type {kind!r} needs {', '.join(missing)} in its rope parameters")
         _check_rope(scaling, dim)
@@ -92,7 +94,9 @@ def _check_rope(scaling: dict[str, Any], dim: int) -> None:
         if not (isinstance(factors, list) and len(factors) == dim // 2 and all(map(is_positive, factors))):
             odd.append(f"{name} (needs {dim // 2} numbers above 0)")
     if dim % 2:
-        odd.append(f"an odd head size {dim}")
+        odd.append(f"an odd number {dim} of rotated entries")
+    if dim < 4 and "dynamic" in (scaling.get("rope_type"), scaling.get("type")):
+        odd.append(f"dynamic for {dim} rotated entries")
     if odd:
         raise ValueError(f"config.json: rope parameters cannot be {', '.join(odd)}; download the file again")
 
@@ -152,6 +156,12 @@ class Experts:
     bias: bool = False  # of the experts' Linears
     shared_dim: int = 0  # hidden size of the expert that every token goes through; 0: there is none
     shared_gate: bool = False  # a sigmoid scales the shared expert's output
+
+    def __post_init__(self) -> None:
+        if self.top_k > self.count:
+            raise ValueError(
+                f"config.json: num_experts_per_tok {self.top_k} is more than the {self.count} experts there are"
+            )
 
 
 @dataclass(frozen=True)

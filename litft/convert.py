@@ -1,11 +1,15 @@
 """Any source as a clean model folder: converted, merged, or out of a run; tensor by tensor, memory stays at one shard."""
 
+import dataclasses
 import json
+import os
 import shutil
 import sys
+import tempfile
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +17,7 @@ from torch import Tensor
 from litft import checkpoint, cli, runs
 from litft.adapter_files import Factors, write_adapter
 from litft.args import ConvertArgs, ExportArgs, LoRAFinetuneArgs, MergeArgs
-from litft.folder import Source, base_record, copy_files, copy_tokenizer, resolve
+from litft.folder import Source, base_record, copy_files, copy_tokenizer, fingerprint, resolve
 from litft.parallel import DTYPES
 from litft.peft import LoRA, merged, method_of
 from litft.rules import Move, exporting
@@ -49,7 +53,7 @@ def merge(args: MergeArgs) -> Path:
 def export(args: ExportArgs) -> Path:
     """Write a folder to open from a finished run, or from a checkpoint of one: merged, or the adapter by itself."""
     folder = Path(args.checkpoint_dir or runs.newest_finished())
-    step = folder if (folder / ".metadata").is_file() else None
+    step = folder if folder.name.startswith("step-") and folder.parent.name == "checkpoints" else None
     if step is None and runs.is_run(folder) and not runs.finished(folder):
         step = checkpoint.newest(folder)
     if step is not None:
@@ -91,19 +95,33 @@ def _of_checkpoint(step: Path, base_dir: str | None) -> tuple[Source, dict[str, 
     if not runs.is_run(run):
         raise ValueError(f"{step} lies in no run of litft: there is no {runs.CONFIG} two folders up")
     args = cli.parse(LoRAFinetuneArgs, ["--config", str(run / runs.CONFIG)])
-    source, method = resolve(args.checkpoint_dir, base_dir or args.base_dir), method_of(args)
-    model = source.meta_model()
+    there = Path(args.checkpoint_dir).exists()
+    if not (there or base_dir):
+        raise ValueError(
+            f"{run} was trained on {args.checkpoint_dir}, which is not there; pass --base_dir with its place now"
+        )
+    source = resolve(args.checkpoint_dir, base_dir or args.base_dir) if there else resolve(base_dir)
+    method, model = method_of(args), source.meta_model()
+    _check_identity(step, source, {method.name: dataclasses.asdict(method.args)})
     if held := source.attach_adapter(model):
         method = held
     else:
         method.choose(model, source.adapter_rules)
+        method.attach(model)
     values = checkpoint.read_parameters(step)
-    names = {f"{name}.{leaf}" for name in method.sites for leaf in ("lora_a", "lora_b")}
-    if names != values.keys():
-        raise ValueError(
-            f"{step} was saved with other trained parameters than {run / runs.CONFIG} says; it cannot be opened"
-        )
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    if shapes != {name: tuple(parameter.shape) for name, parameter in method.parameters(model).items()}:
+        raise ValueError(f"{step} holds other parameters than {run / runs.CONFIG} says; it cannot be opened")
     return source, {n: Factors(values[f"{n}.lora_a"], values[f"{n}.lora_b"], s.scale) for n, s in method.sites.items()}
+
+
+def _check_identity(step: Path, source: Source, flags: dict[str, dict[str, Any]]) -> None:
+    """ValueError where the base or the method's flags are not those that the checkpoint was saved with."""
+    now = {f"{group}.{name}": value for group, values in flags.items() for name, value in values.items()}
+    now["base model"] = fingerprint(source.checkpoint)
+    saved = checkpoint.read_progress(step).get("identity", {})
+    if changed := [f"{name} {saved.get(name)!r}, now {now[name]!r}" for name in now if saved.get(name) != now[name]]:
+        raise ValueError(f"{step} was saved with {'; '.join(changed)}; give it back what it was trained with")
 
 
 def adapter_factors(source: Source) -> dict[str, Factors]:
@@ -166,13 +184,17 @@ def _compare(folder: Path, entries: list[Entry]) -> None:
 
 
 def _write_folder(out_dir: str, fill: Callable[[Path], None]) -> Path:
-    """Make the folder by `fill` under another name first: one under its own name is whole."""
-    out = Path(out_dir)
+    """Make the folder by `fill` under a name of its own first: one under the name asked for is whole."""
+    out = Path(os.path.realpath(out_dir))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out_dir {out} already exists and is not an empty folder; name another")
-    partial = out.with_name(f"{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    fill(partial)
-    partial.replace(out)
-    return out
+        raise ValueError(f"--out_dir {out_dir} already exists and is not an empty folder; name another")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.", suffix=".partial", dir=out.parent))
+    try:
+        partial.chmod(out.parent.stat().st_mode & 0o777)  # mkdtemp's own is 0700
+        fill(partial)
+        partial.replace(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return Path(out_dir)

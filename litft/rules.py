@@ -132,6 +132,8 @@ class Dequantize:
     def to_theirs(self, tensors: list[Tensor]) -> list[Tensor]:
         """The shapes and dtypes that [blocks, scales] must have; the numbers cannot be got back."""
         *rows, width = self.rule.to_theirs(tensors)[0].shape
+        if width % 32:
+            raise ValueError(f"config.json: MXFP4 holds weights in blocks of 32, and {self.rule.theirs} has {width} columns")
         like = tensors[0].new_empty((*rows, width // 32, 16), dtype=torch.uint8, device="meta")
         return [like, like[..., 0]]
 

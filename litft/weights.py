@@ -107,6 +107,8 @@ def _indexed_files(index: Path) -> list[Path]:
         shards = sorted({str(name) for name in json.loads(index.read_text("utf-8"))["weight_map"].values()})
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise ValueError(f"{index} is no valid index ({error!r}); download it again") from None
+    if not shards:
+        raise ValueError(f"{index} names no files; download it again")
     if strays := [name for name in shards if Path(name).name != name]:
         raise ValueError(f"{index} names {strays[0]!r}, which is not a plain file name; do not trust this folder")
     if missing := [name for name in shards if not (index.parent / name).is_file()]:
@@ -151,7 +153,7 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
     expected = {name: torch.empty_like(parameter, device="meta") for name, parameter in model.named_parameters()}
     problems, filled = [], set()
     for move in moves:
-        if any(target not in expected for target in move.targets):
+        if any(target not in expected or target in filled for target in move.targets):
             surplus += [name for name in move.sources if name in names]
             continue
         filled |= set(move.targets)
@@ -173,9 +175,12 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
 
 def _tensor_problems(checkpoint: Checkpoint, name: str, like: Tensor) -> list[str]:
     found, shape = checkpoint.meta(name), tuple(like.shape)
+    if found.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return [f"{name}: stored as {found.dtype}, which is quantized; get the folder in bf16"]
+    if not like.is_floating_point() and found.dtype != like.dtype:
+        return [f"{name}: stored as {found.dtype}, and litft reads {like.dtype} here"]
     if found.is_floating_point() != like.is_floating_point():
-        wanted = "floating-point weights" if like.is_floating_point() else "whole numbers"
-        return [f"{name}: stored as {found.dtype}, and litft reads {wanted} here"]
+        return [f"{name}: stored as {found.dtype}, and litft reads floating-point weights"]
     return [] if tuple(found.shape) == shape else [f"{name}: expected shape {shape}, found {tuple(found.shape)}"]
 
 

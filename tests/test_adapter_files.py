@@ -1,9 +1,12 @@
 """Adapters of fused Linears and of experts, with PEFT in both directions, and adapters that strangers trained."""
 
+import json
+
 import pytest
 import torch
 import transformers
 from parity import ROWS, draw, relative
+from safetensors.torch import save_file
 
 import litft
 from litft.args import LoRAArgs, MergeArgs
@@ -135,6 +138,47 @@ def test_every_factor_gets_a_gradient(folder, tmp_path):
     loss.backward()
     for name, parameter in model.named_parameters():
         assert (parameter.grad is not None and parameter.grad.any()) == ("lora_" in name), name
+
+
+@torch.no_grad()
+def test_experts_adapted_one_by_one_as_before_transformers_5(make_model, tmp_path):
+    """Mixtral's old adapters: a pair of factors for each w1, w2, w3; merged by hand, and by PEFT, which converts them."""
+    config_class, variations = ROWS["mixtral"]
+    _, folder = make_model(getattr(transformers, config_class), **variations["4 experts"])
+    generator, tensors, tuned = torch.Generator().manual_seed(0), {}, theirs(folder)
+    for layer in range(3):
+        block = tuned.model.layers[layer].mlp.experts
+        rows = {"w1": block.gate_up_proj[:, :56], "w3": block.gate_up_proj[:, 56:], "w2": block.down_proj}
+        for expert in range(4):
+            for name, weight in rows.items():
+                a = 0.2 * torch.randn(4, weight.size(2), generator=generator)
+                b = 0.2 * torch.randn(weight.size(1), 4, generator=generator)
+                key = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
+                tensors |= {f"{key}.lora_A.weight": a, f"{key}.lora_B.weight": b}
+                weight[expert] += 2.0 * b @ a
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["w1", "w2", "w3"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    model, _ = litft.load(tmp_path, base_dir=folder)
+    assert relative(model(TOKENS), tuned(TOKENS).logits) <= 1e-5
+    save_file(
+        {n: t for n, t in tensors.items() if "layers.1.block_sparse_moe.experts.2.w2.lora_B" not in n},
+        tmp_path / "adapter_model.safetensors",
+    )
+    with pytest.raises(ValueError, match=r"layers.1.block_sparse_moe.experts.2.w2 should be \(R, 56\) and \(32, R\)"):
+        litft.load(tmp_path, base_dir=folder)
+
+
+@torch.no_grad()
+def test_an_adapted_head_comes_with_a_copy_of_its_weight(make_model, tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    _, folder = make_model(transformers.LlamaConfig)
+    reference = get_peft_model(theirs(folder), LoraConfig(r=3, target_modules=["lm_head", "q_proj"])).eval()
+    randomized(p for n, p in reference.named_parameters() if "lora_" in n)
+    reference.save_pretrained(tmp_path, save_embedding_layers=True)
+    model, _ = litft.load(tmp_path, base_dir=folder)
+    assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
 
 
 REAL = {

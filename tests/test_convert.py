@@ -166,6 +166,22 @@ def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
     assert relative(litft.load(tmp_path / "unfinished")[0](tokens), expected(tokens)) <= 1e-5
     script(*command, "run/checkpoints/step-000002", "--out_dir", "earlier", cwd=tmp_path)
     assert relative(litft.load(tmp_path / "earlier")[0](tokens), expected(tokens)) >= 1e-5
+    config = (tmp_path / "run" / "config.yaml").read_text()
+    early = "run/checkpoints/step-000002"
+    for before, after, message in (
+        ("  r: 8", "  r: 4", "was saved with lora.r 8, now 4"),
+        (str(tiny), "moved", "was trained on moved, which is not there; pass --base_dir"),
+    ):
+        assert before in config
+        (tmp_path / "run" / "config.yaml").write_text(config.replace(before, after))
+        assert message in script(*command, early, "--out_dir", "bad", cwd=tmp_path, code=2).stderr
+    script(*command, early, "--base_dir", tiny, "--out_dir", "again", cwd=tmp_path)
+    assert load_file(tmp_path / "again" / "model.safetensors").keys() == load_file(tiny / "model.safetensors").keys()
+    other = shutil.copytree(tiny, tmp_path / "other")
+    rewritten(other, lambda tensors: [tensor.mul_(1.5) for tensor in tensors.values()])
+    done = script(*command, early, "--base_dir", other, "--out_dir", "bad", cwd=tmp_path, code=2)
+    assert "was saved with base model" in done.stderr
+    assert not (tmp_path / "bad").exists() and not list(tmp_path.glob("*.partial"))
     (tmp_path / "run" / "config.yaml").unlink()
     done = script(*command, "run/checkpoints/step-000002", "--out_dir", "lost", cwd=tmp_path, code=2)
     assert "lies in no run of litft" in done.stderr
@@ -219,3 +235,20 @@ def test_other_sources_are_refused(tiny, tmp_path):
     done = script(*command, "--checkpoint_dir", quantized, cwd=tmp_path, code=2)
     assert "its weights are quantized (gptq)" in done.stderr
     assert not (tmp_path / "out").exists()
+    fp8 = shutil.copytree(tiny, tmp_path / "fp8")
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewritten(fp8, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    assert f"{name}: stored as torch.float8_e4m3fn" in script(*command, "--checkpoint_dir", fp8, cwd=tmp_path, code=2).stderr
+
+
+def test_what_lies_beside_the_target_is_left_alone(tiny, tmp_path):
+    """Also when the target is a link to an empty folder."""
+    (tmp_path / "out.partial").mkdir()
+    (tmp_path / "out.partial" / "mine").write_text("keep")
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to("real")
+    for out in ("out", "link"):
+        script("scripts/convert_hf_checkpoint.py", "--checkpoint_dir", tiny, "--out_dir", out, cwd=tmp_path)
+        assert litft.load(tmp_path / out)[1] is not None
+    assert (tmp_path / "out.partial" / "mine").read_text() == "keep"
+    assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 4

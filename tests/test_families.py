@@ -77,6 +77,61 @@ def test_packed_documents_are_alone(trio):
     assert not torch.equal(again[:, :12], logits[:, :12])
 
 
+PUBLISHED = {
+    "gemma, its first spelling": ("GemmaConfig", dict(head_dim=16), dict(hidden_act="gelu", hidden_activation=None)),
+    "mixtral without a base": ("MixtralConfig", dict(head_dim=8, num_local_experts=4), dict(rope_parameters=None)),
+    "llama, whole heads": ("LlamaConfig", {}, dict(partial_rotary_factor=0.5)),
+    "yarn without its context": (
+        "LlamaConfig",
+        {},
+        dict(rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="yarn", factor=4.0)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+@torch.no_grad()
+def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
+    """config.json as others wrote it, read by transformers and by litft."""
+    config_class, values, change = PUBLISHED[name]
+    _, folder = make_model(getattr(transformers, config_class), **values)
+    hf = json.loads((folder / "config.json").read_text("utf-8")) | change
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in hf.items() if k != "rope_parameters" or v}))
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
+    assert plain_difference(reference.eval(), litft.load(tmp_path)[0]) <= 1e-5
+
+
+REFUSED = [
+    ("qwen3_moe", "renormalized", dict(num_local_experts=None), "num_local_experts must be a whole number from 1 to 10,000"),
+    ("qwen3_moe", "renormalized", dict(num_local_experts=10**12), "num_local_experts must be a whole number from 1 to"),
+    ("qwen3_moe", "renormalized", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is more than the 5 experts"),
+    (
+        "llama",
+        "grouped",
+        dict(num_hidden_layers="8"),
+        "num_hidden_layers must be a whole number from 1 to 10,000, found '8'",
+    ),
+    ("gpt2", "tied", dict(n_head=3), "a width of 32 cannot be shared evenly by 3 attention heads"),
+    ("qwen2", "late windows", dict(max_window_layers=None), "max_window_layers must be a whole number, found None"),
+    ("qwen2", "late windows", dict(layer_types=[[], [], []]), "layer_types must be 3 times one of full_attention"),
+    ("gemma3_text", "two rope bases", dict(rope_parameters=dict(full_attention=[1])), "must be an object, found"),
+    ("gpt_neox", "sequential", dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)), "dynamic for 2 rotated entries"),
+    ("llama", "grouped", dict(hidden_act="snake"), "activation 'snake' is not supported; known: silu"),
+    ("falcon", "untied", dict(alibi=True), "alibi true is not supported"),
+]
+
+
+@pytest.mark.parametrize("family, name, change, message", REFUSED, ids=[message for *_, message in REFUSED])
+def test_values_that_cannot_be_are_named(make_model, tmp_path, family, name, change, message):
+    config_class, variations = ROWS[family]
+    _, folder = make_model(getattr(transformers, config_class), **variations[name])
+    (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text("utf-8")) | change))
+    (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        litft.load(tmp_path)
+
+
 def as_before_transformers_5(hf: dict) -> dict:
     """A config.json with its rotation spelled as in the files that are on the hub."""
     hf = dict(hf)

@@ -24,10 +24,11 @@ def families() -> dict[str, ModuleType]:
 
 # What a field may hold wherever a family reads it. Files from strangers are checked once, here, before any arithmetic.
 _SIZES = (
-    "hidden_size intermediate_size num_hidden_layers num_attention_heads vocab_size max_position_embeddings n_embd n_layer "
-    "n_head n_positions moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok num_local_experts "
+    "hidden_size intermediate_size num_attention_heads vocab_size max_position_embeddings n_embd "
+    "n_head n_positions moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok "
     "decoder_sparse_step query_pre_attn_scalar sliding_window_pattern no_rope_layer_interval"
 ).split()
+_COUNTS = "num_hidden_layers n_layer num_experts num_local_experts".split()  # each makes objects, so few at most
 _SIZES_OR_NULL = (
     "num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
     "rotary_dim num_ln_in_parallel_attn"
@@ -43,13 +44,17 @@ _FLAGS = (
     "use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx"
 ).split()
 _FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn use_bidirectional_attention".split()
-_TEXTS = "hidden_act model_type hidden_activation activation_function activation".split()
+_TEXTS = "hidden_act model_type activation_function activation".split()
 _LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers".split()
 _LARGEST = 10**9  # of any size: beyond it a file is broken, and memory would run out before a message
 
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LARGEST
+
+
+def _is_size_or_0(value: Any) -> bool:
+    return (value == 0 and not isinstance(value, bool)) or _is_size(value)
 
 
 def _or_null(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -63,12 +68,15 @@ def _is(kind: type) -> Callable[[Any], bool]:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_SIZES, (_is_size, "a whole number from 1")),
     **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number from 1, or null")),
-    "sliding_window": (_or_null(lambda value: value == 0 or _is_size(value)), "a whole number, or null"),
+    "sliding_window": (_or_null(_is_size_or_0), "a whole number, or null"),
+    "max_window_layers": (_is_size_or_0, "a whole number"),
     **dict.fromkeys(_POSITIVE, (is_positive, "a number above 0")),
     **dict.fromkeys(_POSITIVE_OR_NULL, (_or_null(is_positive), "a number above 0, or null")),
     **dict.fromkeys(_FLAGS, (_is(bool), "true or false")),
     **dict.fromkeys(_FLAGS_OR_NULL, (_or_null(_is(bool)), "true, false or null")),
+    **dict.fromkeys(_COUNTS, (lambda value: _is_size(value) and value <= 10_000, "a whole number from 1 to 10,000")),
     **dict.fromkeys(_TEXTS, (_is(str), "text")),
+    "hidden_activation": (_or_null(_is(str)), "text or null"),
     **dict.fromkeys(_LISTS_OR_NULL, (_or_null(_is(list)), "a list or null")),
     **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (_or_null(_is(dict)), "an object or null")),
 }
@@ -81,8 +89,6 @@ def _check_fields(hf: dict[str, Any]) -> None:
         for name, (fits, wanted) in _CHECKS.items()
         if name in hf and not fits(hf[name])
     ]
-    if hf.get("num_hidden_layers", 1) in range(10_001, _LARGEST + 1):
-        problems.append(f"config.json: num_hidden_layers must be at most 10,000, found {hf['num_hidden_layers']}")
     if problems:
         raise ValueError("\n".join(problems))
 

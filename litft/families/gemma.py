@@ -10,7 +10,7 @@ from litft.rules import Rule
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3")
 
-DEFAULTS = dict(head_dim=256, tie_word_embeddings=True)
+DEFAULTS = dict(head_dim=256, tie_word_embeddings=True, num_attention_heads=16, num_key_value_heads=16)
 DEFAULTS2 = dict(
     num_key_value_heads=4, query_pre_attn_scalar=256, sliding_window=4096, hidden_activation="gelu_pytorch_tanh"
 )
@@ -36,20 +36,25 @@ def config(hf: dict[str, Any]) -> Config:
     if hf.get("use_bidirectional_attention"):
         raise ValueError("config.json: use_bidirectional_attention true is not supported; litft's models are causal")
     hf["hidden_act"] = hf.get("hidden_act", "gelu_pytorch_tanh") if first else hf["hidden_activation"]
+    if first and hf["hidden_act"] == "gelu":
+        hf["hidden_act"] = "gelu_pytorch_tanh"  # what the first files meant by it
     plain = llama.config({**hf, "rope_parameters": None, "rope_scaling": None} if third else hf)
     norm = Norm("rms", plain.norm.eps, offset=1.0)
     plain = replace(plain, norm=norm, embed_scale=math.sqrt(plain.dim), mlp_bias=False)
     if first:
         return plain
     pattern = hf.get("sliding_window_pattern", 6) if third else 2
-    windows = llama.windows(hf, lambda index: (index + 1) % pattern != 0)
+
+    def default(index: int) -> bool:
+        return (index + 1) % pattern != 0
+
+    windows = llama.windows(hf, default)
     scale = hf["query_pre_attn_scalar"] ** -0.5
     ropes = _ropes(hf, plain.head_dim) if third else (plain.layers[0].rope,) * 2
-    sliding = [kind == "sliding_attention" for kind in hf["layer_types"]] if hf.get("layer_types") else None
-    sliding = sliding or [(index + 1) % pattern != 0 for index in range(len(windows))]
+    slides = (lambda index: hf["layer_types"][index] == "sliding_attention") if hf.get("layer_types") else default
     layers = tuple(
-        replace(layer, window=window, rope=ropes[slides], attention_scale=scale)
-        for layer, window, slides in zip(plain.layers, windows, sliding, strict=True)
+        replace(plain.layers[0], window=window, rope=ropes[slides(index)], attention_scale=scale)
+        for index, window in enumerate(windows)
     )
     return replace(
         plain,
@@ -63,7 +68,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 def _ropes(hf: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
     """Gemma 3's rotations of layers with full attention and with a window; only the first is ever scaled."""
-    nested = hf.get("rope_parameters") or {}
+    nested = llama.ropes_by_type(hf)
     full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
     full.setdefault("rope_theta", hf.get("rope_theta", 1e6))
     local = {"rope_theta": hf.get("rope_local_base_freq", 1e4), **(nested.get("sliding_attention") or {})}

@@ -14,7 +14,8 @@ MODEL_TYPES = ("gpt_neox",)
 def config(hf: dict[str, Any]) -> Config:
     """Defaults are those of transformers' GPTNeoXConfig."""
     base, fraction = hf.get("rotary_emb_base", 10000.0), hf.get("rotary_pct", 0.25)
-    plain = llama.config({"hidden_act": "gelu", **hf, "num_key_value_heads": None}, base, fraction)
+    own = dict(num_key_value_heads=None, partial_rotary_factor=None)  # rotary_pct is what counts here
+    plain = llama.config({"hidden_act": "gelu", **hf, **own}, base, fraction)
     return replace(
         plain,
         norm=Norm("layer", hf.get("layer_norm_eps", 1e-5), bias=True),

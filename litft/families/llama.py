@@ -9,9 +9,11 @@ from litft.rules import Drop, Rename, Rule
 MODEL_TYPES = ("llama",)
 
 
-def config(hf: dict[str, Any], rope_base: float = 10000.0, rope_fraction: float = 1.0) -> Config:
+def config(hf: dict[str, Any], rope_base: float = 10000.0, rope_fraction: float | None = None) -> Config:
     """Defaults are those of transformers' LlamaConfig; a family with others puts them into `hf` first."""
     heads = hf["num_attention_heads"]
+    if not hf.get("head_dim") and hf["hidden_size"] % heads:
+        raise ValueError(f"config.json: a width of {hf['hidden_size']} cannot be shared evenly by {heads} attention heads")
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
     layer = Layer(rope=Rope.from_hf(hf, head_dim, rope_base, rope_fraction))
     return Config(
@@ -38,10 +40,18 @@ def windows(hf: dict[str, Any], slides: Callable[[int], bool]) -> list[int | Non
     count = hf["num_hidden_layers"]
     known = {"full_attention": False, "sliding_attention": True}
     types = hf.get("layer_types")
-    if types is not None and (len(types) != count or any(kind not in known for kind in types)):
+    if types is not None and (len(types) != count or any(kind not in tuple(known) for kind in types)):
         raise ValueError(f"config.json: layer_types must be {count} times one of {', '.join(known)}, found {types!r:.300}")
     sliding = map(slides, range(count)) if types is None else map(known.get, types)
     return [(hf.get("sliding_window") or None) if slide else None for slide in sliding]
+
+
+def ropes_by_type(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """transformers 5's `rope_parameters` by layer type; empty where the file has one rotation for all."""
+    nested = {k: v for k, v in (hf.get("rope_parameters") or {}).items() if k in ("full_attention", "sliding_attention")}
+    if odd := [value for value in nested.values() if not isinstance(value, dict | None)]:
+        raise ValueError(f"config.json: rope_parameters of a layer type must be an object, found {odd[0]!r:.200}")
+    return nested
 
 
 # ours -> theirs, within a layer

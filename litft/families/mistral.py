@@ -27,13 +27,13 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     return llama.language_model(hf, kind, ARCHITECTURES[kind])
 
 
-def config(hf: dict[str, Any]) -> Config:
+def config(hf: dict[str, Any], rope_base: float = 10000.0) -> Config:
     """Defaults are those of transformers' MistralConfig, MinistralConfig and Ministral3Config."""
     third = hf["model_type"] == "ministral3"
     window = None if third else 4096
     hf = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": window, **hf}
     if hf["model_type"] != "ministral":
         hf["layer_types"] = None  # its layers are all alike
-    plain = llama.config({"head_dim": 128, "rms_norm_eps": 1e-5, **hf} if third else hf)
+    plain = llama.config({"head_dim": 128, "rms_norm_eps": 1e-5, **hf} if third else hf, rope_base)
     layers = tuple(replace(plain.layers[0], window=window) for window in llama.windows(hf, lambda index: True))
     return replace(plain, layers=layers, qkv_bias=False, o_bias=False, mlp_bias=False)

@@ -13,7 +13,7 @@ MODEL_TYPES = ("mixtral",)
 def config(hf: dict[str, Any]) -> Config:
     """Defaults are those of transformers' MixtralConfig."""
     hf = {"sliding_window": None, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, **hf}
-    plain = mistral.config({**hf, "model_type": "mistral"})
+    plain = mistral.config({**hf, "model_type": "mistral"}, rope_base=1e6)
     experts = Experts(hf["num_local_experts"], hf["num_experts_per_tok"], plain.hidden_dim, renormalize=True)
     layers = tuple(replace(layer, experts=experts) for layer in plain.layers)
     return replace(plain, model_type=hf["model_type"], layers=layers)

@@ -12,10 +12,9 @@ MODEL_TYPES = ("olmo", "olmo2", "olmo3", "olmoe")
 
 def config(hf: dict[str, Any]) -> Config:
     """Defaults are those of transformers' OlmoConfig, Olmo2Config, Olmo3Config and OlmoeConfig."""
-    kind, nested = hf["model_type"], hf.get("rope_parameters") or {}
+    kind, nested = hf["model_type"], llama.ropes_by_type(hf)
     hf = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **hf}
-    by_type = "full_attention" in nested
-    plain = llama.config({**hf, "rope_parameters": None} if by_type else hf, rope_base=5e5 if kind == "olmo3" else 1e4)
+    plain = llama.config({**hf, "rope_parameters": None} if nested else hf, rope_base=5e5 if kind == "olmo3" else 1e4)
     plain = replace(plain, mlp_bias=False, qkv_clip=hf.get("clip_qkv"))
     if kind == "olmo":
         return replace(plain, norm=Norm("layer", 1e-5, weight=False))
@@ -38,8 +37,8 @@ def config(hf: dict[str, Any]) -> Config:
 def _olmo3_layer(plain: Config, hf: dict[str, Any], nested: dict[str, Any], window: int | None) -> Any:
     """Only layers with full attention have their rotation scaled."""
     layer = plain.layers[0]
-    if "full_attention" in nested:
-        own = nested["full_attention" if window is None else "sliding_attention"]
+    if nested:
+        own = nested.get("full_attention" if window is None else "sliding_attention")
         rope = Rope.from_hf({**hf, "rope_parameters": own}, plain.head_dim, 5e5)
     else:
         rope = layer.rope if window is None else Rope.from_hf({**hf, "rope_scaling": None}, plain.head_dim, 5e5)

@@ -18,7 +18,7 @@ def config(hf: dict[str, Any]) -> Config:
         kind = scaling.get("rope_type", scaling.get("type"))
         if kind in ("su", "yarn"):  # what longrope was called in Phi-3's first files
             hf[field] = {**scaling, "rope_type": "longrope", "type": "longrope"}
-    plain = llama.config(hf)
+    plain = llama.config(hf, rope_fraction=1.0)
     layers = tuple(replace(layer, window=hf.get("sliding_window") or None) for layer in plain.layers)
     return replace(plain, layers=layers, qkv_bias=False, o_bias=False, mlp_bias=False)
 
