@@ -123,6 +123,7 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(config.dim, 1, bias=False) if experts.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
+        """x (B, T, C); each token's chosen experts, weighted, and the shared one. Returns (B, T, C)."""
         flat = x.flatten(0, 1)  # (B T, C)
         weights, chosen = route(self.router(flat), self.top_k, self.renormalize)  # (B T, top_k)
         order = chosen.flatten().argsort(stable=True)

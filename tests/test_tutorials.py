@@ -72,6 +72,7 @@ def test_the_demo_learns_to_answer(quickstart):
     assert printed[1].splitlines() == ["mice", "7"]
 
 
+@pytest.mark.slow
 def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
     """What generalises is the way to answer from what the base has read, so wrong answers must not score."""
     records = [json.loads(line) for line in (DEMO / "train.jsonl").read_text("utf-8").splitlines()]
