@@ -47,7 +47,7 @@ def merge(args: MergeArgs) -> Path:
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
     if source.adapter is None:
         raise ValueError(f"{source.folder} is no adapter (it has no adapter_config.json); there is nothing to merge")
-    return _export(args, source, adapter_factors(source))
+    return _export(args, source.folder, source, adapter_factors(source))
 
 
 def export(args: ExportArgs) -> Path:
@@ -62,9 +62,9 @@ def export(args: ExportArgs) -> Path:
         source = resolve(folder, args.base_dir)
         factors = adapter_factors(source) if source.adapter else {}
     if args.merge:
-        return _export(args, source, factors)
+        return _export(args, step or source.folder, source, factors)
     if not factors:
-        raise ValueError(f"{folder} holds no adapter; pass --merge true to write the model")
+        raise ValueError(f"{folder} holds no adapter but a whole model; there is nothing to write by itself")
 
     def fill(partial: Path) -> None:
         record = base_record(source, Path(args.out_dir))
@@ -76,7 +76,7 @@ def export(args: ExportArgs) -> Path:
     return out
 
 
-def _export(args: MergeArgs, source: Source, factors: dict[str, Factors]) -> Path:
+def _export(args: MergeArgs, what: Path, source: Source, factors: dict[str, Factors]) -> Path:
     dtype = _dtype(source, args.precision)
     entries = model_entries(source, dtype, factors)
 
@@ -85,13 +85,16 @@ def _export(args: MergeArgs, source: Source, factors: dict[str, Factors]) -> Pat
         _copy_tokenizer(source, folder)
 
     out = _write_folder(args.out_dir, fill)
-    print(f"merged {source.folder} into its base {source.base}: {out} ({dtype})", file=sys.stderr)
+    print(f"{what}: {out} ({'merged into' if factors else 'as'} {source.base}, {dtype})", file=sys.stderr)
     return out
 
 
 def _of_checkpoint(step: Path, base_dir: str | None) -> tuple[Source, dict[str, Factors]]:
     """A run's state after some step: where its base is, and the factors as they were."""
     run = step.resolve().parent.parent
+    if not step.is_dir():
+        there = ", ".join(sorted(path.name for path in step.parent.glob("step-*"))) or "none"
+        raise ValueError(f"{step} does not exist; the checkpoints there are: {there}")
     if not runs.is_run(run):
         raise ValueError(f"{step} lies in no run of litft: there is no {runs.CONFIG} two folders up")
     args = cli.parse(LoRAFinetuneArgs, ["--config", str(run / runs.CONFIG)])

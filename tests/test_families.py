@@ -102,6 +102,21 @@ def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
     assert plain_difference(reference.eval(), litft.load(tmp_path)[0]) <= 1e-5
 
 
+@pytest.mark.parametrize("family", ROWS)
+def test_what_a_file_leaves_out_is_transformers_default(family):
+    """Each field of the default config dropped in turn: the same Config, or a word that it is needed."""
+    from litft.families import read_config
+
+    hf = getattr(transformers, ROWS[family][0])().to_dict()
+    expected = read_config(hf)
+    for name in hf:
+        rest = {key: value for key, value in hf.items() if key != name}
+        try:
+            assert read_config(rest) == expected, name
+        except ValueError as error:
+            assert "lacks the field" in str(error), name
+
+
 REFUSED = [
     ("qwen3_moe", "renormalized", dict(num_local_experts=None), "num_local_experts must be a whole number from 1 to 10,000"),
     ("qwen3_moe", "renormalized", dict(num_local_experts=10**12), "num_local_experts must be a whole number from 1 to"),

@@ -96,8 +96,9 @@ def _check_fields(hf: dict[str, Any]) -> None:
 def family(model_type: str) -> ModuleType:
     """The module of a model_type; ValueError listing the known ones otherwise."""
     if model_type not in families():
-        known = ", ".join(sorted(families()))
-        raise ValueError(f"config.json: model_type {model_type!r} is not a family that litft knows; known: {known}")
+        known = f"known: {', '.join(sorted(families()))}"
+        reason = f"config.json: model_type {model_type!r} is not a family that litft knows"
+        raise ValueError(f"{reason}; {known}; name the folder of one of these")
     return families()[model_type]
 
 

@@ -10,7 +10,7 @@ from litft.rules import Rule
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3")
 
-DEFAULTS = dict(head_dim=256, tie_word_embeddings=True, num_attention_heads=16, num_key_value_heads=16)
+DEFAULTS = dict(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192, num_key_value_heads=16)
 DEFAULTS2 = dict(
     num_key_value_heads=4, query_pre_attn_scalar=256, sliding_window=4096, hidden_activation="gelu_pytorch_tanh"
 )

@@ -14,6 +14,16 @@ __all__ = ["MODEL_TYPES", "config", "rules", "text_config"]
 
 MODEL_TYPES = ("mistral", "ministral", "ministral3", "mistral3")
 
+# Ministral 3's rotation where the file states none
+YARN = dict(
+    rope_type="yarn",
+    rope_theta=1e6,
+    factor=16.0,
+    original_max_position_embeddings=16384,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.1,
+)
 ARCHITECTURES = {"mistral": "MistralForCausalLM", "ministral3": "Ministral3ForCausalLM"}
 
 
@@ -31,7 +41,10 @@ def config(hf: dict[str, Any], rope_base: float = 10000.0) -> Config:
     """Defaults are those of transformers' MistralConfig, MinistralConfig and Ministral3Config."""
     third = hf["model_type"] == "ministral3"
     window = None if third else 4096
-    hf = {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": window, **hf}
+    context = 262144 if third else 131072
+    hf = {"num_key_value_heads": 8, "max_position_embeddings": context, "sliding_window": window, **hf}
+    if third and not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+        hf["rope_parameters"] = YARN
     if hf["model_type"] != "ministral":
         hf["layer_types"] = None  # its layers are all alike
     plain = llama.config({"head_dim": 128, "rms_norm_eps": 1e-5, **hf} if third else hf, rope_base)

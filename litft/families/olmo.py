@@ -13,7 +13,8 @@ MODEL_TYPES = ("olmo", "olmo2", "olmo3", "olmoe")
 def config(hf: dict[str, Any]) -> Config:
     """Defaults are those of transformers' OlmoConfig, Olmo2Config, Olmo3Config and OlmoeConfig."""
     kind, nested = hf["model_type"], llama.ropes_by_type(hf)
-    hf = {"rms_norm_eps": 1e-5, "sliding_window": 4096, **hf}
+    context = 4096 if kind == "olmoe" else 2048
+    hf = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "max_position_embeddings": context, **hf}
     plain = llama.config({**hf, "rope_parameters": None} if nested else hf, rope_base=5e5 if kind == "olmo3" else 1e4)
     plain = replace(plain, mlp_bias=False, qkv_clip=hf.get("clip_qkv"))
     if kind == "olmo":
