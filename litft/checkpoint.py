@@ -93,6 +93,12 @@ def _stored(reader: "_Reader") -> dict[str, Any]:
         raise _damaged(Path(reader.path), error) from None
 
 
+def changes(folder: Path, now: dict[str, Any]) -> list[str]:
+    """What of `now` is not as it was saved: each name with its value then and now."""
+    before = read_progress(folder).get("identity", {})
+    return [f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]]
+
+
 def restore(folder: Path, parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
     """Fill parameters and optimizer in place. ValueError where the run had other parameters, or the folder is damaged."""
     reader = _Reader(folder)

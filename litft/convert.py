@@ -122,8 +122,7 @@ def _check_identity(step: Path, source: Source, flags: dict[str, dict[str, Any]]
     """ValueError where the base or the method's flags are not those that the checkpoint was saved with."""
     now = {f"{group}.{name}": value for group, values in flags.items() for name, value in values.items()}
     now["base model"] = fingerprint(source.checkpoint)
-    saved = checkpoint.read_progress(step).get("identity", {})
-    if changed := [f"{name} {saved.get(name)!r}, now {now[name]!r}" for name in now if saved.get(name) != now[name]]:
+    if changed := checkpoint.changes(step, now):
         raise ValueError(f"{step} was saved with {'; '.join(changed)}; give it back what it was trained with")
 
 

@@ -177,8 +177,10 @@ def importing(rules: Iterable[Rule], names: Iterable[str]) -> tuple[list[Move], 
             unknown.append(name)
         elif not isinstance(rule, Drop):
             numbers = match.groups()[:-1] if isinstance(rule, Stack) else match.groups()
-            move = Move(rule.sources(name, match), our_names(rule, numbers), rule.to_ours, rule.to_theirs)
-            if name not in moves.setdefault((rule, numbers), move).sources:
+            if (rule, numbers) not in moves:
+                move = Move(rule.sources(name, match), our_names(rule, numbers), rule.to_ours, rule.to_theirs)
+                moves[rule, numbers] = move
+            elif name not in moves[rule, numbers].sources:
                 unknown.append(name)  # a second spelling of a tensor that is already there
     return list(moves.values()), unknown
 

@@ -260,9 +260,8 @@ class Run:
         newest = checkpoint.newest(self.folder) if self.args.resume else None
         if newest is None:
             return 0
-        progress, now = checkpoint.read_progress(newest), self._identity()
-        before = progress.get("identity", {})
-        if changed := [f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]]:
+        progress = checkpoint.read_progress(newest)
+        if changed := checkpoint.changes(newest, self._identity()):
             remedy = "resume with what the run began with, or begin another run with its adapter as --checkpoint_dir"
             raise ValueError(f"{newest} was saved with {'; '.join(changed)}; {remedy}")
         if progress["step"] > self.steps:

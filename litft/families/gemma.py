@@ -44,17 +44,13 @@ def config(hf: dict[str, Any]) -> Config:
     if first:
         return plain
     pattern = hf.get("sliding_window_pattern", 6) if third else 2
-
-    def default(index: int) -> bool:
-        return (index + 1) % pattern != 0
-
-    windows = llama.windows(hf, default)
+    sliding = llama.sliding(hf, lambda index: (index + 1) % pattern != 0)
     scale = hf["query_pre_attn_scalar"] ** -0.5
+    window = hf["sliding_window"] or None
     ropes = _ropes(hf, plain.head_dim) if third else (plain.layers[0].rope,) * 2
-    slides = (lambda index: hf["layer_types"][index] == "sliding_attention") if hf.get("layer_types") else default
     layers = tuple(
-        replace(plain.layers[0], window=window, rope=ropes[slides(index)], attention_scale=scale)
-        for index, window in enumerate(windows)
+        replace(plain.layers[0], window=window if slides else None, rope=ropes[slides], attention_scale=scale)
+        for slides in sliding
     )
     return replace(
         plain,

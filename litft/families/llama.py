@@ -35,15 +35,19 @@ def config(hf: dict[str, Any], rope_base: float = 10000.0, rope_fraction: float 
     )
 
 
-def windows(hf: dict[str, Any], slides: Callable[[int], bool]) -> list[int | None]:
-    """Each layer's window: where `layer_types` says so, or by `slides`, the family's rule for files without it."""
+def sliding(hf: dict[str, Any], slides: Callable[[int], bool]) -> list[bool]:
+    """Which layers have a window: as `layer_types` says, or by `slides`, the family's rule for files without it."""
     count = hf["num_hidden_layers"]
     known = {"full_attention": False, "sliding_attention": True}
     types = hf.get("layer_types")
     if types is not None and (len(types) != count or any(kind not in tuple(known) for kind in types)):
         raise ValueError(f"config.json: layer_types must be {count} times one of {', '.join(known)}, found {types!r:.300}")
-    sliding = map(slides, range(count)) if types is None else map(known.get, types)
-    return [(hf.get("sliding_window") or None) if slide else None for slide in sliding]
+    return [slides(index) for index in range(count)] if types is None else [known[kind] for kind in types]
+
+
+def windows(hf: dict[str, Any], slides: Callable[[int], bool]) -> list[int | None]:
+    """Each layer's window, where it has one."""
+    return [(hf.get("sliding_window") or None) if slide else None for slide in sliding(hf, slides)]
 
 
 def ropes_by_type(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
