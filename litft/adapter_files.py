@@ -1,4 +1,4 @@
-"""PEFT's files for LoRA factors: which module or parameter of theirs stands for which Linears of ours, and back.
+"""PEFT's files for LoRA: which module or parameter of theirs stands for which Linears of ours, and back.
 
 Where a checkpoint fuses Linears, the file holds one pair of factors for all of them: the A's stacked, B block-diagonal in
 the checkpoint's row order. Experts are what PEFT calls target_parameters (its ParamWrapper gives their layout).
@@ -9,7 +9,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,21 +20,40 @@ from torch import Tensor, nn
 
 from litft.config import is_positive, read_object
 from litft.mlp import ExpertLinear
-from litft.rules import Rename, Rule, Split, importing, our_names, rule_of, their_name
+from litft.rules import Drop, Rename, Rule, Split, exporting, importing, our_names, rule_of, their_name
 from litft.weights import write_file
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # how PEFT's keys begin
+_TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # and how those of new tokens end; they are rows, not differences
+_LEAVES = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_embedding_A": "a", "lora_embedding_B": "b"}
+_LEAVES |= {"lora_magnitude_vector": "m", "lora_magnitude_vector.weight": "m"}
 
 # E experts, R rank
 
 
 class Factors(NamedTuple):
-    """One Linear's update, scale * B A: A (R, in) and B (out, R), or with a leading E for stacked experts."""
+    """One Linear's update, scale * B A: A (R, in) and B (out, R), or with a leading E for stacked experts.
+
+    m: DoRA's lengths of the rows, (out,) or (E, out).
+    """
 
     a: Tensor
     b: Tensor
     scale: float
+    m: Tensor | None = None
+
+
+@dataclass
+class Adapter:
+    """What a LoRA adapter's files hold, by our names."""
+
+    factors: dict[str, Factors]
+    trained: dict[str, Tensor] = field(default_factory=dict)  # parameters of the base, trained whole
+    tokens: list[int] = field(default_factory=list)  # ids of new tokens
+    token_rows: dict[str, Tensor] = field(default_factory=dict)  # theirs, (N, C) each
+    bias: str = "none"  # PEFT's word for which biases are trained
+    apart: bool = False  # of a tied model: embedding and head are two from here on, as PEFT makes them unless told not to
 
 
 @dataclass(frozen=True)
@@ -45,6 +64,7 @@ class Slot:
     linears: tuple[str, ...]  # ours, in the order of its rows
     rule: Rename | Split
     experts: int = 0  # 0: a module
+    embedding: bool = False
 
     @property
     def is_parameter(self) -> bool:
@@ -67,10 +87,14 @@ class Slot:
                 block[..., start : start + r] = b * (factors[name].scale / scale)
                 start += r
             blocks.append(block)
-        b = self.rule.join_rows(blocks) if isinstance(self.rule, Split) else blocks[0]
+        m = None if own[0].m is None else [f.m[..., None] for f in own]
+        if isinstance(self.rule, Split):
+            b, m = self.rule.join_rows(blocks), m if m is None else self.rule.join_rows(m).squeeze(-1)
+        else:
+            b, m = blocks[0], own[0].m
         if self.experts:
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
-        return Factors(a.contiguous(), b.contiguous(), scale)
+        return Factors(a.contiguous(), b.contiguous(), scale, m)
 
     def rows(self, own: list[Factors]) -> list[int]:
         """How many rows each of its Linears has, `own` being the factors of some."""
@@ -80,23 +104,27 @@ class Slot:
 
     def split(self, fused: Factors) -> dict[str, Factors]:
         """The inverse of `fuse`: A for each Linear, B by rows, without the ranks that a Linear's rows do not use."""
-        a, b, scale = fused
+        a, b, scale, m = fused
         if self.experts:
             a = a.unflatten(0, (self.experts, -1))
             b = b.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
         if isinstance(self.rule, Rename):
-            return {self.linears[0]: Factors(a, b, scale)}
+            return {self.linears[0]: Factors(a, b, scale, m)}
+        lengths = (
+            [None] * len(self.linears) if m is None else [part.squeeze(-1) for part in self.rule.split_rows(m[..., None])]
+        )
         parts, untrained = {}, not b.any()
-        for name, rows in zip(self.linears, self.rule.split_rows(b), strict=True):
+        for name, rows, length in zip(self.linears, self.rule.split_rows(b), lengths, strict=True):
             used = rows.flatten(0, -2).any(0) | untrained  # (R,)
             if used.any():
-                parts[name] = Factors(a[..., used, :], rows[..., used], scale)
+                parts[name] = Factors(a[..., used, :], rows[..., used], scale, length)
         return parts
 
 
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
-    """Every module that a method may change, by our name: Linears and stacks of them."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, ExpertLinear))}
+    """Every module that factors may stand beside, by our name: Linears, stacks of them, embeddings."""
+    kinds = (nn.Linear, ExpertLinear, nn.Embedding)
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
 def slots(model: nn.Module, rules: list[Rule]) -> dict[str, Slot]:
@@ -106,27 +134,48 @@ def slots(model: nn.Module, rules: list[Rule]) -> dict[str, Slot]:
         rule, numbers = rule_of(rules, f"{name}.weight")
         linears = tuple(each.removesuffix(".weight") for each in our_names(rule, numbers))
         experts = module.count if isinstance(module, ExpertLinear) else 0
-        found[name] = Slot(their_name(rule, numbers).removesuffix(".weight"), linears, rule, experts)
+        embedding = isinstance(module, nn.Embedding)
+        found[name] = Slot(their_name(rule, numbers).removesuffix(".weight"), linears, rule, experts, embedding)
     return found
 
 
-def write_adapter(
-    folder: Path, model: nn.Module, rules: list[Rule], factors: dict[str, Factors], settings: dict[str, Any]
-) -> None:
+def write_adapter(folder: Path, model: nn.Module, rules: list[Rule], adapter: Adapter, settings: dict[str, Any]) -> None:
     """Write adapter_config.json and adapter_model.safetensors; `settings` adds to PEFT's own fields, or replaces them."""
     of = slots(model, rules)
-    chosen = list(dict.fromkeys(of[name] for name in factors))
-    fused = {slot: slot.fuse(factors) for slot in chosen}
+    chosen = list(dict.fromkeys(of[name] for name in adapter.factors))
+    fused = {slot: slot.fuse(adapter.factors) for slot in chosen}
     tensors = {}
     for key, slot in _keys(chosen):
-        tensors[f"{_PREFIX}{key}.lora_A.weight"] = fused[slot].a.detach().cpu()
-        tensors[f"{_PREFIX}{key}.lora_B.weight"] = fused[slot].b.detach().cpu()
-    write_file(tensors, folder / ADAPTER_WEIGHTS)
+        a, b = ("lora_embedding_A", "lora_embedding_B") if slot.embedding else ("lora_A.weight", "lora_B.weight")
+        tensors |= {f"{key}.{a}": fused[slot].a, f"{key}.{b}": fused[slot].b}
+        if fused[slot].m is not None:
+            tensors[f"{key}.lora_magnitude_vector"] = fused[slot].m
+    trained = _their_tensors(adapter.trained, rules, {slot.name for slot in chosen})
+    if _tied(adapter, model):  # PEFT asks for the tied head's copy too
+        trained[f"{of['lm_head'].name}.weight"] = adapter.trained["embed.weight"].clone()
+    for name, rows in adapter.token_rows.items():
+        tensors[f"{of[name.partition('.')[0]].name}.{_TOKEN_ROWS}"] = rows
+    config = _sizes_config(fused, of) | _besides(adapter, model, rules, of) | settings
+    if config.get("target_parameters"):
+        config["lora_dropout"] = 0.0  # PEFT knows no dropout for parameters
+    write_tensors(folder, {f"{_PREFIX}{key}": value for key, value in (tensors | trained).items()}, config)
+
+
+def write_tensors(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
+    """An adapter folder's two files."""
+    own = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    write_file(own, folder / ADAPTER_WEIGHTS)
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _sizes_config(fused: dict[Slot, Factors], of: dict[str, Slot]) -> dict[str, Any]:
+    """Ranks, scales and targets as PEFT's config states them."""
     ranks = {slot.target: f.a.size(0) // max(slot.experts, 1) for slot, f in fused.items()}
     alphas = {slot.target: f.scale * ranks[slot.target] for slot, f in fused.items()}
     r, alpha = (Counter(values.values()).most_common(1)[0][0] for values in (ranks, alphas))
-    modules = [slot.target for slot in chosen if not slot.is_parameter]
-    config = {
+    modules = [slot.target for slot in fused if not slot.is_parameter]
+    parameters = [slot.target for slot in fused if slot.is_parameter]
+    return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "r": r,
@@ -134,14 +183,40 @@ def write_adapter(
         "rank_pattern": {name: value for name, value in ranks.items() if value != r},
         "alpha_pattern": {name: value for name, value in alphas.items() if value != alpha},
         "target_modules": _target_modules(modules, [slot.target for slot in of.values()]),
+        "fan_in_fan_out": any(slot.rule.transposed and not slot.is_parameter for slot in fused),
         "bias": "none",
-        "fan_in_fan_out": any(slot.rule.transposed and not slot.is_parameter for slot in chosen),
         "inference_mode": True,
-        **settings,
+        **({"target_parameters": parameters} if parameters else {}),
     }
-    if parameters := [slot.target for slot in chosen if slot.is_parameter]:
-        config |= {"target_parameters": parameters, "lora_dropout": 0.0}  # PEFT knows no dropout for parameters
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+
+
+def _besides(adapter: Adapter, model: nn.Module, rules: list[Rule], of: dict[str, Slot]) -> dict[str, Any]:
+    """What PEFT's config says of modules trained whole and of new tokens."""
+    found: dict[str, Any] = {}
+    whole = dict.fromkeys(name.rpartition(".")[0] for name in adapter.trained if not name.endswith(".bias"))
+    if whole:
+        moves = exporting(rules, [name for name in adapter.trained if name.rpartition(".")[0] in whole])
+        found["modules_to_save"] = list(dict.fromkeys(target.rpartition(".")[0] for m in moves for target in m.targets))
+        found["ensure_weight_tying"] = _tied(adapter, model)
+    if adapter.tokens:
+        heads = [of[name.partition(".")[0]].name for name in adapter.token_rows]
+        found["trainable_token_indices"] = {head.rpartition(".")[2]: adapter.tokens for head in heads}
+    return found
+
+
+def _tied(adapter: Adapter, model: nn.Module) -> bool:
+    """Whether one trained tensor is embedding and head."""
+    return model.config.tied and not adapter.apart and "embed.weight" in adapter.trained
+
+
+def _their_tensors(trained: dict[str, Tensor], rules: list[Rule], adapted: set[str]) -> dict[str, Tensor]:
+    """Parameters of the base under the names of PEFT's files: a bias beside factors lies a level deeper there."""
+    found = {}
+    for move in exporting(rules, trained):
+        for target, tensor in zip(move.targets, move.convert([trained[name] for name in move.sources]), strict=True):
+            module, _, leaf = target.rpartition(".")
+            found[f"{module}.base_layer.{leaf}" if module in adapted else target] = tensor
+    return found
 
 
 def _keys(chosen: Iterable[Slot]) -> list[tuple[str, Slot]]:
@@ -161,38 +236,93 @@ def _target_modules(chosen: list[str], every: list[str]) -> list[str]:
     return sorted(short) if matched == set(chosen) else sorted(chosen)
 
 
-def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> dict[str, Factors]:
-    """The factors in an adapter folder, litft's or PEFT's, by our Linears' names."""
+def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> Adapter:
+    """What an adapter folder holds, litft's or PEFT's."""
     config = read_adapter_config(folder)
     _refuse_unsupported(config, folder)
-    of, expert_halves, halves = slots(model, rules), {}, {}
+    of, expert_halves, halves, whole, rows = slots(model, rules), {}, {}, {}, {}
     parameters = _expert_keys(config.get("target_parameters") or [], of.values())
-    for key, tensor in _read_weights(folder).items():
-        module, _, leaf = key.removeprefix(_PREFIX).rpartition(".lora_")
+    by_name = {slot.name: slot for slot in of.values()}
+    for key, tensor in read_tensors(folder).items():
+        module, leaf = _split_key(key)
         if key.endswith(".base_layer.weight"):
             continue  # PEFT copies the base's own weight beside an adapted head
-        if leaf not in ("A.weight", "B.weight"):
-            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {key} is no factor of a Linear, and litft reads no other")
-        if module in parameters:
-            halves.setdefault(parameters[module], {})[leaf[0]] = tensor.float()
+        if leaf == _TOKEN_ROWS and module in by_name:
+            rows[f"{by_name[module].linears[0]}.token_rows"] = tensor.float()
+        elif leaf is None:
+            whole[module.replace(".base_layer.", ".")] = tensor.float()
+        elif module in parameters:
+            halves.setdefault(parameters[module], {})[leaf] = tensor.float()
         elif moves := importing(rules, [f"{module}.weight"])[0]:
             name = moves[0].targets[0].removesuffix(".weight")
             if of[name].experts:  # a module of its own, as experts were before transformers 5
                 number = moves[0].sources.index(f"{module}.weight")
-                expert_halves.setdefault(name, {}).setdefault((number, module), {})[leaf[0]] = tensor.float()
+                expert_halves.setdefault(name, {}).setdefault((number, module), {})[leaf] = tensor.float()
             else:
-                halves.setdefault(of[name], {})[leaf[0]] = tensor.float()
+                halves.setdefault(of[name], {})[leaf] = tensor.float()
         else:
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {key} belongs to no Linear of the base model")
     factors = {}
     for slot, half in halves.items():
         if problem := _misfit(slot, half, model):
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {slot.name} {problem}")
-        r = half["A"].size(0) // max(slot.experts, 1)
-        factors |= slot.split(Factors(half["A"], half["B"], _scale(config, slot.target, r)))
+        r = half["a"].size(0) // max(slot.experts, 1)
+        factors |= slot.split(Factors(half["a"], half["b"], _scale(config, slot.target, r), half.get("m")))
     for name, experts in expert_halves.items():
         factors[name] = _stacked(model.get_submodule(name), experts, config, folder)
-    return factors
+    tokens = _token_ids(config, rows, model, folder)
+    trained = _trained(whole, model, rules, folder)
+    embed, head = (trained.get(f"{name}.weight") for name in ("embed", "lm_head"))
+    apart = model.config.tied and (embed is None) != (head is None)
+    if model.config.tied and embed is not None and head is not None:
+        apart = not torch.equal(embed, head)
+        trained = trained if apart else {name: value for name, value in trained.items() if name != "lm_head.weight"}
+    return Adapter(factors, trained, tokens, rows, config.get("bias", "none"), apart)
+
+
+def _split_key(key: str) -> tuple[str, str | None]:
+    """A key of PEFT's as the module and what of an adapter it is; None: a parameter of the base, by its whole name."""
+    name = key.removeprefix(_PREFIX)
+    for ending, leaf in _LEAVES.items():
+        if name.endswith(f".{ending}"):
+            return name.removesuffix(f".{ending}"), leaf
+    if name.endswith(f".{_TOKEN_ROWS}"):
+        return name.removesuffix(f".{_TOKEN_ROWS}"), _TOKEN_ROWS
+    return name, None
+
+
+def _trained(whole: dict[str, Tensor], model: nn.Module, rules: list[Rule], folder: Path) -> dict[str, Tensor]:
+    """The base's own parameters among an adapter's tensors, by our names."""
+    expected, found = dict(model.named_parameters(remove_duplicate=False)), {}
+    heads = [
+        rule for rule in rules if not isinstance(rule, Drop)
+    ]  # a tied checkpoint drops the head; an adapter may hold it
+    moves, unknown = importing(heads, whole)
+    for move in moves:
+        if any(name not in whole for name in move.sources) or any(name not in expected for name in move.targets):
+            unknown += move.sources
+            continue
+        parts = zip(move.targets, move.convert([whole[name] for name in move.sources]), strict=True)
+        found |= dict(parts)
+    odd = [name for name, tensor in found.items() if tensor.shape != expected[name].shape or not tensor.isfinite().all()]
+    if unknown or odd:
+        reason = f"{unknown[0]} is no factor of a Linear and no parameter" if unknown else f"{odd[0]} has not the shape"
+        raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {reason} of the base model; it belongs to another")
+    return found
+
+
+def _token_ids(config: dict[str, Any], rows: dict[str, Tensor], model: nn.Module, folder: Path) -> list[int]:
+    """The ids of new tokens; ValueError where files and config do not agree."""
+    stated = config.get("trainable_token_indices") or []
+    lists = list(stated.values()) if isinstance(stated, dict) else [stated] if stated else []
+    expected = {"embed.token_rows"} if model.config.tied else {"embed.token_rows", "lm_head.token_rows"}
+    if not lists and not rows:
+        return []
+    fit = all(ids == lists[0] and all(isinstance(i, int) and 0 <= i < 10**7 for i in ids) for ids in lists)
+    if not fit or rows.keys() != expected or any(r.shape != (len(lists[0]), model.config.dim) for r in rows.values()):
+        reason = f"new tokens need {' and '.join(sorted(expected))}, a row for each id of trainable_token_indices"
+        raise ValueError(f"{folder}: {reason}; found {sorted(rows)} for {stated!r:.200}")
+    return lists[0]
 
 
 def _scale(config: dict[str, Any], target: str, r: int) -> float:
@@ -205,17 +335,17 @@ def _stacked(
     linear: ExpertLinear, experts: dict[tuple[int, str], dict[str, Tensor]], config: dict[str, Any], folder: Path
 ) -> Factors:
     """A pair of factors an expert as those of a stack; an expert without one is not changed."""
-    r = max(half["A"].size(0) if "A" in half else 1 for half in experts.values())
+    r = max(half["a"].size(0) if "a" in half else 1 for half in experts.values())
     a, b = torch.zeros(linear.count, r, linear.in_features), torch.zeros(linear.count, linear.out_features, r)
     for (number, module), half in experts.items():
         shapes = {k: tuple(tensor.shape) for k, tensor in half.items()}
-        own = shapes.get("A", (0,))[0]
-        if own == 0 or shapes != {"A": (own, linear.in_features), "B": (linear.out_features, own)}:
+        own = shapes.get("a", (0,))[0]
+        if own == 0 or shapes != {"a": (own, linear.in_features), "b": (linear.out_features, own)}:
             reason = f"{module} should be (R, {linear.in_features}) and ({linear.out_features}, R), is {shapes}"
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {reason}")
         if not all(tensor.isfinite().all() for tensor in half.values()):
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {module} holds NaN or infinity")
-        a[number, :own], b[number, :, :own] = half["A"], half["B"] * _scale(config, module, own)
+        a[number, :own], b[number, :, :own] = half["a"], half["b"] * _scale(config, module, own)
     return Factors(a, b, 1.0)
 
 
@@ -227,17 +357,22 @@ def _expert_keys(targets: list[str], known: Iterable[Slot]) -> dict[str, Slot]:
 
 def _misfit(slot: Slot, half: dict[str, Tensor], model: nn.Module) -> str | None:
     """What is wrong with a slot's tensors, if anything."""
-    if half.keys() != {"A", "B"}:
-        return f"has lora_{'A' if 'A' in half else 'B'} alone"
+    if not {"a", "b"} <= half.keys():
+        return f"lacks {'lora_A' if 'a' not in half else 'lora_B'}"
     linears, count = [model.get_submodule(name) for name in slot.linears], max(slot.experts, 1)
-    width, height = linears[0].in_features, sum(linear.out_features for linear in linears)
-    a, b = half["A"], half["B"]
+    if slot.embedding:
+        width, height = linears[0].num_embeddings, linears[0].embedding_dim
+    else:
+        width, height = linears[0].in_features, sum(linear.out_features for linear in linears)
+    a, b, m = half["a"], half["b"], half.get("m")
     if a.dim() != 2 or b.dim() != 2:
         return f"should be two matrices, is {tuple(a.shape)} and {tuple(b.shape)}"
     if a.size(1) != width or b.size(0) != height or a.size(0) != b.size(1) or a.size(0) % count or not a.numel():
         r = f"{count} R" if slot.experts else "R"
         return f"should be ({r}, {width}) and ({height}, {r}), is {tuple(a.shape)} and {tuple(b.shape)}"
-    return None if a.isfinite().all() and b.isfinite().all() else "holds NaN or infinity"
+    if m is not None and tuple(m.shape) != ((count, height) if slot.experts else (height,)):
+        return f"should have {height} magnitudes, has {tuple(m.shape)}"
+    return None if all(tensor.isfinite().all() for tensor in half.values()) else "holds NaN or infinity"
 
 
 def _pattern(patterns: dict[str, float] | None, name: str, default: float) -> float:
@@ -259,19 +394,21 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(config: dict[str, Any], folder: Path) -> None:
-    plain = {"peft_type": "LORA", "use_dora": False, "bias": "none", "modules_to_save": None, "layer_replication": None}
-    plain |= {"lora_bias": False, "trainable_token_indices": None}
+    plain = {"peft_type": "LORA", "layer_replication": None, "lora_bias": False, "alora_invocation_tokens": None}
     odd = [f"{k} {config[k]!r}" for k, default in plain.items() if config.get(k) not in (default, None, [], {})]
     if odd:
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(odd)} is not supported; litft reads plain LoRA adapters")
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(odd)} is not supported; litft reads LoRA adapters and DoRA")
     if missing := [k for k in ("r", "lora_alpha") if k not in config]:
         raise ValueError(f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter of PEFT's?")
     patterns, parameters = config.get("alpha_pattern") or {}, config.get("target_parameters") or []
     numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"]}
     numbers |= patterns if isinstance(patterns, dict) else {"alpha_pattern": patterns}
     odd = [f"{name} {value!r}" for name, value in numbers.items() if not is_positive(value) and value != 0]
-    if not isinstance(config.get("use_rslora", False), bool):
-        odd.append(f"use_rslora {config['use_rslora']!r}")
+    if config.get("bias", "none") not in ("none", "lora_only", "all"):
+        odd.append(f"bias {config['bias']!r}")
+    odd += [
+        f"{name} {config[name]!r}" for name in ("use_rslora", "use_dora") if not isinstance(config.get(name, False), bool)
+    ]
     if not (isinstance(parameters, list) and all(isinstance(name, str) for name in parameters)):
         odd.append(f"target_parameters {parameters!r}")
     for key in patterns:
@@ -283,7 +420,8 @@ def _refuse_unsupported(config: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(odd)} cannot be; write the adapter again")
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of an adapter folder, by the names in its file."""
     path = folder / ADAPTER_WEIGHTS
     try:
         return load_file(path)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-GROUPS = ("data", "train", "eval", "save", "lora")
+GROUPS = ("data", "train", "eval", "save", "lora", "adapter")
 LARGEST = 2**31 - 1  # of any whole number here: beyond it seeds overflow, and nothing else is meant
 
 
@@ -51,6 +51,8 @@ class DataArgs:
     """Learn from the answers only. false: from every token."""
     max_seq_length: int | None = None
     """Longer examples are cut, in tokens. Default: the model's context, at most 2048."""
+    new_tokens: list[str] = field(default_factory=list)
+    """Texts that become tokens of their own, with trained rows in the embedding and the head."""
     seed: int = 42
     """Chooses what is held out."""
 
@@ -76,9 +78,15 @@ class TrainArgs:
     min_lr_ratio: float = 0.1
     """Where the schedule ends, as a part of the peak."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay."""
+    """AdamW's decoupled weight decay, of matrices."""
     max_grad_norm: float = 1.0
     """Gradients with a larger 2-norm are scaled down to it. 0: no clipping."""
+    freeze: list[str] = field(default_factory=list)
+    """Names or patterns of what is not trained though the method would (blocks.0.*, *.lora_a); saved all the same."""
+    label_smoothing: float = 0.0
+    """This part of each target's probability is spread over the vocabulary."""
+    neftune_alpha: float = 0.0
+    """NEFTune's noise on the embeddings, 5 to 15 in its paper. 0: none."""
     log_interval: int | None = None
     """Write metrics.csv every so many steps. Default: 1 on a CPU, 10 on a GPU."""
 
@@ -116,8 +124,25 @@ class LoRAArgs:
     dropout: float = 0.0
     """The part of the inputs to the update that is dropped while training."""
     targets: list[str] = field(default_factory=lambda: ["all-linear"])
-    """The Linears to adapt: names or patterns, litft's or the checkpoint's (q_proj, blocks.1?.mlp.*), or all-linear (all,
-    each expert's too, but the head and what chooses the experts)."""
+    """What to adapt: names or patterns, litft's or the checkpoint's (q_proj, blocks.1?.mlp.*, embed, lm_head), or all-linear
+    (every Linear, each expert's too, but the head and what chooses the experts)."""
+    rank_pattern: list[str] = field(default_factory=list)
+    """Other ranks for some of them, NAME=RANK (down_proj=16,blocks.0.*=4); the first that fits counts."""
+    alpha_pattern: list[str] = field(default_factory=list)
+    """Other alphas for some of them, NAME=ALPHA."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(r) (rsLoRA, arXiv 2312.03732)."""
+    dora: bool = False
+    """Learn the length of each row of the adapted weight too (DoRA, arXiv 2402.09353)."""
+    init: Literal["default", "pissa", "olora"] = "default"
+    """Where the factors begin: A random and B zero; the weight's first singular vectors (PiSSA, arXiv 2404.02948); its QR
+    decomposition (OLoRA, arXiv 2406.01775)."""
+    lr_ratio: float = 1.0
+    """B's learning rate as a multiple of A's (LoRA+, arXiv 2402.12354, which advises 16)."""
+    modules_to_save: list[str] = field(default_factory=list)
+    """Modules trained whole, names or patterns (embed, lm_head, norm)."""
+    bias: Literal["none", "lora", "all"] = "none"
+    """Which of the base's biases are trained: none, those of adapted Linears, all."""
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
@@ -130,7 +155,59 @@ class LoRAArgs:
             found.append(f"--lora.dropout {self.dropout}: must lie in [0, 1)")
         if not self.targets:
             found.append("--lora.targets is empty: name at least one Linear, or all-linear")
+        if self.lr_ratio <= 0:
+            found.append(f"--lora.lr_ratio {self.lr_ratio}: must be above 0")
+        for flag in ("rank_pattern", "alpha_pattern"):
+            found += [f"--lora.{flag} {p}: {why}" for p in getattr(self, flag) if (why := _no_pattern(p, flag))]
         return found
+
+
+def _no_pattern(text: str, flag: str) -> str | None:
+    """What is wrong with NAME=NUMBER, if anything."""
+    name, _, number = text.rpartition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = 0.0
+    wanted = "a whole number from 1" if flag == "rank_pattern" else "a number above 0"
+    fits = name and 0 < value <= LARGEST and (value.is_integer() or flag != "rank_pattern")
+    return None if fits else f"expected NAME={wanted}"
+
+
+@dataclass
+class AdapterArgs:
+    """LLaMA-Adapter (arXiv 2303.16199)."""
+
+    prompt_length: int = 10
+    """How many learned vectors each layer's attention sees besides the tokens."""
+    start_layer: int = 2
+    """The first layer that has them; those below have none."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        found = []
+        if self.prompt_length < 1:
+            found.append(f"--adapter.prompt_length {self.prompt_length}: must be at least 1")
+        if self.start_layer < 0:
+            found.append(f"--adapter.start_layer {self.start_layer}: must not be negative")
+        return found
+
+
+@dataclass
+class AdapterV2Args(AdapterArgs):
+    """LLaMA-Adapter v2 (arXiv 2304.15010)."""
+
+    prompt_length: int = 10
+    """How many learned vectors each layer's attention sees besides the tokens. 0: none, so that the result can be merged."""
+    bias: bool = True
+    """Learn a bias for each Linear besides its scale. false: merges in families without biases."""
+
+    def problems(self) -> list[str]:
+        """As for v1, but that there may be no prefix."""
+        found = [problem for problem in super().problems() if "prompt_length" not in problem]
+        return found + (
+            [f"--adapter.prompt_length {self.prompt_length}: must not be negative"] if self.prompt_length < 0 else []
+        )
 
 
 @dataclass
@@ -150,6 +227,9 @@ class FinetuneArgs:
     """Delete the run that out_dir holds and begin again."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """The dtype of the frozen weights and the computation; what is trained stays fp32. auto: bf16 on a GPU, else fp32."""
+    quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
+    """Keep the frozen Linears in 4 or 8 bits, by bitsandbytes; -dq packs their scales too. A folder that is quantized
+    already stays as it is."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
     devices: int = 1
@@ -182,12 +262,14 @@ class FinetuneArgs:
             "train.learning_rate": t.learning_rate,
             "train.weight_decay": t.weight_decay,
             "train.max_grad_norm": t.max_grad_norm,
+            "train.neftune_alpha": t.neftune_alpha,
             "eval.interval": self.eval.interval,
             "save.interval": self.save.interval,
         }
         parts = {
             "train.warmup_fraction": t.warmup_fraction,
             "train.min_lr_ratio": t.min_lr_ratio,
+            "train.label_smoothing": t.label_smoothing,
             "data.val_fraction": self.data.val_fraction,
         }
         found = impossible_numbers(self)
@@ -217,6 +299,45 @@ class LoRAFinetuneArgs(FinetuneArgs):
 
 
 @dataclass
+class AdapterFinetuneArgs(FinetuneArgs):
+    """Fine-tune with LLaMA-Adapter: learned prefixes that attention sees, through gates that begin at zero."""
+
+    adapter: AdapterArgs = field(default_factory=AdapterArgs)
+
+    def problems(self) -> list[str]:
+        """As for every method, and the adapter's own."""
+        return super().problems() + self.adapter.problems()
+
+
+@dataclass
+class AdapterV2FinetuneArgs(FinetuneArgs):
+    """Fine-tune with LLaMA-Adapter v2: prefixes, a scale and a bias on every Linear, trained norms."""
+
+    adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
+
+    def problems(self) -> list[str]:
+        """As for every method, and the adapter's own."""
+        return super().problems() + self.adapter.problems()
+
+
+@dataclass
+class FullFinetuneArgs(FinetuneArgs):
+    """Fine-tune the whole model."""
+
+    precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
+    """What the network computes in; weights and optimizer stay fp32. bf16-true: the weights are bf16 too, rounded by chance
+    so that no update is lost. auto: on a GPU bf16, or bf16-true where memory does not suffice; on a CPU fp32."""
+
+    def problems(self) -> list[str]:
+        """As for every method; and there is nothing frozen to quantize."""
+        found = super().problems()
+        if self.quantize != "none":
+            reason = "full fine-tuning changes every weight by less than 4 or 8 bits can hold"
+            found.append(f"--quantize {self.quantize}: {reason}; use finetune/lora.py, or leave it out")
+        return found
+
+
+@dataclass
 class ModelArgs:
     """Which model to run."""
 
@@ -226,6 +347,8 @@ class ModelArgs:
     """Where an adapter folder's base model lies now, if it has moved."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """The dtype of weights and computation. auto: bf16 on a GPU, else fp32."""
+    quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
+    """Keep the Linears in 4 or 8 bits, by bitsandbytes."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
     max_new_tokens: int = 256
@@ -321,12 +444,14 @@ class ConvertArgs(WriteArgs):
 
 @dataclass
 class MergeArgs(WriteArgs):
-    """Merge a LoRA adapter into its base: a model folder of its own."""
+    """Merge an adapter into its base: a model folder of its own."""
 
     checkpoint_dir: str | None = None
     """The adapter's folder, or its run's. Default: the newest finished run under out/."""
     base_dir: str | None = None
     """Where the base model lies now, if it has moved."""
+    dequantized_base: bool = False
+    """Add to the weights that the adapter was trained on, rounded by --quantize, rather than to the original ones."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 from litft import args as flags
 from litft import runs
 
-DEMO_RECIPE = Path(__file__).parent / "demo" / "lora.yaml"
+DEMO = Path(__file__).parent / "demo"
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -36,6 +36,9 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "finetune lora": Command(flags.LoRAFinetuneArgs, "litft.train:finetune"),
+    "finetune adapter": Command(flags.AdapterFinetuneArgs, "litft.train:finetune"),
+    "finetune adapter_v2": Command(flags.AdapterV2FinetuneArgs, "litft.train:finetune"),
+    "finetune full": Command(flags.FullFinetuneArgs, "litft.train:finetune"),
     "generate": Command(flags.GenerateArgs, "litft.generate:generate"),
     "chat": Command(flags.ChatArgs, "litft.generate:chat"),
     "merge_lora": Command(flags.MergeArgs, "litft.convert:merge"),
@@ -104,7 +107,7 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     known = _flags(cls)
     given, problems, passed = _read(argv, known)
     if issubclass(cls, flags.FinetuneArgs):
-        implied, wrong = _implied(dict(given), known)
+        implied, wrong = _implied(dict(given), known, _method(cls))
         given, problems = implied + given, problems + wrong
     for name, value in given:
         if message := _mistake(cls, name, value):
@@ -174,16 +177,28 @@ def _read(argv: list[str], known: dict[str, Any]) -> tuple[list[tuple[str, str]]
     return given, problems, passed
 
 
-def _implied(given: dict[str, str], known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
+def finetune_args(run: Path) -> flags.FinetuneArgs:
+    """What a run was begun with."""
+    return parse(COMMANDS[f"finetune {runs.method(run)}"].args, ["--config", str(run / runs.CONFIG)])
+
+
+def _method(cls: type) -> str:
+    """The method whose arguments `cls` holds."""
+    return next(name.split()[1] for name, entry in COMMANDS.items() if entry.args is cls)
+
+
+def _implied(given: dict[str, str], known: dict[str, Any], method: str) -> tuple[list[tuple[str, str]], list[str]]:
     """What the flags need not repeat: those a resumed run began with, or the demo's recipe where there is no model."""
     if given.get("resume", "").lower() == "true" and "overwrite" not in given:
         run = runs.named(given.get("out_dir"), resume=True)
         if run and runs.is_run(run):
+            if (other := runs.method(run)) != method:
+                return [], [f"--resume: {run} is a run of another method; continue it with finetune/{other}.py"]
             return _read_config(run / runs.CONFIG, known)
         if "checkpoint_dir" not in given:
             reason = f"there is no run in {run}" if run else f"there is no unfinished run under {runs.OUT}/"
             return [], [f"--resume: {reason}; to begin one, pass --checkpoint_dir and --data.path"]
-    return ([], []) if "checkpoint_dir" in given else _read_config(DEMO_RECIPE, known)
+    return ([], []) if "checkpoint_dir" in given else _read_config(DEMO / f"{method}.yaml", known)
 
 
 def _as_list(value: str) -> str:

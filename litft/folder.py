@@ -17,8 +17,9 @@ from litft.config import Config, read_object
 from litft.families import family, peft_rules, read_config, text_config
 from litft.model import GPT
 from litft.parallel import DTYPES
-from litft.peft import LoRA
-from litft.rules import Rule, importing
+from litft.peft import Method, read_method
+from litft.quantize import KINDS
+from litft.rules import Move, Rule, importing, upright
 from litft.tokenizer import FILES, Tokenizer
 from litft.weights import Checkpoint, check_weights, load_weights
 
@@ -41,6 +42,11 @@ class Source:
         return family(self.config.model_type).rules(self.config)
 
     @property
+    def stored_rules(self) -> list[Rule]:
+        """How this very folder's weights are named."""
+        return upright(self.rules) if self.checkpoint.is_quantized else self.rules
+
+    @property
     def adapter_rules(self) -> list[Rule]:
         """How an adapter's files name this family's Linears: as PEFT does where it has names of its own."""
         return [*peft_rules(self.config), *self.rules]
@@ -59,8 +65,7 @@ class Source:
     def dtype(self, precision: str | None) -> torch.dtype:
         """The dtype asked for; None: the folder's own."""
         if precision is None:
-            moves, _ = importing(self.rules, self.checkpoint.names)
-            embedding = next((move.sources[0] for move in moves if move.targets == ("embed.weight",)), None)
+            embedding = next((move.sources[0] for move in self.moves if move.targets == ("embed.weight",)), None)
             return self.checkpoint.meta(embedding or self.checkpoint.names[0]).dtype
         if precision not in DTYPES:
             raise ValueError(f"precision {precision!r} is not known; use {', '.join(DTYPES)}")
@@ -73,24 +78,44 @@ class Source:
 
     def check(self) -> None:
         """Compare the weight files' names and shapes with the config, without reading data."""
-        check_weights(self.meta_model(), self.checkpoint, self.rules)
+        check_weights(self.meta_model(), self.checkpoint, self.stored_rules)
 
-    def base_model(self, precision: str | None = None, device: torch.device | str = "cpu") -> GPT:
+    @cached_property
+    def moves(self) -> list[Move]:
+        """How the weight files' tensors become ours."""
+        return importing(self.stored_rules, self.checkpoint.names)[0]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """The base's tensor of one of our names, in the file's own dtype."""
+        move = next(move for move in self.moves if name in move.targets)
+        return move.convert([self.checkpoint.read(source) for source in move.sources])[move.targets.index(name)]
+
+    def quantization(self, asked: str | None = None) -> str | None:
+        """The kind that the folder's Linears are kept in: as asked for, or as it was saved; ValueError for both at odds."""
+        asked = None if asked == "none" else asked
+        settings = self.hf.get("quantization_config") or {}
+        if settings.get("quant_method") != "bitsandbytes":
+            return asked
+        nested = "-dq" if settings.get("bnb_4bit_use_double_quant") else ""
+        stored = f"{settings.get('bnb_4bit_quant_type', 'fp4')}{nested}" if settings.get("load_in_4bit") else "int8"
+        if asked not in (None, stored):
+            raise ValueError(f"{self.base} is quantized already, as {stored}; leave --quantize {asked} out")
+        return stored
+
+    def base_model(
+        self, precision: str | None = None, device: torch.device | str = "cpu", quantize: str | None = None
+    ) -> GPT:
         """The base network with its weights, frozen, one tensor at a time from disk to device."""
         model = self.meta_model()
-        load_weights(model, self.checkpoint, self.rules, self.dtype(precision), device)
+        kind = self.quantization(quantize)
+        load_weights(model, self.checkpoint, self.stored_rules, self.dtype(precision), device, kind)
         model.tie()
         model.rotaries.to_empty(device=device)  # their tables are computed, not read
         return model.eval()
 
-    def attach_adapter(self, model: GPT, dropout: float = 0.0) -> LoRA | None:
-        """Put this folder's adapter, where it is one, on its base; `dropout` is for training it further."""
-        if self.adapter is None:
-            return None
-        method, factors = LoRA.read(self.adapter, model, self.adapter_rules)
-        method.args.dropout = dropout
-        method.load(model, factors)
-        return method
+    def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
+        """The method of this folder, where it is an adapter, and what it has learned."""
+        return read_method(self.adapter, self) if self.adapter else None
 
 
 def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
@@ -110,10 +135,9 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
     base = _base_of(folder, base_dir) if adapter else folder
     hf = text_config(_read_config_json(base))
     source = Source(folder, base, adapter, hf, read_config(hf))
-    if (kind := (hf.get("quantization_config") or {}).get("quant_method")) not in (None, "mxfp4"):
-        raise ValueError(
-            f"{base}: its weights are quantized ({kind}), and litft reads plain ones; get the unquantized folder"
-        )
+    if (kind := (hf.get("quantization_config") or {}).get("quant_method")) not in (None, "mxfp4", "bitsandbytes"):
+        reason = f"its weights are quantized ({kind}), and litft reads plain ones, MXFP4 and bitsandbytes'"
+        raise ValueError(f"{base}: {reason}; get the unquantized folder")
     if adapter:
         _check_fingerprint(source)
     return source
@@ -131,15 +155,21 @@ def load(
     precision: str | None = None,
     device: torch.device | str = "cpu",
     base_dir: str | Path | None = None,
+    quantize: str | None = None,
 ) -> tuple[GPT, Tokenizer | None]:
     """Open any folder: a base model, an adapter (litft's or PEFT's), a merged model, a run.
 
     precision: bf16, fp16 or fp32; None means the folder's own dtype. base_dir overrides where an adapter says its base
-    lies. The tokenizer is None where there is none. Raises ValueError for what cannot be opened.
+    lies. quantize: nf4, nf4-dq, fp4, fp4-dq or int8; None leaves the folder's Linears as they are. The tokenizer is None
+    where there is none. Raises ValueError for what cannot be opened.
     """
     source = resolve(folder, base_dir)
-    model = source.base_model(precision, device)
-    source.attach_adapter(model)
+    if quantize not in (None, "none", *KINDS):
+        raise ValueError(f"quantize {quantize!r} is not known; use {', '.join(KINDS)}")
+    model = source.base_model(precision, device, quantize)
+    if held := source.read_adapter():
+        method, values = held
+        method.load(model, values)
     return model.eval(), source.tokenizer()
 
 
@@ -200,6 +230,7 @@ def copy_files(source: Path, folder: Path) -> None:
 def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer beside a model, with the chat template and the stop tokens the model was trained with."""
     copy_files(tokenizer.folder, folder)
+    tokenizer.save_added(folder)
     (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
     path = folder / "generation_config.json"
     settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}

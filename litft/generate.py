@@ -46,7 +46,7 @@ def stream_ids(
     weight = model.embed.weight
     generator = torch.Generator(weight.device).manual_seed(seed) if seed is not None else None
     planned = min(len(ids) + max_new_tokens, model.config.context)
-    cache = KVCache(model.config, 1, planned, weight.device, weight.dtype)
+    cache = KVCache(model.config, 1, planned, weight.device, model.dtype)
     tokens = torch.tensor([ids], device=weight.device)
     for _ in range(planned - len(ids)):
         logits = last_logits(model, tokens, cache)
@@ -149,7 +149,7 @@ def open_model(args: ModelArgs) -> tuple[GPT, Tokenizer]:
     """The model and tokenizer that a command names, or those of the newest finished run."""
     device = torch.device(pick_accelerator(args.accelerator))
     folder = args.checkpoint_dir or runs.newest_finished()
-    model, tokenizer = load(folder, pick_precision(args.precision, device), device, args.base_dir)
+    model, tokenizer = load(folder, pick_precision(args.precision, device), device, args.base_dir, args.quantize)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
     return model, tokenizer

@@ -12,29 +12,31 @@ CHUNK = 1024  # rows of logits at a time: 1,024 x 128,256 x 4 bytes = 0.5 GB for
 
 
 def summed_cross_entropy(
-    hidden: Tensor, head: nn.Linear, targets: Tensor, softcap: float | None = None
+    hidden: Tensor, head: nn.Linear, targets: Tensor, softcap: float | None = None, smoothing: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions without a target.
 
-    softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). Returns the *sum* over target tokens
-    (fp32 scalar) and their count (int64 scalar): means over micro-batches, packs and ranks are wrong unless they divide by
-    the global count (design.md 4.1). Positions without a target are dropped before the head; a frozen head gets no gradient
-    buffer. The unchunked form stands in the tests.
+    softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). smoothing: this part of each
+    target's probability is spread over the whole vocabulary (label smoothing, arXiv 1512.00567, section 7). Returns the
+    *sum* over target tokens (fp32 scalar) and their count (int64 scalar): means over micro-batches, packs and ranks are
+    wrong unless they divide by the global count (design.md 4.1). Positions without a target are dropped before the head; a
+    frozen head gets no gradient buffer. The unchunked form stands in the tests.
     """
     keep = targets != IGNORED
     hidden, targets = hidden[keep], targets[keep]  # (N, C), (N,)
     count = keep.sum()
-    if type(head) is nn.Linear:
-        return _Chunked.apply(hidden, head.weight, head.bias, targets, softcap, torch.is_grad_enabled()), count
+    if type(head) is nn.Linear or getattr(type(head), "is_plain_head", False):
+        training = torch.is_grad_enabled()
+        return _Chunked.apply(hidden, head.weight, head.bias, targets, softcap, smoothing, training), count
     # a head that a method has changed computes its own logits; recomputing them in backward keeps memory at one chunk
     total = hidden.sum(dtype=torch.float32) * 0.0
     for rows, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-        total = total + checkpoint(_through_head, head, rows, wanted, softcap, use_reentrant=False)
+        total = total + checkpoint(_through_head, head, rows, wanted, softcap, smoothing, use_reentrant=False)
     return total, count
 
 
-def _through_head(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
-    return F.cross_entropy(capped(head(hidden).float(), softcap), targets, reduction="sum")
+def _through_head(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:
+    return F.cross_entropy(capped(head(hidden).float(), softcap), targets, reduction="sum", label_smoothing=smoothing)
 
 
 def capped(logits: Tensor, softcap: float | None) -> Tensor:
@@ -56,6 +58,7 @@ class _Chunked(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         softcap: float | None,
+        smoothing: float,
         training: bool,
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = (needed and training for needed in ctx.needs_input_grad[:3])
@@ -65,14 +68,19 @@ class _Chunked(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for start in range(0, hidden.size(0), CHUNK):
             rows, wanted = hidden[start : start + CHUNK], targets[start : start + CHUNK]
-            logits = capped(F.linear(rows, weight.to(rows.dtype), bias).float(), softcap)  # (n, V)
+            b = bias if bias is None else bias.to(rows.dtype)
+            logits = capped(F.linear(rows, weight.to(rows.dtype), b).float(), softcap)  # (n, V)
             norm = logits.logsumexp(-1, keepdim=True)
-            total += (norm.squeeze(-1) - logits.gather(-1, wanted[:, None]).squeeze(-1)).sum()
+            total += (norm.squeeze(-1) - (1 - smoothing) * logits.gather(-1, wanted[:, None]).squeeze(-1)).sum()
+            if smoothing:
+                total -= smoothing * logits.mean(-1).sum()
             if not (needs_hidden or needs_weight or needs_bias):
                 continue
             slope = None if softcap is None else 1 - (logits / softcap) ** 2  # of the cap
             d_logits = logits.sub_(norm).exp_()  # softmax, in the logits' own memory
-            d_logits[torch.arange(wanted.numel(), device=wanted.device), wanted] -= 1.0
+            d_logits[torch.arange(wanted.numel(), device=wanted.device), wanted] -= 1.0 - smoothing
+            if smoothing:
+                d_logits -= smoothing / d_logits.size(-1)
             if slope is not None:
                 d_logits *= slope
             if needs_bias:
@@ -93,6 +101,7 @@ class _Chunked(torch.autograd.Function):
             d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None,
             (d_weight * grad).to(ctx.dtypes[0]) if d_weight is not None else None,
             (d_bias * grad).to(ctx.dtypes[1]) if d_bias is not None else None,
+            None,
             None,
             None,
             None,

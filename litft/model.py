@@ -1,6 +1,7 @@
 """The network: one decoder for every family. What varies is a value of `Config`, decided when it is built."""
 
 import math
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from litft.attention import attend
 from litft.cache import KVCache, LayerCache
 from litft.config import Config, Layer, Norm
-from litft.loss import capped, summed_cross_entropy
+from litft.loss import IGNORED, capped, summed_cross_entropy
 from litft.mlp import make_mlp
 from litft.rope import Angles, Rotary, rotate, rotate_interleaved
 
@@ -62,20 +63,28 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
-        q, k, v = self.heads(self.q_proj(x)), self.heads(self.k_proj(x)), self.heads(self.v_proj(x))
-        q, k = self.q_norm(q), self.k_norm(k)
-        if self.clip is not None:
-            q, k, v = (part.clamp(-self.clip, self.clip) for part in (q, k, v))
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # (B, heads, T, D)
+        q, (k, v) = self.heads(self.q_norm(self.split(self.q_proj(x)))), self.keys_values(x)
         if angles is not None:
             q, k = self.rotate(q, angles.cos, angles.sin), self.rotate(k, angles.cos, angles.sin)
             q = q if angles.query_scale is None else q * angles.query_scale
-        y = attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
+        y = self.attended(q, k, v, documents, cache)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
-    def heads(self, x: Tensor) -> Tensor:
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
+        """What the queries (B, H, T, D) see, (B, H, T, D): the seam of methods that let them see more."""
+        return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values (B, K, T, D) of x (B, T, C), before any rotation."""
+        return self.heads(self.k_norm(self.split(self.k_proj(x)))), self.heads(self.split(self.v_proj(x)))
+
+    def split(self, x: Tensor) -> Tensor:
         """(B, T, heads * D) -> (B, T, heads, D)"""
         return x.unflatten(-1, (-1, self.head_dim))
+
+    def heads(self, x: Tensor) -> Tensor:
+        """(B, T, heads, D) -> (B, heads, T, D), clipped where the architecture clips"""
+        return (x if self.clip is None else x.clamp(-self.clip, self.clip)).transpose(1, 2)
 
 
 def qk_norm(config: Config, heads: int) -> nn.Module:
@@ -140,6 +149,16 @@ class GPT(nn.Module):
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
         self.rotaries = nn.ModuleList(Rotary(rope) for rope in ropes)
         self.rotary_of = [ropes.index(layer.rope) if layer.rope else None for layer in config.layers]
+        self.label_smoothing = self.neftune_alpha = 0.0  # of training: the loop sets them
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the network computes in; weights that are trained may be kept in more."""
+        return getattr(self.embed, "dtype", self.embed.weight.dtype)
+
+    def set_vocabulary(self, size: int) -> None:
+        """Say that embedding and head know `size` tokens now."""
+        self.config = replace(self.config, vocab_size=size)
 
     def tie(self) -> None:
         """Make the head's weight and the embedding's one parameter again, where the architecture says so."""
@@ -166,13 +185,16 @@ class GPT(nn.Module):
         if positions is None:
             positions = default_positions(tokens, documents, cache.length if cache else 0)
         x = self.embedded(tokens, positions)  # (B, T, C)
+        if self.training and self.neftune_alpha:
+            x = with_noise(x, self.neftune_alpha, targets, documents)
         angles = self.angles(positions, cache, x.dtype)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_of, strict=True)):
             layer_cache = cache.layers[index] if cache else None
             x = block(x, angles[rotary] if rotary is not None else None, documents, layer_cache)
         x = scaled(self.norm(x), self.config.logit_scale)
         if targets is not None:
-            return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap)
+            smoothing = self.label_smoothing if self.training else 0.0
+            return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap, smoothing)
         return capped(self.lm_head(x), self.config.logit_softcap)
 
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
@@ -186,6 +208,21 @@ class GPT(nn.Module):
         """The angles of each distinct Rope; the longest document (or the planned length) chooses its factors."""
         longest = cache.capacity if cache else positions.max() + 1
         return [rotary(positions, longest, dtype) for rotary in self.rotaries]
+
+
+def with_noise(x: Tensor, alpha: float, targets: Tensor, documents: Tensor | None) -> Tensor:
+    """NEFTune (arXiv 2310.05914): uniform noise within alpha / sqrt(L C) on embeddings (B, T, C) in training.
+
+    L is a sample's length: its tokens in a packed row, or those up to a row's last target, since what comes behind is
+    padding or cannot be learned from. So the noise does not depend on how long the micro-batch's other rows are.
+    """
+    if documents is None:
+        index = torch.arange(1, x.size(1) + 1, device=x.device)
+        lengths = torch.where(targets != IGNORED, index, 1).amax(1, keepdim=True)  # (B, 1)
+    else:
+        lengths = (documents[:, :, None] == documents[:, None, :]).sum(2)  # (B, T)
+    bound = alpha / (lengths * x.size(2)).sqrt()
+    return x + ((torch.rand_like(x, dtype=torch.float32) * 2 - 1) * bound[..., None]).to(x.dtype)
 
 
 def default_positions(tokens: Tensor, documents: Tensor | None, offset: int) -> Tensor:

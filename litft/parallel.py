@@ -36,7 +36,17 @@ def pick_accelerator(accelerator: str) -> str:
 
 
 def pick_precision(precision: str, device: torch.device) -> str:
-    """The base's dtype: bf16 on a GPU, fp32 on a CPU, unless asked for."""
+    """What the network computes in: bf16 on a GPU, fp32 on a CPU, unless asked for."""
     if precision != "auto":
         return precision
     return "bf16" if device.type == "cuda" else "fp32"
+
+
+def pick_full_precision(precision: str, device: torch.device, parameters: int) -> str:
+    """For training the whole model: on a GPU fp32 weights where they, their gradients, AdamW's moments and the bf16 copies
+    fit (18 bytes a parameter, in nine tenths of the memory), else bf16 weights and gradients (12 bytes)."""
+    precision, asked = pick_precision(precision, device), precision
+    if asked != "auto" or device.type != "cuda":
+        return precision
+    memory = torch.cuda.get_device_properties(device).total_memory
+    return "bf16" if 18 * parameters < 0.9 * memory else "bf16-true"

@@ -46,11 +46,11 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
 def peak_flops(device: torch.device, precision: str) -> float | None:
     """FLOP/s that `device` can do at most in `precision`: from CHIPS, or on a CPU measured; None where not known."""
     if device.type == "cpu":
-        return _measure_matmul(torch.bfloat16 if precision == "bf16" else torch.float32)
+        return _measure_matmul(torch.bfloat16 if precision.startswith("bf16") else torch.float32)
     name = torch.cuda.get_device_name(device)
     for pattern, bf16, fp32 in CHIPS:
         if re.search(pattern, name):
-            return (bf16 if precision == "bf16" else fp32) * 1e12 or None
+            return (bf16 if precision.startswith("bf16") else fp32) * 1e12 or None
     return None
 
 

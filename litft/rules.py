@@ -6,7 +6,7 @@ for any text.
 
 import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -162,6 +162,12 @@ class Move:
     targets: tuple[str, ...]
     convert: Callable[[list[Tensor]], list[Tensor]]
     revert: Callable[[list[Tensor]], list[Tensor]]
+    is_plain: bool = False  # one tensor is one tensor, as it lies
+
+
+def upright(rules: Iterable[Rule]) -> list[Rule]:
+    """The rules of a folder whose matrices all lie (out, in): bitsandbytes packs GPT-2's the other way around."""
+    return [replace(rule, transposed=False) if isinstance(rule, (Rename, Split)) else rule for rule in rules]
 
 
 def importing(rules: Iterable[Rule], names: Iterable[str]) -> tuple[list[Move], list[str]]:
@@ -178,7 +184,9 @@ def importing(rules: Iterable[Rule], names: Iterable[str]) -> tuple[list[Move], 
         elif not isinstance(rule, Drop):
             numbers = match.groups()[:-1] if isinstance(rule, Stack) else match.groups()
             if (rule, numbers) not in moves:
-                move = Move(rule.sources(name, match), our_names(rule, numbers), rule.to_ours, rule.to_theirs)
+                plain = isinstance(rule, Rename) and not rule.transposed
+                sources, targets = rule.sources(name, match), our_names(rule, numbers)
+                move = Move(sources, targets, rule.to_ours, rule.to_theirs, plain)
                 moves[rule, numbers] = move
             elif name not in moves[rule, numbers].sources:
                 unknown.append(name)  # a second spelling of a tensor that is already there

@@ -3,6 +3,7 @@
 <out_dir>/config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume), final/ (to open; there only when finished).
 """
 
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -19,6 +20,13 @@ def is_run(folder: Path) -> bool:
             return file.readline().startswith(_MARK)
     except OSError:
         return False
+
+
+def method(folder: Path) -> str:
+    """Which of the methods a run's config.yaml is for."""
+    with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
+        found = re.match(rf"{_MARK}: finetune (\w+);", file.readline())
+    return found[1] if found else "lora"
 
 
 def finished(folder: Path) -> bool:
@@ -79,8 +87,8 @@ def clear(folder: Path) -> None:
         shutil.rmtree(folder.resolve())
 
 
-def write_config(folder: Path, text: str) -> None:
+def write_config(folder: Path, method: str, text: str) -> None:
     """Write config.yaml, all of it or nothing."""
     partial = folder / f"{CONFIG}.partial"
-    partial.write_text(f"{_MARK}; --config with this file repeats it.\n{text}", "utf-8")
+    partial.write_text(f"{_MARK}: finetune {method}; --config with this file repeats it.\n{text}", "utf-8")
     partial.replace(folder / CONFIG)

@@ -1,5 +1,6 @@
 """Text to token ids and back: `tokenizer.json` (tokenizers) or `tokenizer.model` (sentencepiece), one face."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,15 @@ class _Fast:
     def token_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
 
+    def add(self, texts: list[str]) -> None:
+        from tokenizers import AddedToken
+
+        self.backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
+        self.size = self.backend.get_vocab_size()
+
+    def save(self, folder: Path) -> None:
+        self.backend.save(str(folder / "tokenizer.json"))
+
     def adds_bos(self, bos_id: int | None) -> bool:
         """Whether the file's own post-processor begins every text with BOS."""
         ids = self.backend.encode("a", add_special_tokens=True).ids
@@ -47,29 +57,38 @@ class _Fast:
 class _SentencePiece:
     """The sentencepiece back-end; special tokens in the text become their ids, as in transformers."""
 
-    def __init__(self, path: Path, special: list[str]) -> None:
+    def __init__(self, path: Path, special: list[str], added: dict[str, int]) -> None:
         from sentencepiece import SentencePieceProcessor
 
         try:
             self.backend = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
             raise ValueError(f"{path} is no valid sentencepiece model ({error}); download it again") from None
-        self.size = self.backend.vocab_size()
-        self.special = {token: self.backend.piece_to_id(token) for token in special if self.token_id(token) is not None}
+        size = self.backend.vocab_size()
+        self.added = {text: i for text, i in added.items() if i >= size}  # tokens that the file itself does not know
+        self.special = {token: found for token in special if (found := self.token_id(token)) is not None}
         self.special_ids = set(self.special.values())
-        self._split = re.compile("(" + "|".join(map(re.escape, self.special)) + ")") if self.special else None
+        self._know()
+
+    def _know(self) -> None:
+        """Texts that are tokens whole."""
+        whole = sorted({**self.special, **self.added}, key=len, reverse=True)
+        self.size = max([self.backend.vocab_size() - 1, *self.added.values()]) + 1
+        self._split = re.compile("(" + "|".join(map(re.escape, whole)) + ")") if whole else None
 
     def encode(self, text: str) -> list[int]:
-        ids = []
+        ids, whole = [], {**self.special, **self.added}
         for part in self._split.split(text) if self._split else [text]:
-            ids += [self.special[part]] if part in self.special else self.backend.encode(part)
+            ids += [whole[part]] if part in whole else self.backend.encode(part)
         return ids
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:
-            return self.backend.decode([i for i in ids if i not in self.special_ids])
+            ids = [i for i in ids if i not in self.special_ids]
+        names = {i: token for token, i in {**self.special, **self.added}.items()}
+        if not any(i in names for i in ids):
+            return self.backend.decode(ids)
         text, plain = "", []
-        names = {i: token for token, i in self.special.items()}
         for i in [*ids, None]:
             if i is None or i in names:
                 text += self.backend.decode(plain) + names.get(i, "")
@@ -79,8 +98,23 @@ class _SentencePiece:
         return text
 
     def token_id(self, token: str) -> int | None:
+        if token in self.added:
+            return self.added[token]
         found = self.backend.piece_to_id(token)
         return found if self.backend.id_to_piece(found) == token else None
+
+    def add(self, texts: list[str]) -> None:
+        for text in texts:
+            self.added[text] = self.size
+            self._know()
+
+    def save(self, folder: Path) -> None:
+        path = folder / "tokenizer_config.json"
+        config = _read_json(path)
+        entries = config.setdefault("added_tokens_decoder", {})
+        plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word", "special"), False)
+        entries.update({str(i): {"content": text, **plain} for text, i in self.added.items()})
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
     def adds_bos(self, bos_id: int | None) -> bool:
         return bos_id is not None  # transformers' default for these files
@@ -98,10 +132,12 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         self.special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         added = _added_tokens(config)
+        self._has_new = False
         if (path := folder / "tokenizer.json").is_file():
             self._backend = _Fast(path)
         elif (path := folder / "tokenizer.model").is_file():
-            self._backend = _SentencePiece(path, [*self.special.values(), *added])
+            special = [text for text, entry in added.items() if entry["special"]]
+            self._backend = _SentencePiece(path, [*self.special.values(), *special], {t: e["id"] for t, e in added.items()})
         else:
             raise ValueError(f"{folder} holds no tokenizer.json or tokenizer.model; copy the model's tokenizer into it")
         self.bos_id = self._id("bos_token")
@@ -127,6 +163,22 @@ class Tokenizer:
     def token_id(self, token: str) -> int | None:
         """The id of a token given as text; None where it is not one."""
         return self._backend.token_id(token)
+
+    def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
+        """Make each text one token from now on: its id, and the ids it had before; ValueError for an empty text."""
+        texts = list(dict.fromkeys(texts))
+        if any(not text.strip() for text in texts):
+            raise ValueError("a new token must be a text with more than spaces")
+        pieces = [self._backend.encode(text) for text in texts]
+        if new := [text for text in texts if self.token_id(text) is None]:
+            self._backend.add(new)
+            self._has_new = True
+        return {self.token_id(text): before for text, before in zip(texts, pieces, strict=True)}
+
+    def save_added(self, folder: Path) -> None:
+        """Write what `add_tokens` has changed beside the other files."""
+        if self._has_new:
+            self._backend.save(folder)
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
         """Token ids of `text`. bos None: a BOS where the checkpoint's tokenizer adds one and the text has none yet."""
@@ -177,11 +229,12 @@ def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _added_tokens(config: dict[str, Any]) -> list[str]:
-    """The special ones of `added_tokens_decoder`."""
+def _added_tokens(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The entries of `added_tokens_decoder` by their text, each with its id and whether it is special."""
     entries = config.get("added_tokens_decoder")
-    entries = [entry for entry in entries.values() if isinstance(entry, dict)] if isinstance(entries, dict) else []
-    return [entry["content"] for entry in entries if entry.get("special") and isinstance(entry.get("content"), str)]
+    entries = entries.items() if isinstance(entries, dict) else ()
+    known = [(i, e) for i, e in entries if isinstance(e, dict) and isinstance(e.get("content"), str) and i.isdecimal()]
+    return {e["content"]: {"id": int(i), "special": bool(e.get("special"))} for i, e in known}
 
 
 def _own_template(folder: Path, config: dict[str, Any]) -> str | None:

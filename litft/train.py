@@ -19,15 +19,14 @@ from litft.args import FinetuneArgs, TrainArgs
 from litft.data.samples import Data, Sample, load_data
 from litft.data.steps import Order, layout
 from litft.evaluate import answer, exact_match, validation_loss
-from litft.folder import DEMO, Source, base_record, copy_tokenizer, resolve
+from litft.folder import DEMO, base_record, copy_tokenizer, resolve
+from litft.job import Job
 from litft.metrics import Metrics
-from litft.model import GPT
-from litft.parallel import make_fabric, pick_precision
-from litft.peft import LoRA, method_of
+from litft.optim import make_optimizer, set_rate
+from litft.parallel import make_fabric, pick_full_precision, pick_precision
 from litft.plan import Flops, peak_flops
-from litft.tokenizer import Tokenizer
-
-BETAS = (0.9, 0.95)
+from litft.result import Result, write_result
+from litft.weights import SHARD_BYTES
 
 
 def finetune(args: FinetuneArgs) -> Path:
@@ -36,27 +35,23 @@ def finetune(args: FinetuneArgs) -> Path:
         raise ValueError("\n".join(problems))
     if args.checkpoint_dir is None:
         args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=str(DEMO)))
-    method, named = method_of(args), runs.named(args.out_dir, args.resume)
+    named = runs.named(args.out_dir, args.resume)
     if named:
         inputs = (args.checkpoint_dir, args.base_dir, args.data.path, args.data.val_path, args.data.template)
         runs.check(named, args.resume, args.overwrite, inputs)
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check()
-    if source.adapter is None:
-        method.choose(source.meta_model(), source.adapter_rules)
-    tokenizer = source.tokenizer()
-    if tokenizer is None:
-        raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+    job = Job(args, source)
     context, limit = source.config.context, args.data.max_seq_length
     if source.config.learned_positions and limit and limit > context:
         raise ValueError(f"--data.max_seq_length {limit}: this model has learned {context} positions and no more; lower it")
-    data = load_data(args.data, tokenizer, source.config.vocab_size, context)
+    data = load_data(args.data, job.tokenizer, job.vocab_size, context)
     fabric = make_fabric(args)
     fabric.launch()
     # the first process makes the folder; all have looked at what was there before any gets here
-    chosen = str(named or runs.claim(method.name)) if fabric.global_rank == 0 else None
+    chosen = str(named or runs.claim(job.method.title)) if fabric.global_rank == 0 else None
     folder = Path(fabric.broadcast(chosen))
-    Run(args, fabric, method, source, tokenizer, data, folder).train()
+    Run(args, fabric, job, data, folder).train()
     return folder
 
 
@@ -114,44 +109,29 @@ def progress_bar(begun: int, steps: int, disable: bool) -> tqdm:
 class Run:
     """One fine-tuning run on one process of it."""
 
-    def __init__(
-        self,
-        args: FinetuneArgs,
-        fabric: Fabric,
-        method: LoRA,
-        source: Source,
-        tokenizer: Tokenizer,
-        data: Data,
-        folder: Path,
-    ) -> None:
-        self.args, self.fabric, self.source, self.tokenizer, self.data = args, fabric, source, tokenizer, data
+    def __init__(self, args: FinetuneArgs, fabric: Fabric, job: Job, data: Data, folder: Path) -> None:
+        self.args, self.fabric, self.job, self.data = args, fabric, job, data
+        self.source, self.tokenizer, self.method = job.source, job.tokenizer, job.method
         self.folder, self.main = folder, fabric.global_rank == 0
-        self.precision = pick_precision(args.precision, fabric.device)
-        self.model, self.method = self._build(method)
-        self.parameters = self.method.parameters(self.model)
+        self.precision = self._pick_precision()
+        self.model, self.parameters = job.build(self.precision, fabric.device)
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         peak = peak_flops(fabric.device, self.precision)
         self.metrics = Metrics(folder / "metrics.csv" if self.main else None, peak and peak * fabric.world_size)
         self.samples = planned_samples(args.train, len(data.train))
         self.steps = -(-self.samples // args.train.global_batch_size)
-        self.record = base_record(source, folder / "final")
         self.scores: dict[str, list[float]] = {"validation loss": [], "exact match": []}
 
-    def _build(self, method: LoRA) -> tuple[GPT, LoRA]:
-        """The base with its method: a fresh one, or the adapter's that the folder holds."""
-        model = self.source.base_model(self.precision, self.fabric.device)
-        torch.manual_seed(self.args.seed)  # the same factors on every rank
-        if held := self.source.attach_adapter(model, method.args.dropout):
-            return model, held
-        method.choose(model, self.source.adapter_rules)
-        method.attach(model)
-        return model, method
+    def _pick_precision(self) -> str:
+        if not self.method.whole:
+            return pick_precision(self.args.precision, self.fabric.device)
+        size = sum(p.numel() for p in self.source.meta_model().parameters())
+        return pick_full_precision(self.args.precision, self.fabric.device, size)
 
     def train(self) -> None:
         """Prepare the folder, run the steps, leave the result."""
         args, fabric = self.args, self.fabric
-        optimizer = torch.optim.AdamW(
-            self.parameters.values(), args.train.learning_rate, BETAS, weight_decay=args.train.weight_decay, fused=True
-        )
+        optimizer = make_optimizer(args.train, self.method, self.trained)
         begun = self._resume(optimizer)
         fabric.barrier()
         if self.main:
@@ -208,13 +188,14 @@ class Run:
     ) -> tuple[Tensor, Tensor]:
         """One optimizer step over `samples`; returns the mean loss a token before it, and the gradient's norm."""
         # dropout's state is a function of the step and the rank: a resumed run draws what an uninterrupted one would
-        torch.manual_seed((self.args.seed * 1_000_003 + step) * 4099 + self.fabric.global_rank)
+        seed = (self.args.seed * 1_000_003 + step) * 4099
+        torch.manual_seed(seed + self.fabric.global_rank)
         model.train()
         loss = accumulate(self.fabric, model, samples, self.args.train.micro_batch_size)
         limit = self.args.train.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.parameters.values(), limit)
-        for group in optimizer.param_groups:
-            group["lr"] = rate
+        norm = nn.utils.clip_grad_norm_(self.trained.values(), limit)
+        set_rate(optimizer, rate)
+        torch.manual_seed(seed)  # what an optimizer rounds by chance, every rank rounds alike
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss, norm
@@ -250,7 +231,7 @@ class Run:
         stored = dataclasses.asdict(self.args)
         for name in ("out_dir", "resume", "overwrite"):
             stored.pop(name)
-        runs.write_config(self.folder, yaml.safe_dump(stored, sort_keys=False))
+        runs.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False))
         self.metrics.cut(begun or -1)
         for name, column in (("validation loss", "val_loss"), ("exact match", "exact_match")):
             self.scores[name] = [row[column] for row in self.metrics.before if column in row]
@@ -271,30 +252,20 @@ class Run:
 
     def _identity(self) -> dict[str, Any]:
         """What a run must share with the one it continues, or it would silently be another."""
-        flags = dataclasses.asdict(self.args)
-        shared = (
-            "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
-        )
-        return {
-            "seed": self.args.seed,
-            "precision": self.precision,
-            **{f"train.{name}": flags["train"][name] for name in shared},
-            **{f"{self.method.name}.{name}": value for name, value in flags[self.method.name].items()},
-            "base model": self.record["litft"]["base_fingerprint"],
-            "training data": self.data.digest,
-        }
+        own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest}
+        return self.job.identity() | own
 
     def _headline(self, begun: int) -> str:
-        trained = sum(p.numel() for p in self.parameters.values())
-        every = sum(p.numel() for p in self.model.parameters())
+        trained = sum(p.numel() for p in self.trained.values())
+        every = sum(p.numel() for p in self.source.meta_model().parameters())
         data = self.data
         lines = [
-            f"{self.source.folder}: {every - trained:,} parameters in {self.precision}, {trained:,} trained",
+            f"{self.source.folder}: {every:,} parameters in {self._kind()}; {self.method.title} trains {trained:,}",
             f"{len(data.train):,} training and {len(data.val):,} validation examples; {self.steps:,} steps of "
             f"{self.args.train.global_batch_size} on {self.fabric.world_size} x {self.fabric.device.type}",
         ]
         if self.source.adapter:
-            lines.append("going on with this adapter, its own ranks, scales and targets")
+            lines.append("going on with this adapter, and what is its own: sizes, places, tokens")
         if data.truncated or data.skipped:
             lines.append(
                 f"of both, {data.truncated:,} were cut to fit, {data.skipped:,} skipped: no answer was left in them"
@@ -309,12 +280,22 @@ class Run:
             lines.append("no checkpoint to continue from; beginning at step 0")
         return "\n".join(lines)
 
+    def _kind(self) -> str:
+        """What the base's weights are kept in."""
+        return self.source.quantization(self.args.quantize) or self.precision
+
     def _write_final(self) -> None:
         """The folder to open, under its name only when complete."""
         partial, final = self.folder / "final.partial", self.folder / "final"
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir()
-        self.method.save(self.model, self.source.adapter_rules, partial, self.record)
+        values = self.method.values(self.model)
+        if self.method.whole:
+            write_result(partial, self.source, self.source.dtype(None), Result(self.method, values), SHARD_BYTES / 1e9)
+        else:
+            own = {"quantize": self.source.quantization(self.args.quantize) or "none", "precision": self.precision}
+            record = base_record(self.source, final)
+            self.method.write(partial, self.source, values, record | {"litft": record["litft"] | own})
         copy_tokenizer(self.tokenizer, partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)

@@ -10,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from litft.quantize import STATES, STATISTICS, Packed, is_quantizable, quantized, stored_shape
 from litft.rules import Move, Rule, exporting, importing
 
 SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face splits by default
@@ -19,7 +20,8 @@ SHOWN = 10  # names listed in one message at most
 class Checkpoint:
     """The tensors of a model folder: `model.safetensors`, or its shards and index, or the same as `pytorch_model.bin`.
 
-    Raises ValueError with a remedy for files that are missing, misnamed, truncated or not pure weights.
+    What transformers saved quantized by bitsandbytes stands here as the weights that its bits stand for. Raises ValueError
+    with a remedy for files that are missing, misnamed, truncated or not pure weights.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,21 +33,50 @@ class Checkpoint:
             metas = _metas(_open(path))
             self._file_of |= dict.fromkeys(metas, path)
             self._metas |= metas
+        self._packed = self._find_packed()
 
     @property
     def names(self) -> list[str]:
-        """Every tensor's name, sorted."""
-        return sorted(self._file_of)
+        """Every tensor's name, sorted; without the statistics of packed ones."""
+        hidden = {part for parts in self._packed.values() for part in parts.values()} - self._packed.keys()
+        return sorted(self._file_of.keys() - hidden)
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether some of its tensors are packed bits."""
+        return bool(self._packed)
 
     def meta(self, name: str) -> Tensor:
         """The tensor's shape and dtype as a meta tensor; reads no data."""
         meta = self._metas[name]
         if isinstance(meta, str):
             raise ValueError(f"{self._file_of[name]}: {name} is stored as {meta}, which holds no weights")
-        return meta
+        if name not in self._packed:
+            return meta
+        state = next((part for end, part in self._packed[name].items() if end in STATES), None)
+        return torch.empty(stored_shape(self._stored(state)) if state else meta.shape, device="meta")
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, in the file's own dtype."""
+        """The tensor, on the CPU, in the file's own dtype; of a packed one what it stands for, in fp32."""
+        return self.packed(name).dense() if name in self._packed else self._stored(name)
+
+    def packed(self, name: str) -> Packed | None:
+        """The bits of a tensor that is stored so."""
+        if name not in self._packed:
+            return None
+        return Packed.stored({end: self._stored(part) for end, part in self._packed[name].items()})
+
+    def _find_packed(self) -> dict[str, dict[str, str]]:
+        """The weights that are packed bits: the names of all their parts, by the end that bitsandbytes gives them."""
+        found = {}
+        for name in self._file_of:
+            stem, _, _ = name.rpartition(".weight.") if ".weight." in name else name.rpartition(".")
+            end = name.removeprefix(f"{stem}.")
+            if end in (*STATES, *STATISTICS) and f"{stem}.weight" in self._file_of:
+                found.setdefault(f"{stem}.weight", {"weight": f"{stem}.weight"})[end] = name
+        return found
+
+    def _stored(self, name: str) -> Tensor:
         handle = self._opened(self._file_of[name])
         return handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
 
@@ -185,16 +216,36 @@ def _tensor_problems(checkpoint: Checkpoint, name: str, like: Tensor) -> list[st
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, rules: list[Rule], dtype: torch.dtype, device: torch.device | str
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    rules: list[Rule],
+    dtype: torch.dtype,
+    device: torch.device | str,
+    quantize: str | None = None,
 ) -> None:
-    """Fill a model built on the meta device, one tensor at a time, in `dtype` on `device`."""
+    """Fill a model built on the meta device, one tensor at a time, in `dtype` on `device`.
+
+    quantize: Linears become QuantizedLinears of this kind as their weight comes; memory holds one of them unquantized.
+    """
     for move in check_weights(model, checkpoint, rules):
+        bits = checkpoint.packed(move.sources[0]) if move.is_plain else None
+        if quantize and bits and is_quantizable(move.targets[0].removesuffix(".weight"), model):
+            _place(model, move.targets[0], bits.to(device), quantize)
+            continue
         tensors = move.convert([checkpoint.read(name) for name in move.sources])
         for name, tensor in zip(move.targets, tensors, strict=True):
-            owner, _, leaf = name.rpartition(".")
             # clone: a tensor that still lies in the memory-mapped file would change with it
-            tensor = tensor.to(device=device, dtype=dtype, copy=True)
-            setattr(model.get_submodule(owner), leaf, nn.Parameter(tensor, requires_grad=False))
+            _place(model, name, tensor.to(device=device, dtype=dtype, copy=True), quantize)
+
+
+def _place(model: nn.Module, name: str, tensor: Tensor | Packed, quantize: str | None) -> None:
+    """Make a tensor the parameter `name`, as packed bits where the base is quantized."""
+    owner, _, leaf = name.rpartition(".")
+    module = model.get_submodule(owner)
+    if quantize and leaf == "weight" and is_quantizable(owner, model):
+        model.set_submodule(owner, quantized(module, tensor, quantize))
+    else:
+        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
 
 
 def write_file(tensors: dict[str, Tensor], path: Path) -> None:

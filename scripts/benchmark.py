@@ -99,7 +99,8 @@ class Litft(Contender):
 
         source = resolve(adapter)
         model = source.base_model(args.precision, device)
-        method = source.attach_adapter(model)
+        method, values = source.read_adapter()
+        method.load(model, values)
         super().__init__(args, list(method.parameters(model).values()))
         self.fabric = Fabric(accelerator=device, devices=1)
         self.model = self.fabric.setup_module(model).train()
@@ -190,7 +191,7 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
     torch.manual_seed(0)
     method.choose(model, source.adapter_rules)
     method.attach(model)
-    method.save(model, source.adapter_rules, folder, base_record(source, folder))
+    method.write(folder, source, method.values(model), base_record(source, folder))
 
 
 def measure(args: BenchmarkArgs, device: str) -> dict[str, list[dict[str, float]]]:

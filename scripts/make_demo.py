@@ -26,7 +26,8 @@ from torch import Tensor
 
 from litft.families import family, read_config
 from litft.model import GPT
-from litft.weights import model_entries, write_weights
+from litft.rules import exporting
+from litft.weights import Entry, write_weights
 
 HELD_OUT = 1 / 5  # of each kind's entities
 PHRASINGS = 3  # questions a trained fact; a held-out one gets a single question
@@ -388,8 +389,12 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 def write_base(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
     """A Hugging Face model folder."""
     folder.mkdir(parents=True, exist_ok=True)
-    rules = family(model.config.model_type).rules(model.config)
-    write_weights(folder, model_entries(model.to(torch.bfloat16).named_parameters(), rules))
+    ours = dict(model.to(torch.bfloat16).named_parameters())
+    moves = exporting(family(model.config.model_type).rules(model.config), ours)
+    tensors = [
+        pair for move in moves for pair in zip(move.targets, move.convert([ours[n] for n in move.sources]), strict=True)
+    ]
+    write_weights(folder, [Entry(name, tensor.nbytes, tensor.detach) for name, tensor in tensors])
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "config.json", ARCHITECTURE)
     write_json(folder / "generation_config.json", {"eos_token_id": 0, "pad_token_id": 0})

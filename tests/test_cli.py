@@ -16,6 +16,9 @@ from litft.cli import COMMANDS, _flags, parse
 
 SCRIPTS = {
     "finetune lora": "finetune/lora.py",
+    "finetune adapter": "finetune/adapter.py",
+    "finetune adapter_v2": "finetune/adapter_v2.py",
+    "finetune full": "finetune/full.py",
     "generate": "generate/base.py",
     "chat": "generate/chat.py",
     "merge_lora": "scripts/merge_lora.py",

@@ -12,8 +12,8 @@ TIERS = [
     {"config", "args", "runs", "cli"},
     {"rope", "attention", "cache", "rules", "prompts", "tokenizer", "loss", "mlp"},
     {"model", "families"},
-    {"weights", "adapter_files", "peft", "data"},
-    {"folder", "plan", "metrics", "parallel", "checkpoint", "generate"},
+    {"weights", "quantize", "adapter_files", "peft", "data"},
+    {"folder", "job", "result", "optim", "plan", "metrics", "parallel", "checkpoint", "generate"},
     {"train", "evaluate", "convert"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}

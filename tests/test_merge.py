@@ -10,8 +10,9 @@ from test_peft import TOKENS, write_adapter
 
 import litft
 from litft.args import MergeArgs
-from litft.convert import adapter_factors, merge, model_entries
+from litft.convert import merge
 from litft.folder import resolve
+from litft.result import Result, model_entries
 from litft.weights import write_weights
 
 
@@ -59,7 +60,7 @@ def test_a_tied_model_is_merged_in_shards(make_model, tmp_path):
     write_adapter(folder, tmp_path / "adapter")
     (tmp_path / "out").mkdir()
     source = resolve(tmp_path / "adapter")
-    entries = model_entries(source, torch.float32, adapter_factors(source))
+    entries = model_entries(source, torch.float32, Result(*source.read_adapter()))
     write_weights(tmp_path / "out", entries, shard_bytes=30_000)
     (tmp_path / "out" / "config.json").write_bytes((folder / "config.json").read_bytes())
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import litft
-from litft.convert import model_entries
 from litft.folder import resolve
+from litft.result import model_entries
 from litft.weights import Checkpoint, write_weights
 
 

@@ -1,0 +1,117 @@
+"""What a fine-tuning command comes to once its folder is known: the tokenizer, the method, and where the method begins."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import nn
+
+from litft.args import FinetuneArgs
+from litft.folder import Source, fingerprint
+from litft.model import GPT
+from litft.peft import Full, Method, Values, method_of
+from litft.peft.method import means
+
+# flags whose change would make a resumed run another one, without a word
+SHARED = "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
+SHARED += "freeze label_smoothing neftune_alpha".split()
+
+
+class Job:
+    """A command's method, chosen or held by the adapter folder that it goes on with; ValueError for what cannot be."""
+
+    def __init__(self, args: FinetuneArgs, source: Source) -> None:
+        self.args, self.source = args, source
+        self.tokenizer = source.tokenizer()
+        if self.tokenizer is None:
+            raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+        self.method, self.begin = self._method()
+        self._add_tokens()
+        self.frozen = self._frozen()
+        if isinstance(self.method, Full):
+            if source.quantization():
+                raise ValueError(
+                    f"{source.base} is quantized, and full fine-tuning changes every weight; use finetune/lora.py"
+                )
+            self.method.frozen = self.frozen
+
+    def _method(self) -> tuple[Method, Values | None]:
+        method = method_of(self.args)
+        held = self.source.read_adapter()
+        if held is None:
+            method.choose(self.source.meta_model(), self.source.adapter_rules)
+            return method, None
+        if type(held[0]) is not type(method):
+            reason = (
+                f"{self.source.adapter} is an adapter of another method ({held[0].title}), which this one cannot go on with"
+            )
+            raise ValueError(
+                f"{reason}; merge it first: python scripts/merge_lora.py --checkpoint_dir {self.source.adapter}"
+            )
+        held[0].go_on(method.args)
+        return held
+
+    def _add_tokens(self) -> None:
+        """Make tokens of --data.new_tokens; an adapter that has them goes on with its own."""
+        texts = self.args.data.new_tokens
+        if self.begin is None:
+            self.method.tokens = self.tokenizer.add_tokens(texts)
+        elif missing := [text for text in texts if self.tokenizer.token_id(text) not in self.method.tokens]:
+            reason = "an adapter goes on with the tokens that it has"
+            raise ValueError(f"--data.new_tokens {missing[0]!r}: {reason}; merge it first to add others")
+
+    def _frozen(self) -> set[str]:
+        """The parameters that --train.freeze names; ValueError where it names none."""
+        if not self.args.train.freeze:
+            return set()
+        names, found = list(self.shapes()), set()
+        for pattern in self.args.train.freeze:
+            hits = {name for name in names if means(pattern, name, name.rpartition(".")[0])}
+            if not hits:
+                raise ValueError(f"--train.freeze {pattern}: nothing that is trained has that name, such as {names[0]}")
+            found |= hits
+        if found == set(names):
+            raise ValueError(f"--train.freeze {','.join(self.args.train.freeze)}: nothing is left to train")
+        return found
+
+    @property
+    def vocab_size(self) -> int:
+        """Of the model with its new tokens."""
+        return max([self.source.config.vocab_size, *(token + 1 for token in self.method.tokens)])
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The method's own parameters, by name."""
+        model = self.source.meta_model()
+        self.method.attach(model)
+        return {name: tuple(p.shape) for name, p in self.method.parameters(model).items()}
+
+    def build(self, precision: str, device: torch.device) -> tuple[GPT, dict[str, nn.Parameter]]:
+        """The network with the method on it, and the method's own parameters; the same on every rank."""
+        storage = self.method.storage(precision)
+        model = self.source.base_model(storage, device, self.args.quantize)
+        torch.manual_seed(self.args.seed)
+        if isinstance(self.method, Full):
+            self.method.attach(model, precision)
+        else:
+            self.method.attach(model)
+        parameters = self.method.parameters(model)
+        with torch.no_grad():
+            for name, value in (self.begin or {}).items():
+                parameters[name].copy_(value)
+        for name in self.frozen:
+            parameters[name].requires_grad_(False)
+        model.label_smoothing, model.neftune_alpha = self.args.train.label_smoothing, self.args.train.neftune_alpha
+        return model, parameters
+
+    def identity(self) -> dict[str, Any]:
+        """What a run must share with the one it continues, of what the command and its folder say."""
+        flags = dataclasses.asdict(self.args)
+        own = flags.get(self.method.name, {})
+        return {
+            "method": self.method.title,
+            "quantize": self.args.quantize,
+            **{f"train.{name}": flags["train"][name] for name in SHARED},
+            **{f"{self.method.name}.{name}": value for name, value in own.items()},
+            "data.new_tokens": self.args.data.new_tokens,
+            "base model": fingerprint(self.source.checkpoint),
+        }

@@ -1,0 +1,57 @@
+"""Full fine-tuning: the whole network is the method's own."""
+
+import torch
+from torch import Tensor, nn
+
+from litft.args import FullFinetuneArgs
+from litft.model import GPT
+from litft.peft.method import Method, Values
+from litft.peft.parts import train_parameters
+from litft.peft.tokens import first_rows, grown
+
+
+class Full(Method):
+    """Every parameter trained: in fp32 where the network computes in bf16, or in bf16 itself (`bf16-true`)."""
+
+    name, title = "full", "full"
+    whole = True
+
+    def __init__(self, args: FullFinetuneArgs) -> None:
+        super().__init__(args)
+        self.frozen: set[str] = set()
+
+    def storage(self, precision: str) -> str:
+        """fp32 wherever trained weights would lose updates; `optim.Rounded` keeps them in bf16."""
+        return "bf16" if precision == "bf16-true" else "fp32"
+
+    def attach(self, model: GPT, precision: str = "fp32") -> None:
+        """Train all of `model`, which computes in `precision`, but what is frozen."""
+        if self.tokens:
+            self._grow(model)
+        names = [name for name, _ in model.named_parameters()]
+        model.requires_grad_(True)
+        if precision == "bf16":
+            train_parameters(model, [n for n in names if n not in self.frozen], torch.bfloat16, keep=False)
+            for name in self.frozen:
+                model.get_parameter(name).data = model.get_parameter(name).data.bfloat16()
+
+    def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
+        """All there are; a tied head's weight once."""
+        return dict(model.named_parameters())
+
+    def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
+        """What it has become."""
+        return values[name]
+
+    def _grow(self, model: GPT) -> None:
+        """Lengthen embedding and head by the new tokens' rows."""
+        ids, pieces = list(self.tokens), list(self.tokens.values())
+        head = model.lm_head
+        for module in [model.embed] if model.config.tied else [model.embed, head]:
+            rows = first_rows(module.weight.detach(), pieces)
+            module.weight = nn.Parameter(grown(module.weight.detach(), ids, rows).to(module.weight.dtype))
+        if head.bias is not None:
+            head.bias = nn.Parameter(grown(head.bias.detach(), ids, None).to(head.bias.dtype))
+        model.tie()
+        model.embed.num_embeddings = head.out_features = head.weight.size(0)
+        model.set_vocabulary(head.weight.size(0))

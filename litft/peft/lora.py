@@ -1,0 +1,350 @@
+"""LoRA (arXiv 2106.09685) and its kin: rsLoRA, DoRA, LoRA+, PiSSA, OLoRA; on Linears, embeddings and experts."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from litft.adapter_files import Adapter, Factors, Slot, adaptable, read_adapter, slots, write_adapter
+from litft.args import LoRAArgs
+from litft.mlp import ExpertLinear, expert_linear
+from litft.model import GPT
+from litft.peft.method import Base, Method, Values, matching, means, siblings
+from litft.peft.parts import Part, train_parameters
+from litft.peft.tokens import ROWS
+from litft.quantize import dense
+from litft.rules import Rule, rule_of, their_name
+
+# E experts, R rank
+
+
+LEAVES = ("lora_a", "lora_b", "lora_m", "lora_a0", "lora_b0")
+
+
+class LoRALinear(Part):
+    """A Linear y = W x with a low-rank update beside it: y + scale * B A x (arXiv 2106.09685, section 4.1).
+
+    DoRA (2402.09353) makes each row of W + scale * B A as long as `lora_m` says. PiSSA (2404.02948) and OLoRA (2406.01775)
+    begin with factors of W itself; what they begin with, `lora_a0` and `lora_b0`, is taken off again, so that W stays.
+    """
+
+    def add_factors(self, r: int, scale: float, dropout: float, dora: bool = False, init: str = "default") -> None:
+        """Register A (R, in) and B (out, R) in fp32 on the weight's device; by default PEFT's uniform A, and B zero."""
+        *stack, height, width = self.stack_shape()
+        self.lora_scale, self.lora_dropout = scale, dropout
+        self.lora_a = nn.Parameter(torch.empty(*stack, r, width, device=self.weight.device))
+        self.lora_b = nn.Parameter(torch.zeros(*stack, height, r, device=self.weight.device))
+        self.draw(init)
+        first = (None, None) if init == "default" else (self.lora_a.detach().clone(), self.lora_b.detach().clone())
+        for name, value in zip(("lora_a0", "lora_b0"), first, strict=True):
+            self.register_parameter(name, value if value is None else nn.Parameter(value, requires_grad=False))
+        self.squares = self.matrix().float().square().sum(-1) if dora else None  # (out,), of the frozen rows
+        self.register_parameter("lora_m", nn.Parameter(self.lengths()) if dora else None)
+
+    def draw(self, init: str) -> None:
+        """Where the factors begin."""
+        if init == "default":
+            nn.init.kaiming_uniform_(self.lora_a.data.view(-1, self.lora_a.size(-1)), a=math.sqrt(5))
+            return
+        if self.weight.is_meta:
+            return
+        r, weight = self.lora_a.size(-2), self.matrix().float()
+        if init == "olora":
+            q, upper = torch.linalg.qr(weight)
+            b, a = q[..., :r], upper[..., :r, :]
+        else:
+            u, s, v = torch.linalg.svd(weight, full_matrices=False)
+            root = (s[..., :r] / self.lora_scale).sqrt()
+            b, a = u[..., :r] * root[..., None, :], root[..., None] * v[..., :r, :]
+        self.lora_b.data.copy_(b)
+        self.lora_a.data.copy_(a)
+
+    def stack_shape(self) -> tuple[int, ...]:
+        """(out, in); the weight itself may be packed."""
+        return (self.out_features, self.in_features)
+
+    def matrix(self) -> Tensor:
+        """The base's weight as (out, in)."""
+        return dense(self)
+
+    def remove(self) -> None:
+        """Undo `add_factors`."""
+        del self.lora_scale, self.lora_dropout, self.squares
+        for name in LEAVES:
+            delattr(self, name)
+
+    def forward(self, x: Tensor, *counts: list[int]) -> Tensor:
+        y = super().forward(x, *counts)
+        if not self.on:
+            return y
+        update = self.update(x, *counts)
+        if self.lora_m is not None:
+            # y is the one product with the base; where the lengths have not changed it stays what it is, to the bit
+            ratio = self.by_row(self.lora_m / self.lengths(), *counts)
+            bias = getattr(self, "bias", None)
+            update = ratio * update + (ratio - 1) * (y if bias is None else y - self.by_row(bias, *counts))
+        # the fp32 update is added before rounding to the base's dtype, so that small updates are not lost
+        return (y + update).to(y.dtype)
+
+    def update(self, x: Tensor, *counts: list[int]) -> Tensor:
+        """What the factors add, in fp32."""
+        low = self.product(F.dropout(x.to(self.lora_a.dtype), self.lora_dropout, self.training), self.lora_a, *counts)
+        update = self.product(low * self.lora_scale, self.lora_b, *counts)
+        if self.lora_a0 is None:
+            return update
+        first = self.product(x.to(self.lora_a0.dtype), self.lora_a0, *counts)
+        return update - self.product(first * self.lora_scale, self.lora_b0, *counts)
+
+    @torch.no_grad()
+    def lengths(self) -> Tensor:
+        """The 2-norm (out,) of each row of W + scale * B A; a constant to the gradient (arXiv 2402.09353, section 4.3).
+
+        |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b^T: no matrix of W's size is made.
+        """
+        a, b, s = self.lora_a, self.lora_b, self.lora_scale
+        if self.lora_a0 is not None:
+            a, b = torch.cat((a, self.lora_a0), dim=-2), torch.cat((b, -self.lora_b0), dim=-1)
+        weight = self.matrix()
+        cross = weight.to(a.dtype) @ a.mT if weight.dtype == a.dtype else (weight @ a.to(weight.dtype).mT).float()
+        squares = self.squares + 2 * s * (cross * b).sum(-1) + s * s * ((b @ (a @ a.mT)) * b).sum(-1)
+        return squares.clamp(min=0).sqrt()
+
+    def product(self, x: Tensor, factor: Tensor) -> Tensor:
+        """x (..., in) times a factor (out, in)."""
+        return F.linear(x, factor)
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Values (out,) to multiply an output (..., out) with."""
+        return values
+
+
+class LoRAExpertLinear(LoRALinear):
+    """The same beside each expert of an ExpertLinear: A (E, R, in), B (E, out, R)."""
+
+    def stack_shape(self) -> tuple[int, ...]:
+        """(E, out, in)"""
+        return (self.count, self.out_features, self.in_features)
+
+    def product(self, x: Tensor, factor: Tensor, counts: list[int]) -> Tensor:
+        """x (N, in), sorted by expert, times each expert's factor (E, out, in)."""
+        return expert_linear(x, factor, None, counts)
+
+    def by_row(self, values: Tensor, counts: list[int]) -> Tensor:
+        """Values (E, out) to the rows (N, out)."""
+        return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0)
+
+
+class LoRAEmbedding(LoRALinear):
+    """The same beside an embedding, as a Linear on one-hot tokens: A (R, V), zero at first, and B (C, R)."""
+
+    def stack_shape(self) -> tuple[int, ...]:
+        """(C, V)"""
+        return (self.embedding_dim, self.num_embeddings)
+
+    def matrix(self) -> Tensor:
+        """(C, V)"""
+        return self.weight.detach().mT
+
+    def draw(self, init: str) -> None:
+        """As PEFT: A zero and B normal."""
+        nn.init.zeros_(self.lora_a)
+        nn.init.normal_(self.lora_b)
+
+    def update(self, tokens: Tensor) -> Tensor:
+        """What the factors add, in fp32; dropping parts of a one-hot would drop words, so there is no dropout."""
+        tokens = tokens.clamp(max=self.num_embeddings - 1)
+        return F.linear(F.embedding(tokens, self.lora_a.mT), self.lora_b) * self.lora_scale
+
+
+class Site(NamedTuple):
+    """The size of one module's update."""
+
+    r: int
+    scale: float
+
+
+def lora_class(module: nn.Module) -> type[LoRALinear]:
+    """The class that puts factors beside a module's weight."""
+    if isinstance(module, nn.Embedding):
+        return LoRAEmbedding
+    return LoRAExpertLinear if isinstance(module, ExpertLinear) else LoRALinear
+
+
+class LoRA(Method):
+    """Low-rank factors beside chosen weights; `sites` maps a module's name to its factors' size once the model is known.
+
+    `trained` are the base's own parameters trained besides (`modules_to_save`, biases), `tokens` the ids of new tokens with
+    the ids of their texts' pieces. `rules` are `Source.adapter_rules`: how PEFT and the checkpoint name the modules.
+    """
+
+    name, title = "lora", "lora"
+    peft_types = ("LORA",)
+
+    def __init__(self, args: LoRAArgs) -> None:
+        super().__init__(args)
+        self.sites: dict[str, Site] = {}
+        self.trained: list[str] = []
+        self.apart = False  # whether a tied embedding and its head are trained as two: PEFT's adapters may be
+
+    def choose(self, model: GPT, rules: list[Rule]) -> None:
+        """Find what `targets` and `modules_to_save` name; ValueError where one names nothing."""
+        theirs = {name: slot.name for name, slot in slots(model, rules).items()}
+        whole = self._modules_to_save(model, rules)
+        chosen: dict[str, None] = {}
+        for target, hits in matching(self.args.targets, theirs).items():
+            hits = [name for name in theirs if is_inner_linear(model, name)] if target == "all-linear" else hits
+            if not hits:
+                known = ", ".join(sorted({n.rpartition(".")[2] for n in theirs}))
+                raise ValueError(f"--lora.targets {target}: no Linear of this model has that name; known: {known}")
+            chosen |= dict.fromkeys(hits)
+        chosen = {name: None for name in theirs if name in chosen and name not in whole}
+        self.sites = {name: self._site(name, theirs[name], model) for name in chosen}
+        self.trained = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in whole]
+        biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
+        if self.args.bias == "lora":
+            biases = siblings(rules, [name for name in biases if name.removesuffix(".bias") in self.sites])
+        if self.args.bias != "none":
+            self.trained = list(dict.fromkeys([*self.trained, *biases]))
+
+    def _modules_to_save(self, model: GPT, rules: list[Rule]) -> set[str]:
+        """The modules that are trained whole, with all that share a tensor of the checkpoint with them."""
+        theirs = _their_modules(model, rules) | ({"lm_head": "lm_head"} if model.config.tied else {})
+        names = matching(self.args.modules_to_save, theirs)
+        if missing := [pattern for pattern, hits in names.items() if not hits]:
+            known = ", ".join(sorted({owner.rpartition(".")[2] for owner in theirs}))
+            raise ValueError(f"--lora.modules_to_save {missing[0]}: no module of this model has that name; known: {known}")
+        chosen = {"embed" if hit == "lm_head" and model.config.tied else hit for hits in names.values() for hit in hits}
+        own = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in chosen]
+        return {name.rpartition(".")[0] for name in siblings(rules, own)}
+
+    def _site(self, ours: str, theirs: str, model: GPT) -> Site:
+        """The rank and scale of one module: the first pattern that means it, or the flags for all."""
+        r = int(_by_pattern(self.args.rank_pattern, ours, theirs, self.args.r))
+        alpha = _by_pattern(self.args.alpha_pattern, ours, theirs, self.args.alpha)
+        module = model.get_submodule(ours)
+        if self.args.init != "default" and not isinstance(module, nn.Embedding):
+            largest = min(module.in_features, module.out_features)
+            if r > largest:
+                raise ValueError(f"--lora.r {r}: --lora.init {self.args.init} takes {largest} ranks at most from {ours}")
+        return Site(r, alpha / (math.sqrt(r) if self.args.rslora else r))
+
+    def attach(self, model: GPT) -> None:
+        """Add the factors to `model` and freeze everything else."""
+        model.requires_grad_(False)
+        train_parameters(model, self.trained, apart=self.apart)
+        for name, site in self.sites.items():
+            module = model.get_submodule(name)
+            init = "default" if isinstance(module, nn.Embedding) else self.args.init
+            lora_class(module).mix_over(module).add_factors(*site, self.args.dropout, self.args.dora, init)
+        self.attach_tokens(model)
+
+    def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
+        """Factors, the base's parameters that are trained besides, rows of new tokens."""
+        leaves = ((f"{site}.{leaf}", getattr(model.get_submodule(site), leaf)) for site in self.sites for leaf in LEAVES)
+        factors = {name: parameter for name, parameter in leaves if parameter is not None}
+        return factors | {name: model.get_parameter(name) for name in self.trained} | self.token_rows(model)
+
+    def rate(self, name: str) -> float:
+        """LoRA+ (arXiv 2402.12354): B learns faster than A."""
+        return self.args.lr_ratio if name.endswith(".lora_b") else 1.0
+
+    def factors(self, site: str, values: Values) -> Factors:
+        """The update of one site; what PiSSA and OLoRA began with is taken off by as many ranks again."""
+        a, b, m, a0, b0 = (values.get(f"{site}.{leaf}") for leaf in LEAVES)
+        if a0 is not None:
+            a, b = torch.cat((a, a0), dim=-2), torch.cat((b, -b0), dim=-1)
+        return Factors(a, b, self.sites[site].scale, m)
+
+    def write(self, folder: Path, source: Base, values: Values, record: dict[str, Any]) -> None:
+        """PEFT's two files."""
+        model, factors = source.meta_model(), {site: self.factors(site, values) for site in self.sites}
+        if self.args.dora:
+            factors |= _unchanged_parts(factors, slots(model, source.adapter_rules).values(), source)
+        rows = {name: values[name] for name in ROWS if name in values}
+        trained = {name: values[name] for name in self.trained}
+        adapter = Adapter(factors, trained, list(self.tokens), rows, apart=self.apart)
+        settings = {"lora_dropout": self.args.dropout, "use_dora": self.args.dora, "bias": _PEFT_BIAS[self.args.bias]}
+        write_adapter(folder, model, source.adapter_rules, adapter, settings | record)
+
+    @classmethod
+    def read(cls, folder: Path, source: Base) -> tuple["LoRA", Values]:
+        """From PEFT's two files, litft's or PEFT's own."""
+        model = source.meta_model()
+        adapter = read_adapter(folder, model, source.adapter_rules)
+        bias = {theirs: ours for ours, theirs in _PEFT_BIAS.items()}[adapter.bias]
+        method = cls(LoRAArgs(dora=any(f.m is not None for f in adapter.factors.values()), bias=bias))
+        method.tokens = {token: [] for token in adapter.tokens}
+        method.trained, method.apart = list(adapter.trained), adapter.apart
+        method.sites = {n: Site(f.a.size(-2), f.scale) for n in adaptable(model) if (f := adapter.factors.get(n))}
+        leaves = {f"{n}.{leaf}": getattr(adapter.factors[n], leaf[-1]) for n in method.sites for leaf in LEAVES[:3]}
+        leaves = {name: value for name, value in leaves.items() if value is not None}
+        return method, leaves | adapter.trained | adapter.token_rows
+
+    def go_on(self, args: LoRAArgs) -> None:
+        """Dropout and LoRA+'s ratio; ranks, scales and targets are the adapter's own."""
+        self.args.dropout, self.args.lr_ratio = args.dropout, args.lr_ratio
+
+    def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
+        """W + scale * B A, each row as long as DoRA says, in fp32."""
+        site, _, leaf = name.rpartition(".")
+        weight = values.get(name, weight)
+        if site in self.sites and leaf == "weight":
+            turned = site in ("embed", "embed_positions")
+            weight = merged_weight(weight.mT if turned else weight, self.factors(site, values))
+            weight = weight.mT if turned else weight
+        return self.with_tokens(name, weight, values)
+
+    def unties(self) -> bool:
+        """Where just one of the two uses of the embedding has factors, or they differ."""
+        return self.apart or "embed" in self.sites or "lm_head" in self.sites
+
+
+_PEFT_BIAS = {"none": "none", "lora": "lora_only", "all": "all"}
+
+
+def merged_weight(weight: Tensor, factors: Factors) -> Tensor:
+    """W + scale * B A, in fp32; W (out, in) or (E, out, in). With magnitudes, rows of their length."""
+    weight = weight.float() + (factors.b.float() @ factors.a.float()) * factors.scale
+    if factors.m is None:
+        return weight
+    return weight * (factors.m.float() / weight.norm(dim=-1))[..., None]
+
+
+def is_inner_linear(model: nn.Module, name: str) -> bool:
+    """What `all-linear` means: every Linear and every expert's but the head and what chooses experts."""
+    return not isinstance(model.get_submodule(name), nn.Embedding) and name != "lm_head" and not name.endswith(".router")
+
+
+def _by_pattern(patterns: list[str], ours: str, theirs: str, default: float) -> float:
+    """The number of the first NAME=NUMBER that means a module."""
+    pairs = (pattern.rpartition("=") for pattern in patterns)
+    return next((float(number) for name, _, number in pairs if means(name, ours, theirs)), default)
+
+
+def _unchanged_parts(factors: dict[str, Factors], known: Iterable[Slot], source: Base) -> dict[str, Factors]:
+    """Linears without factors that lie in one tensor with some that have: in a DoRA file they need their own lengths."""
+    found = {}
+    for slot in known:
+        own = [factors[name] for name in slot.linears if name in factors]
+        for name in slot.linears if own else ():
+            if name not in factors:
+                weight = source.tensor(f"{name}.weight").float()
+                a, b = (
+                    own[0].a.new_zeros((*weight.shape[:-2], 0, weight.size(-1))),
+                    weight.new_zeros((*weight.shape[:-1], 0)),
+                )
+                found[name] = Factors(a, b, own[0].scale, weight.norm(dim=-1))
+    return found
+
+
+def _their_modules(model: GPT, rules: list[Rule]) -> dict[str, str]:
+    """Every module with parameters of its own, and what the checkpoint (or PEFT) calls it."""
+    found = {}
+    for name, _ in model.named_parameters():
+        rule, numbers = rule_of(rules, name)
+        found.setdefault(name.rpartition(".")[0], their_name(rule, numbers).rpartition(".")[0])
+    return found

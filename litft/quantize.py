@@ -1,0 +1,173 @@
+"""Frozen Linears in 4 or 8 bits by bitsandbytes (arXiv 2305.14314, 2208.07339), on CPU and CUDA.
+
+Only the weights are quantized: each product is made with the dequantized weight in the input's dtype, in training and in
+inference alike, so that a model gives the same logits in both. (bitsandbytes' own int8 layer rounds activations too, where
+the model is not being trained, and there alone.) The head, the embedding and routers stay as they are.
+"""
+
+import json
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from litft.mlp import ExpertLinear
+
+KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
+# what folders of bitsandbytes' layers hold of a layer, beside `weight` and `bias`
+STATISTICS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "SCB", "weight_format")
+STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+
+# E experts, N rows
+
+
+def bitsandbytes() -> Any:
+    """The library; ValueError where it is not installed."""
+    try:
+        import bitsandbytes
+    except ImportError:
+        raise ValueError("quantized weights need bitsandbytes; pip install 'litft[quantize]'") from None
+    return bitsandbytes
+
+
+@dataclass(frozen=True)
+class Packed:
+    """One matrix (out, in) as bitsandbytes keeps it: `data` with a `QuantState`, or int8 with fp32 maxima of its rows."""
+
+    data: Tensor
+    state: Any
+
+    @classmethod
+    def of(cls, weight: Tensor, kind: str) -> "Packed":
+        """Quantize a matrix on its device."""
+        functional = bitsandbytes().functional
+        if kind == "int8":
+            data, maxima, _ = functional.int8_vectorwise_quant(weight.half())
+            return cls(data, maxima)
+        name, _, nested = kind.partition("-")
+        return cls(*functional.quantize_4bit(weight.contiguous(), quant_type=name, compress_statistics=bool(nested)))
+
+    @classmethod
+    def stored(cls, tensors: dict[str, Tensor]) -> "Packed":
+        """From what a folder holds of one layer, by the ends of the names (`weight`, `weight.absmax`, ... or `SCB`)."""
+        if "SCB" in tensors:
+            return cls(tensors["weight"], tensors["SCB"].float())
+        statistics = {name.removeprefix("weight."): value for name, value in tensors.items() if name != "weight"}
+        state = bitsandbytes().functional.QuantState.from_dict(statistics, device=torch.device("cpu"))
+        return cls(tensors["weight"], state)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(out, in)"""
+        return tuple(self.data.shape if isinstance(self.state, Tensor) else self.state.shape)
+
+    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """The matrix that the bits stand for, (out, in)."""
+        functional = bitsandbytes().functional
+        if isinstance(self.state, Tensor):
+            return functional.int8_vectorwise_dequant(self.data, self.state).to(dtype)
+        state = copy(self.state)
+        state.dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
+        return functional.dequantize_4bit(self.data, state).to(dtype)
+
+    def to(self, device: torch.device | str) -> "Packed":
+        """The same on another device."""
+        if isinstance(self.state, Tensor):
+            return Packed(self.data.to(device), self.state.to(device))
+        self.state.to(device)  # in place
+        return Packed(self.data.to(device), self.state)
+
+
+class _Product(torch.autograd.Function):
+    """x W^T for a frozen packed W, which is dequantized once more in backward, so that no dense copy is kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, packed: Packed) -> Tensor:
+        ctx.packed = packed
+        return F.linear(x, packed.dense(x.dtype))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad @ ctx.packed.dense(grad.dtype), None
+
+
+class QuantizedLinear(nn.Linear):
+    """A frozen Linear whose `weight` holds packed bits."""
+
+    def __init__(self, linear: nn.Linear, packed: Packed) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.weight = nn.Parameter(packed.data, requires_grad=False)
+        self.state, self.bias = packed.state, linear.bias
+
+    @property
+    def packed(self) -> Packed:
+        """Bits and statistics."""
+        return Packed(self.weight.data, self.state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = _Product.apply(x, self.packed)
+        return y if self.bias is None else y + self.bias.to(y.dtype)
+
+
+class QuantizedExpertLinear(ExpertLinear):
+    """A frozen ExpertLinear whose `weight` stacks each expert's packed bits."""
+
+    def __init__(self, linear: ExpertLinear, packed: list[Packed]) -> None:
+        nn.Module.__init__(self)
+        self.count, self.in_features, self.out_features = linear.count, linear.in_features, linear.out_features
+        self.weight = nn.Parameter(torch.stack([each.data for each in packed]), requires_grad=False)
+        self.states, self.bias = [each.state for each in packed], linear.bias
+
+    @property
+    def packed(self) -> list[Packed]:
+        """Bits and statistics of each expert."""
+        return [Packed(data, state) for data, state in zip(self.weight.data, self.states, strict=True)]
+
+    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+        """As ExpertLinear's."""
+        parts = zip(x.split(counts), self.packed, strict=True)
+        y = torch.cat([_Product.apply(rows, packed) for rows, packed in parts])
+        if self.bias is None:
+            return y
+        return y + self.bias.to(y.dtype).repeat_interleave(torch.tensor(counts, device=y.device), dim=0)
+
+
+Quantized = QuantizedLinear | QuantizedExpertLinear
+
+
+def is_quantizable(name: str, model: nn.Module) -> bool:
+    """Whether a module's weight is quantized with the base: Linears but the head and what chooses experts, and experts."""
+    chooses = name.endswith((".router", ".shared_gate"))
+    return isinstance(model.get_submodule(name), (nn.Linear, ExpertLinear)) and name != "lm_head" and not chooses
+
+
+def quantized(module: nn.Linear | ExpertLinear, weight: Tensor | Packed, kind: str) -> Quantized:
+    """The quantized form of a module with this weight, which lies on its device already."""
+    if isinstance(module, ExpertLinear):
+        return QuantizedExpertLinear(module, [Packed.of(each, kind) for each in weight])
+    return QuantizedLinear(module, weight if isinstance(weight, Packed) else Packed.of(weight, kind))
+
+
+def rounded(weight: Tensor, kind: str) -> Tensor:
+    """What a weight (out, in) or (E, out, in) is in its own dtype after it has been quantized."""
+    if weight.dim() == 3:
+        return torch.stack([rounded(each, kind) for each in weight])
+    return Packed.of(weight, kind).dense(weight.dtype)
+
+
+def stored_shape(state: Tensor) -> tuple[int, ...]:
+    """The shape that a folder's `quant_state` states of its layer."""
+    return tuple(json.loads(bytes(state.tolist()))["shape"])
+
+
+def dense(module: nn.Module) -> Tensor:
+    """A module's weight (out, in), or (E, out, in) of experts, as numbers."""
+    if isinstance(module, QuantizedLinear):
+        return module.packed.dense()
+    if isinstance(module, QuantizedExpertLinear):
+        return torch.stack([packed.dense() for packed in module.packed])
+    return module.weight.detach()

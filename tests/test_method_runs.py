@@ -1,0 +1,162 @@
+"""Every method as a user runs it: killed and resumed, gone on with, with new tokens, with parts frozen."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from conftest import ENV, ROOT, script
+from safetensors.torch import load_file
+
+import litft
+from litft.data.samples import load_data
+from litft.data.steps import collate
+from litft.folder import resolve
+
+TIMED = ("tokens_per_second", "mfu", "memory_gib", "seconds")
+# what random numbers, warm-up, epochs, validation and checkpoints can get wrong, all at once
+FLAGS = (
+    "--data.val_fraction 0.2 --train.epochs 2 --train.global_batch_size 3 --train.warmup_fraction 0.9 --save.interval 3 "
+    "--eval.interval 2 --train.neftune_alpha 5 --train.label_smoothing 0.1 --train.learning_rate 0.003"
+).split()
+METHODS = {
+    "full, fp32 masters": "full --precision bf16",
+    "full, rounded by chance": "full --precision bf16-true --train.freeze embed,blocks.0.*",
+    "pissa, dora, dropout": "lora --lora.init pissa --lora.dora --lora.dropout 0.2 --lora.lr_ratio 4",
+    "lora, all it has, int8": "lora --quantize int8 --lora.targets q_proj,embed --lora.modules_to_save norm --lora.bias all",
+    "adapter, new tokens": "adapter --data.new_tokens <once>,<upon>",
+    "adapter_v2": "adapter_v2 --adapter.prompt_length 3",
+}
+
+
+def rows_of(run):
+    with (run / "metrics.csv").open() as file:
+        return [{k: v for k, v in row.items() if k not in TIMED} for row in csv.DictReader(file)]
+
+
+def files_of(folder):
+    """Every file's bytes; where the base lies is the folder's own."""
+    found = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if config := found.get("adapter_config.json"):
+        found["adapter_config.json"] = {k: v for k, v in json.loads(config).items() if k != "litft"}
+    return found
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_killed_and_resumed_is_uninterrupted(tiny, examples, tmp_path, name):
+    method, *more = METHODS[name].split()
+    flags = [f"finetune/{method}.py", "--checkpoint_dir", tiny, "--data.path", examples, *FLAGS, *more, "--out_dir"]
+    script(*flags, "whole", cwd=tmp_path)
+    run = tmp_path / "killed"
+    command = [sys.executable, ROOT / flags[0], *map(str, flags[1:]), "killed"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (run / "checkpoints" / "step-000006").is_dir():
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert "continuing after step" in script(flags[0], "--out_dir", "killed", "--resume", cwd=tmp_path).stdout
+    assert rows_of(run) == rows_of(tmp_path / "whole")
+    assert files_of(run / "final") == files_of(tmp_path / "whole" / "final")
+    losses = [float(row["val_loss"]) for row in rows_of(run) if row["val_loss"]]
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("method", ["lora", "adapter", "adapter_v2"])
+def test_going_on_from_an_adapter(tiny, examples, tmp_path, method):
+    """The same method begins where the adapter ended; another asks for a merge."""
+    flags = ["--data.path", examples, "--train.max_steps", 4, "--train.learning_rate", 0.01, "--data.new_tokens", "<upon>"]
+    script(f"finetune/{method}.py", "--checkpoint_dir", tiny, *flags, "--out_dir", "first", cwd=tmp_path)
+    done = script(f"finetune/{method}.py", "--checkpoint_dir", "first", *flags, "--out_dir", "second", cwd=tmp_path)
+    assert "going on with this adapter" in done.stdout
+    first, second = rows_of(tmp_path / "first"), rows_of(tmp_path / "second")
+    assert float(second[0]["val_loss"]) == pytest.approx(float(first[-1]["val_loss"]), rel=1e-5)
+    other = "adapter" if method == "lora" else "lora"
+    refused = script(f"finetune/{other}.py", "--checkpoint_dir", "first", *flags, cwd=tmp_path, code=2).stderr
+    assert (
+        f"is an adapter of another method ({method})" in refused
+        and "merge it first: python scripts/merge_lora.py" in refused
+    )
+    flags[-1] = "<time>"
+    refused = script(f"finetune/{method}.py", "--checkpoint_dir", "first", *flags, cwd=tmp_path, code=2).stderr
+    assert "--data.new_tokens '<time>': an adapter goes on with the tokens that it has" in refused
+
+
+@pytest.mark.parametrize("method", ["lora", "full", "adapter"])
+def test_new_tokens(tiny, examples, tmp_path, method):
+    """They are single tokens in training, in the folder, for transformers; PEFT methods train and save their rows alone."""
+    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", 3, "--out_dir", "run"]
+    script(f"finetune/{method}.py", *flags, "--data.new_tokens", "once upon,<x>", cwd=tmp_path)
+    model, tokenizer = litft.load(tmp_path / "run")
+    ids = tokenizer.encode("say once upon a <x>time", bos=False)
+    assert {512, 513} <= set(ids) and tokenizer.decode(ids) == "say once upon a <x>time"
+    assert model.config.vocab_size == 514 and model(torch.tensor([ids])).size(-1) == 514
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert theirs.convert_tokens_to_ids(["once upon", "<x>"]) == [512, 513]
+    final = tmp_path / "run" / "final"
+    if method != "full":
+        script("scripts/convert_to_hf.py", "--checkpoint_dir", "run", "--merge", "false", "--out_dir", "copy", cwd=tmp_path)
+        assert (
+            load_file(final / "adapter_model.safetensors").keys()
+            == load_file(tmp_path / "copy" / "adapter_model.safetensors").keys()
+        )
+        rows = [t for n, t in load_file(final / "adapter_model.safetensors").items() if "token" in n]
+        assert [tuple(t.shape) for t in rows] == [(2, 32)] * 2
+    if method == "lora":
+        script("scripts/merge_lora.py", "--checkpoint_dir", "run", "--out_dir", "merged", cwd=tmp_path)
+        final = tmp_path / "merged"
+    if method != "adapter":
+        with torch.no_grad():
+            reference = AutoModelForCausalLM.from_pretrained(final, dtype="float32")(torch.tensor([ids])).logits
+            assert (reference - model(torch.tensor([ids]))).abs().max() <= 1e-5 * reference.abs().max()
+
+
+def test_what_is_frozen_is_left_alone_and_saved(tiny, examples, tmp_path):
+    flags = ["finetune/full.py", "--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", 3, "--out_dir"]
+    done = script(*flags, "run", "--train.freeze", "embed,blocks.?.mlp.*,q_proj", cwd=tmp_path)
+    before, after = load_file(tiny / "model.safetensors"), load_file(tmp_path / "run" / "final" / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name in before:
+        frozen = "embed_tokens" in name or ".mlp." in name or "q_proj" in name
+        assert torch.equal(before[name], after[name]) == frozen, name
+    trained = sum(t.numel() for n, t in before.items() if not torch.equal(t, after[n]))
+    assert f"full trains {trained:,}" in done.stdout
+    refused = script(*flags, "no", "--train.freeze", "nothing", cwd=tmp_path, code=2).stderr
+    assert "--train.freeze nothing: nothing that is trained has that name" in refused
+    refused = script(*flags, "no", "--train.freeze", "*", cwd=tmp_path, code=2).stderr
+    assert "nothing is left to train" in refused and not (tmp_path / "no").exists()
+
+
+def test_a_full_run_is_plain_training(tiny, examples, tmp_path):
+    """Five steps of torch's AdamW on transformers' model of the same samples."""
+    from transformers import AutoModelForCausalLM
+
+    flags = "--data.val_fraction 0 --train.max_steps 5 --train.lr_schedule constant --train.warmup_fraction 0 "
+    flags += "--train.global_batch_size 30 --train.micro_batch_size 7 --train.learning_rate 0.003 --out_dir run"
+    script("finetune/full.py", "--checkpoint_dir", tiny, "--data.path", examples, *flags.split(), cwd=tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tiny, dtype="float32")
+    from litft.args import DataArgs
+
+    batch = collate(load_data(DataArgs(path=str(examples), val_fraction=0), resolve(tiny).tokenizer(), 512, 256).train)
+    optimizer = torch.optim.AdamW(reference.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
+    losses = []
+    for _ in range(5):
+        logits = reference(batch.tokens).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    assert losses[0] - losses[-1] >= 0.3
+    assert [float(row["loss"]) for row in rows_of(tmp_path / "run")[1:]] == pytest.approx(losses, abs=1e-4)
+    tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype="float32")
+    for ours, theirs in zip(tuned.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)

@@ -1,0 +1,234 @@
+"""Every method on six families and three kinds of base: it begins as the base, learns in all its parts, comes back."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from parity import ROWS, draw, relative
+from safetensors import safe_open
+
+import litft
+from litft.args import (
+    AdapterArgs,
+    AdapterV2Args,
+    FullFinetuneArgs,
+    LoRAArgs,
+    MergeArgs,
+)
+from litft.convert import merge
+from litft.folder import base_record, resolve
+from litft.peft import Adapter, AdapterV2, Full, LoRA, detach, disabled
+from litft.peft.parts import Part, Trained
+from litft.result import Result, write_result
+
+FAMILIES = {
+    "llama": "grouped",
+    "gpt_neox": "parallel, partial",
+    "falcon": "40B: groups, two norms",
+    "gemma2": "soft caps, windows",
+    "phi3": "fused",
+    "qwen3_moe": "renormalized",
+}
+METHODS = {
+    "full": lambda: Full(FullFinetuneArgs()),
+    "lora": lambda: LoRA(LoRAArgs(r=3, alpha=5)),
+    "rslora": lambda: LoRA(LoRAArgs(r=3, alpha=5, rslora=True, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=9"])),
+    "dora": lambda: LoRA(LoRAArgs(r=3, alpha=5, dora=True)),
+    "pissa": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="pissa")),
+    "olora": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="olora")),
+    "lora, all it has": lambda: LoRA(LoRAArgs(r=3, alpha=5, targets=["*"], bias="all", modules_to_save=["norm"])),
+    "lora, whole ends": lambda: LoRA(LoRAArgs(r=3, targets=["q_proj"], bias="lora", modules_to_save=["embed", "lm_head"])),
+    "dora of some, pissa": lambda: LoRA(LoRAArgs(r=3, dora=True, targets=["v_proj", "up_proj", "embed"], init="pissa")),
+    "adapter": lambda: Adapter(AdapterArgs(prompt_length=4, start_layer=1)),
+    "adapter_v2": lambda: AdapterV2(AdapterV2Args(prompt_length=4, start_layer=1)),
+    "adapter_v2, no prefix": lambda: AdapterV2(AdapterV2Args(prompt_length=0, bias=False)),
+    "lora, new tokens": lambda: with_tokens(LoRA(LoRAArgs(r=3))),
+    "adapter, new tokens": lambda: with_tokens(Adapter(AdapterArgs(prompt_length=4))),
+    "adapter_v2, no prefix, new tokens": lambda: with_tokens(AdapterV2(AdapterV2Args(prompt_length=0, bias=False))),
+    "full, new tokens": lambda: with_tokens(Full(FullFinetuneArgs())),
+}
+MERGE = [name for name in METHODS if not name.startswith("adapter") or name.startswith("adapter_v2, no prefix")]
+QUANTIZED = [None, "nf4", "int8"]
+CASES = [
+    pytest.param(method, family, kind, id=f"{method} / {family} / {kind}")
+    for method in METHODS
+    for family in FAMILIES
+    for kind in QUANTIZED
+    if not (method.startswith("full") and kind)
+]
+TOKENS = draw(2, 23, seed=8)
+
+
+def with_tokens(method):
+    """Two tokens behind the vocabulary of 96, and one within it."""
+    method.tokens = {96: [5, 6], 97: [], 40: [40]}
+    return method
+
+
+@pytest.fixture(scope="module")
+def folders(make_model):
+    """A model folder of each family, made on first use."""
+    made = {}
+
+    def folder(family):
+        if family not in made:
+            config_class, variations = ROWS[family]
+            made[family] = make_model(getattr(transformers, config_class), **variations[FAMILIES[family]])[1]
+        return made[family]
+
+    return folder
+
+
+def tokens_for(method):
+    """What the model reads, new tokens among it."""
+    tokens = TOKENS.clone()
+    if method.tokens:
+        tokens[0, ::5] = torch.tensor([96, 97, 40, 96, 97])
+    return tokens
+
+
+def attached(folder, name, kind):
+    """A model with a fresh method: (model, method, source)."""
+    source, method = resolve(folder), METHODS[name]()
+    method.choose(source.meta_model(), source.adapter_rules)
+    model = source.base_model("fp32", quantize=kind)
+    torch.manual_seed(3)
+    method.attach(model)
+    return model, method, source
+
+
+def randomized(model, method):
+    """Values that show every parameter; lengths and scales stay near what they are."""
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in method.parameters(model).values():
+            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
+
+
+def saved(model, method, source, out, kind=None):
+    """The folder that a run would leave."""
+    out.mkdir(parents=True, exist_ok=True)
+    values = method.values(model)
+    if method.whole:
+        write_result(out, source, torch.float32, Result(method, values), 1.0)
+    else:
+        record = base_record(source, out)
+        own = {"quantize": kind or "none", "precision": "fp32"}
+        method.write(out, source, values, record | {"litft": record["litft"] | own})
+    return out
+
+
+@pytest.mark.parametrize("name, family, kind", CASES)
+@torch.no_grad()
+def test_at_init_it_is_the_base(folders, name, family, kind):
+    """To the bit, but for PiSSA and OLoRA; and taken off again, it is the base whatever it had learned."""
+    model, method, source = attached(folders(family), name, kind)
+    base = source.base_model("fp32", quantize=kind)
+    expected = base(TOKENS)
+    own = TOKENS if not method.tokens else TOKENS.masked_fill(TOKENS == 40, 41)
+    if "pissa" in name or "olora" in name:
+        assert relative(model(TOKENS), expected) <= 1e-6
+    elif method.tokens:  # the new rows' logits come behind; of a token that was there they are as before
+        assert torch.equal(model(own)[..., :40], base(own)[..., :40]) and model(own).size(-1) == 98
+    else:
+        assert torch.equal(model(TOKENS), expected)
+    if method.whole:
+        return
+    randomized(model, method)
+    assert relative(model(TOKENS)[..., :96], expected) >= 1e-3
+    with disabled(model):
+        assert torch.equal(model(own)[..., :96], base(own))
+    detach(model)
+    assert torch.equal(model(TOKENS), expected)
+    assert not any(isinstance(module, Part) for module in model.modules())
+    assert dict(model.named_parameters()).keys() == dict(base.named_parameters()).keys()
+
+
+@pytest.mark.parametrize("name, family, kind", CASES)
+def test_every_part_learns_and_nothing_else(folders, name, family, kind):
+    """After two steps with a validation between: some gates and factors have no gradient before the first."""
+    model, method, _ = attached(folders(family), name, kind)
+    parameters = method.parameters(model)
+    trained = {n: p for n, p in parameters.items() if p.requires_grad}
+    optimizer, tokens = torch.optim.AdamW(trained.values(), lr=1e-2), tokens_for(method)
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss, count = model.train()(tokens[:, :-1], targets=tokens[:, 1:])
+        (loss / count).backward()
+        optimizer.step()
+        with torch.no_grad():
+            model.eval()(tokens)
+    for n, parameter in model.named_parameters():
+        assert (parameter.grad is not None) == (n in trained), n
+        assert parameter.grad is None or parameter.grad.abs().max() > 0, n
+
+
+@pytest.mark.parametrize("name, family, kind", CASES)
+def test_gradients_are_finite_differences(folders, name, family, kind, monkeypatch):
+    """In fp64, at the entry of each parameter with the largest gradient; DoRA's lengths are constants to the gradient."""
+    model, method, _ = attached(folders(family), name, kind)
+    randomized(model, method)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    model, tokens = model.double(), tokens_for(method)
+    for module in model.modules():
+        if getattr(module, "lora_m", None) is not None:
+            module.lengths = partial(torch.clone, module.lengths())
+        if isinstance(module, Trained):
+            module.dtype = torch.float64
+
+    def loss():
+        return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
+
+    loss().backward()
+    for n, parameter in method.parameters(model).items():
+        if not parameter.requires_grad:
+            continue
+        at = int(parameter.grad.abs().argmax())
+        flat, slope, step = parameter.data.view(-1), float(parameter.grad.view(-1)[at]), 1e-4
+        values = []
+        with torch.no_grad():
+            for sign in (1, -1):
+                flat[at] += sign * step
+                values.append(float(loss()))
+                flat[at] -= sign * step
+        assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-3, abs=1e-7), n
+
+
+@pytest.mark.parametrize("name, family, kind", CASES)
+@torch.no_grad()
+def test_saved_is_what_is_declared_and_comes_back(folders, tmp_path, name, family, kind):
+    model, method, source = attached(folders(family), name, kind)
+    randomized(model, method)
+    out, tokens = saved(model, method, source, tmp_path / "out", kind), tokens_for(method)
+    again, _ = litft.load(out, quantize=kind)
+    if "pissa" in name or "olora" in name or "rslora" in name:  # other sums: of twice the ranks, of one scale for fused ones
+        assert relative(again(tokens), model(tokens)) <= 1e-5
+    else:
+        assert torch.equal(again(tokens), model(tokens))
+    if method.whole:
+        with safe_open(out / "model.safetensors", "pt") as file:
+            assert sorted(file.keys()) == source.checkpoint.names
+        return
+    held, values = resolve(out).read_adapter()
+    first = {n for n in method.parameters(model) if n.endswith(("lora_a0", "lora_b0"))}
+    assert values.keys() == method.parameters(model).keys() - first
+    assert held.tokens.keys() == method.tokens.keys()
+
+
+@pytest.mark.parametrize("name, family, kind", [case for case in CASES if case.values[0] in MERGE])
+@torch.no_grad()
+def test_merged_is_unmerged(folders, tmp_path, name, family, kind):
+    """Over a quantized base, where it is added to what that base was."""
+    model, method, source = attached(folders(family), name, kind)
+    if method.whole:
+        return
+    randomized(model, method)
+    saved(model, method, source, tmp_path / "adapter", kind)
+    flags = dict(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged"), dequantized_base=bool(kind))
+    merge(MergeArgs(**flags))
+    merged, tokens = litft.load(tmp_path / "merged")[0], tokens_for(method)
+    assert relative(merged(tokens), model(tokens)) <= 1e-5
+    reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32").eval()
+    assert relative(reference(tokens).logits, model(tokens)) <= 1e-5
