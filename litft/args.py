@@ -302,6 +302,7 @@ class LoRAFinetuneArgs(FinetuneArgs):
 class AdapterFinetuneArgs(FinetuneArgs):
     """Fine-tune with LLaMA-Adapter: learned prefixes that attention sees, through gates that begin at zero."""
 
+    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=2e-2))
     adapter: AdapterArgs = field(default_factory=AdapterArgs)
 
     def problems(self) -> list[str]:
@@ -313,6 +314,7 @@ class AdapterFinetuneArgs(FinetuneArgs):
 class AdapterV2FinetuneArgs(FinetuneArgs):
     """Fine-tune with LLaMA-Adapter v2: prefixes, a scale and a bias on every Linear, trained norms."""
 
+    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=1e-3))
     adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
 
     def problems(self) -> list[str]:
@@ -324,6 +326,7 @@ class AdapterV2FinetuneArgs(FinetuneArgs):
 class FullFinetuneArgs(FinetuneArgs):
     """Fine-tune the whole model."""
 
+    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=5e-5))
     precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
     """What the network computes in; weights and optimizer stay fp32. bf16-true: the weights are bf16 too, rounded by chance
     so that no update is lost. auto: on a GPU bf16, or bf16-true where memory does not suffice; on a CPU fp32."""

@@ -109,9 +109,12 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     if issubclass(cls, flags.FinetuneArgs):
         implied, wrong = _implied(dict(given), known, _method(cls))
         given, problems = implied + given, problems + wrong
+    trial = _parser(cls, exit_on_error=False) if given else None
     for name, value in given:
-        if message := _mistake(cls, name, value):
-            problems.append(message)
+        try:
+            trial.parse_args([f"--{name}={value}"])
+        except ArgumentError:
+            problems.append(f"--{name} {value}: expected {_describe(known[name])}")
     if problems:
         fail("\n".join(problems))
     parser = _parser(cls, prog=prog)
@@ -245,15 +248,6 @@ def _unknown(name: str, known: dict[str, Any]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     near = near or [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     return f"--{name} does not exist" + (f"; did you mean --{near[0]}?" if near else "; --help lists all flags")
-
-
-def _mistake(cls: type, name: str, value: str) -> str | None:
-    """What is wrong with a value, in one line."""
-    try:
-        _parser(cls, exit_on_error=False).parse_args([f"--{name}={value}"])
-    except ArgumentError:
-        return f"--{name} {value}: expected {_describe(_flags(cls)[name])}"
-    return None
 
 
 def _describe(kind: Any) -> str:

@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from litft.args import FinetuneArgs
+from litft.data.samples import Sample
 from litft.folder import Source, fingerprint
 from litft.model import GPT
 from litft.peft import Full, Method, Values, method_of
 from litft.peft.method import means
+from litft.peft.tokens import untrained
 
 # flags whose change would make a resumed run another one, without a word
 SHARED = "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
@@ -102,6 +104,14 @@ class Job:
             parameters[name].requires_grad_(False)
         model.label_smoothing, model.neftune_alpha = self.args.train.label_smoothing, self.args.train.neftune_alpha
         return model, parameters
+
+    def untrained_tokens(self, model: GPT, samples: list[Sample]) -> list[str]:
+        """Control tokens of the samples whose embeddings look untrained, and stay so with this method."""
+        controls = self.tokenizer.special_ids - self.method.tokens.keys()
+        if model.embed.weight.requires_grad or not controls:
+            return []
+        used = {token for sample in samples for token in sample.tokens.tolist()} & controls
+        return [self.tokenizer.decode([token], skip_special=False) for token in untrained(model.embed.weight.detach(), used)]
 
     def identity(self) -> dict[str, Any]:
         """What a run must share with the one it continues, of what the command and its folder say."""

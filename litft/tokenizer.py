@@ -47,6 +47,9 @@ class _Fast:
 
     def save(self, folder: Path) -> None:
         self.backend.save(str(folder / "tokenizer.json"))
+        names = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
+        known = self.backend.get_added_tokens_decoder().items()
+        _write_added(folder, {i: {name: getattr(token, name) for name in names} for i, token in known})
 
     def adds_bos(self, bos_id: int | None) -> bool:
         """Whether the file's own post-processor begins every text with BOS."""
@@ -109,12 +112,10 @@ class _SentencePiece:
             self._know()
 
     def save(self, folder: Path) -> None:
-        path = folder / "tokenizer_config.json"
-        config = _read_json(path)
-        entries = config.setdefault("added_tokens_decoder", {})
-        plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word", "special"), False)
-        entries.update({str(i): {"content": text, **plain} for text, i in self.added.items()})
-        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+        plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+        special = {i: {"content": text, **plain, "special": True} for text, i in self.special.items()}
+        added = {i: {"content": text, **plain, "special": False} for text, i in self.added.items()}
+        _write_added(folder, special | added)
 
     def adds_bos(self, bos_id: int | None) -> bool:
         return bos_id is not None  # transformers' default for these files
@@ -211,6 +212,15 @@ class Tokenizer:
             probe = [{"role": "user", "content": "a"}]
             if not self.apply_chat_template(probe).startswith(self.special["bos_token"]):
                 self.chat_template = "{{ bos_token }}" + source
+
+
+def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:
+    """Name the added tokens where transformers looks for them, whatever the other files say."""
+    path = folder / "tokenizer_config.json"
+    config = _read_json(path)
+    known = config.get("added_tokens_decoder") or {}
+    config["added_tokens_decoder"] = {str(i): known.get(str(i), entry) for i, entry in sorted(entries.items())} | known
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -272,6 +272,9 @@ class Run:
             )
         if not data.val:
             lines.append("nothing is held out for validation; --data.val_fraction or --data.val_path changes that")
+        if tokens := self.job.untrained_tokens(self.model, data.train):
+            remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
+            lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
         if begun == self.steps:
             lines.append(f"all {begun} steps are done; final/ is written again")
         elif begun:

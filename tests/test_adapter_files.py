@@ -36,7 +36,16 @@ EXPERTS = [
 ]
 
 
-@pytest.fixture(scope="module", params=FUSED + EXPERTS, ids=lambda case: f"{case[0]}: {case[1]}")
+QUICK = ("gpt_neox: parallel, partial", "falcon: 40B: groups, two norms", "gpt2: tied", "phi3: fused")
+QUICK += ("mixtral: 4 experts", "qwen3_moe: renormalized", "gpt_oss: sinks, experts")
+CASES = [
+    pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
+    for case in FUSED + EXPERTS
+    for name in [f"{case[0]}: {case[1]}"]
+]
+
+
+@pytest.fixture(scope="module", params=CASES)
 def folder(request, make_model):
     """A model folder whose checkpoint fuses Linears or stacks experts."""
     family, name = request.param

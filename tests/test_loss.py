@@ -9,11 +9,11 @@ from litft import loss as loss_module
 from litft.loss import IGNORED, summed_cross_entropy
 
 
-def plain(hidden, head, targets, softcap=None):
+def plain(hidden, head, targets, softcap=None, smoothing=0.0):
     """The whole batch's logits at once."""
     logits = head(hidden).float().flatten(0, 1)
     logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
-    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing)
 
 
 @pytest.fixture
@@ -29,14 +29,15 @@ def batch(monkeypatch):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_loss_and_gradients_are_the_plain_ones(batch, bias, frozen, softcap):
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_loss_and_gradients_are_the_plain_ones(batch, bias, frozen, softcap, smoothing):
     hidden, targets = batch
     head = nn.Linear(12, 50, bias=bias).requires_grad_(not frozen)
     results = []
     for function in (lambda *args: summed_cross_entropy(*args)[0], plain):
         x = hidden.clone().requires_grad_()
         head.zero_grad()
-        value = function(x, head, targets, softcap)
+        value = function(x, head, targets, softcap, smoothing)
         (value * 0.37).backward()
         results.append([value, x.grad, *(p.grad for p in head.parameters())])
     assert all((a is None) == (b is None) for a, b in zip(*results, strict=True))

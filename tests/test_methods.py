@@ -51,8 +51,15 @@ METHODS = {
 }
 MERGE = [name for name in METHODS if not name.startswith("adapter") or name.startswith("adapter_v2, no prefix")]
 QUANTIZED = [None, "nf4", "int8"]
+
+
+def marks(family, kind):
+    """The whole matrix takes three minutes: without the slow tests there are a plain, a fused and an expert family."""
+    return [] if family in ("llama", "phi3", "qwen3_moe") and kind != "int8" else [pytest.mark.slow]
+
+
 CASES = [
-    pytest.param(method, family, kind, id=f"{method} / {family} / {kind}")
+    pytest.param(method, family, kind, id=f"{method} / {family} / {kind}", marks=marks(family, kind))
     for method in METHODS
     for family in FAMILIES
     for kind in QUANTIZED

@@ -43,6 +43,9 @@ FOLDERS = {
 }
 
 
+BY_SPEED = [pytest.param(n, marks=[] if n in ("llama, tied", "gpt2") else [pytest.mark.slow]) for n in FOLDERS]
+
+
 @pytest.fixture(scope="module")
 def folders(make_model):
     """A model folder of each family, made on first use."""
@@ -81,7 +84,7 @@ def attached(folder, method):
     return model, source
 
 
-@pytest.mark.parametrize("family", FOLDERS)
+@pytest.mark.parametrize("family", BY_SPEED)
 @pytest.mark.parametrize("kin", KIN)
 @torch.no_grad()
 def test_peft_reads_what_we_wrote(folders, tmp_path, family, kin):
@@ -95,7 +98,7 @@ def test_peft_reads_what_we_wrote(folders, tmp_path, family, kin):
     assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
 
 
-@pytest.mark.parametrize("family", FOLDERS)
+@pytest.mark.parametrize("family", BY_SPEED)
 @pytest.mark.parametrize("kin", KIN)
 @torch.no_grad()
 def test_reads_what_peft_wrote(folders, tmp_path, family, kin):

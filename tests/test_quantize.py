@@ -99,6 +99,7 @@ def test_a_folder_that_is_quantized_already(make_model, tmp_path, family, name, 
         resolve(tmp_path / "quantized").base_model(quantize="nf4" if kind == "int8" else "int8")
 
 
+@pytest.mark.slow
 def test_training_on_a_quantized_base(tiny, examples, tmp_path):
     """Through the scripts: two processes train as one, the run resumes, the result answers, merges either way, says so."""
     flags = f"--checkpoint_dir {tiny} --data.path {examples} --quantize nf4 --train.learning_rate 0.01 --train.max_steps 6"

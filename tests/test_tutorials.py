@@ -113,6 +113,13 @@ def test_the_guide_to_converting(clone):
     assert {path.name for path in (folder / "out").iterdir()} >= {"clean", "run", "early", "adapter"}
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["finetune_lora", "finetune_adapter", "finetune_full", "quantize"])
+def test_the_guides_to_methods(clone, name):
+    folder, paths = clone
+    run_guide(f"{name}.md", folder, paths)
+
+
 def test_the_guide_to_a_family_shows_what_is_there():
     printed = run_guide("add_a_family.md", ROOT, {})
     assert "passed" in printed[0] and "| `ernie4_5` |" in printed[0]

@@ -41,6 +41,13 @@ def test_a_whole_path(litft):
     assert (litft.folder / "merged" / "model.safetensors").is_file()
 
 
+@pytest.mark.parametrize("method", ["adapter", "adapter_v2", "full"])
+def test_the_other_methods(litft, method):
+    """The demo by the method's own recipe."""
+    done = litft(f"finetune {method} --train.max_steps 2 --eval.exact_match false")
+    assert f"{method} trains" in done.stdout and f"litft chat --checkpoint_dir out/{method}/final" in done.stdout
+
+
 def test_two_processes(litft):
     """Fabric starts the second process by running the same command again."""
     litft("finetune lora --train.max_steps 2 --eval.exact_match false --devices 2 --out_dir two")

@@ -202,10 +202,8 @@ class AdapterV2(Adapter):
         """s W and s (b + bias), in fp32; ValueError where the checkpoint has no bias to put one into."""
         module, _, leaf = name.rpartition(".")
         if (scale := values.get(f"{module}.adapter_scale")) is not None:
-            weight = weight.float()
-            weight = (
-                weight * scale[..., None] if leaf == "weight" else (weight + values.get(f"{module}.adapter_bias", 0)) * scale
-            )
+            shift = 0 if leaf == "weight" else values.get(f"{module}.adapter_bias", 0)
+            weight = (weight.float() + shift) * (scale[..., None] if leaf == "weight" else scale)
         return super().merged(name, weight, values)
 
     def check_merge(self, names: list[str], values: Values) -> None:

@@ -4,6 +4,8 @@ The ids may lie behind the base's vocabulary or in the padding at its end; the r
 PEFT calls the same trainable tokens.
 """
 
+from collections.abc import Iterable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,6 +70,13 @@ def first_rows(table: Tensor, pieces: list[list[int]]) -> Tensor:
     """
     everything = table.float().mean(0)
     return torch.stack([table[piece].float().mean(0) if piece else everything for piece in pieces])
+
+
+def untrained(table: Tensor, ids: Iterable[int]) -> list[int]:
+    """Those of `ids` whose rows look as if no text ever held them: next to nothing, or the same as another token's."""
+    typical = table.float().norm(dim=1).median()
+    empty = [token for token in ids if table[token].float().norm() < 0.01 * typical]
+    return sorted({*empty, *(token for token in ids if (table == table[token]).all(1).sum() > 1)})
 
 
 def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]]) -> None:

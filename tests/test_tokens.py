@@ -1,0 +1,111 @@
+"""New tokens and control tokens: ids, first rows, what decodes, and the warning for rows that nothing trained."""
+
+import pytest
+import torch
+from conftest import script
+from parity import draw
+
+from litft.model import with_noise
+from litft.peft.tokens import first_rows, grown, untrained
+from litft.tokenizer import Tokenizer
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2.5", "llama-2-7b", "tinyllama-1.1b-chat", "gemma-2"])
+def test_added_tokens_come_back_from_the_folder(shared, tmp_path, name):
+    """Single ids behind the vocabulary, in text as they are, from litft's reader and from transformers'."""
+    import gzip
+    import shutil
+
+    from transformers import AutoTokenizer
+
+    source = tmp_path / "source"
+    source.mkdir()
+    for path in (shared / "tokenizers" / name).iterdir():
+        if path.suffix == ".gz":
+            with gzip.open(path) as packed, (source / path.stem).open("wb") as plain:
+                shutil.copyfileobj(packed, plain)
+        else:
+            shutil.copyfile(path, source / path.name)
+    tokenizer = Tokenizer(source)
+    texts = ["<tool>", "naïve token", "日本語!"]
+    before = [tokenizer.encode(text, bos=False) for text in texts]
+    size = tokenizer.vocab_size
+    added = tokenizer.add_tokens([*texts, "<tool>"])
+    assert list(added.values()) == before and len(added) == 3
+    new = [i for i, pieces in added.items() if pieces != [i]]
+    assert new == list(range(size, size + 3))
+    out = tmp_path / "out"
+    shutil.copytree(source, out)
+    tokenizer.save_added(out)
+    again, theirs = Tokenizer(out), AutoTokenizer.from_pretrained(out)
+    text = "call<tool>for a naïve token and日本語!"
+    assert tokenizer.encode(text) == again.encode(text) and set(new) <= set(again.encode(text))
+    assert theirs.convert_tokens_to_ids(texts) == new
+    for token in texts:
+        assert token in again.decode(again.encode(text))
+    assert again.vocab_size == size + 3 and again.encode("plain") == Tokenizer(source).encode("plain")
+
+
+def test_rows_begin_at_the_mean_of_their_pieces():
+    table = torch.randn(9, 4)
+    rows = first_rows(table, [[1, 2], [5], []])
+    expected = torch.stack([(table[1] + table[2]) / 2, table[5], table.mean(0)])
+    torch.testing.assert_close(rows, expected)
+    out = grown(table, [10, 3], rows[:2])
+    assert out.shape == (11, 4) and torch.equal(out[10], rows[0]) and torch.equal(out[3], rows[1])
+    assert torch.equal(out[:3], table[:3]) and not out[9].any()
+
+
+def test_rows_that_nothing_trained():
+    table = torch.randn(20, 8)
+    table[3], table[4], table[6] = 0.0, 1e-4 * table[4], table[7]
+    assert untrained(table, range(20)) == [3, 4, 6, 7]
+    assert untrained(table, [1, 5]) == []
+
+
+def test_a_run_warns_of_them(shared, make_model, examples, tmp_path):
+    """TinyLlama's </s> with a row of zeros; trained as a new token it is not named any more."""
+    from safetensors.torch import load_file, save_file
+    from transformers import LlamaConfig
+
+    _, folder = make_model(LlamaConfig, vocab_size=32000, max_position_embeddings=256)
+    for path in (shared / "tokenizers" / "tinyllama-1.1b-chat").iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.embed_tokens.weight"][1] = 0.0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    flags = ["finetune/adapter.py", "--checkpoint_dir", folder, "--data.path", examples, "--train.max_steps", 1, "--out_dir"]
+    done = script(*flags, "one", cwd=tmp_path)
+    bos = "warning: the embeddings of the template's <s> look untrained; --data.new_tokens '<s>' trains them"
+    assert bos in done.stdout
+    assert "look untrained" not in script(*flags, "two", "--data.new_tokens", "<s>", cwd=tmp_path).stdout
+    assert "look untrained" not in script("finetune/full.py", *flags[1:], "three", cwd=tmp_path).stdout
+
+
+def test_noise_is_as_large_as_the_samples_own_length_says():
+    """NEFTune's bound alpha / sqrt(L C) for each row of a padded batch, and for each document of a packed one."""
+    torch.manual_seed(0)
+    x, targets = torch.zeros(2, 50, 16), torch.full((2, 50), -100)
+    targets[0, 10:50], targets[1, 3:8] = 1, 1
+    noise = with_noise(x, 5.0, targets, None)
+    for row, length in ((0, 50), (1, 8)):
+        bound = 5.0 / (length * 16) ** 0.5
+        assert 0.97 * bound <= noise[row].abs().max() <= bound
+    documents = torch.tensor([[0] * 30 + [1] * 20, [2] * 50])
+    packed = with_noise(x, 5.0, targets, documents)
+    for part, length in ((packed[0, :30], 30), (packed[0, 30:], 20), (packed[1], 50)):
+        bound = 5.0 / (length * 16) ** 0.5
+        assert 0.95 * bound <= part.abs().max() <= bound
+
+
+def test_noise_and_smoothing_are_of_training_alone(tiny):
+    from litft.folder import resolve
+
+    model, tokens = resolve(tiny).base_model(), draw(2, 20, seed=1)
+    plain = model(tokens[:, :-1], targets=tokens[:, 1:])[0]
+    model.neftune_alpha, model.label_smoothing = 5.0, 0.1
+    assert torch.equal(model.eval()(tokens[:, :-1], targets=tokens[:, 1:])[0], plain)
+    torch.manual_seed(0)
+    first = model.train()(tokens[:, :-1], targets=tokens[:, 1:])[0]
+    assert not torch.equal(first, plain)
+    assert not torch.equal(model(tokens[:, :-1], targets=tokens[:, 1:])[0], first)
