@@ -205,8 +205,13 @@ def _implied(given: dict[str, str], known: dict[str, Any], method: str) -> tuple
 
 
 def _as_list(value: str) -> str:
-    """a,b as YAML's ["a", "b"]"""
-    return value if value.startswith("[") else json.dumps([item.strip() for item in value.split(",") if item.strip()])
+    """a,b as ["a", "b"]; what is JSON stays, for texts with a comma in them."""
+    try:
+        if isinstance(json.loads(value), list):
+            return value
+    except ValueError:
+        pass
+    return json.dumps([item.strip() for item in value.split(",") if item.strip()])
 
 
 def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -222,7 +227,8 @@ def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[t
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
     problems = [f"{path}: {_unknown(name, known)}" for name in entries if name not in known]
     words = {name: _as_word(value) for name, value in entries.items() if name in known}
-    words |= {name: _as_list(word) for name, word in words.items() if get_origin(known[name]) is list}
+    lists = {name: value for name, value in entries.items() if name in words and get_origin(known[name]) is list}
+    words |= {n: json.dumps(v) if isinstance(v, list) else _as_list(words[n]) for n, v in lists.items()}
     return list(words.items()), problems
 
 

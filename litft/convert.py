@@ -6,6 +6,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -15,6 +16,8 @@ from litft.args import ConvertArgs, ExportArgs, MergeArgs
 from litft.folder import Source, base_record, copy_files, copy_tokenizer, resolve
 from litft.job import Job
 from litft.parallel import DTYPES
+from litft.peft import Method, Values
+from litft.quantize import KINDS
 from litft.result import Result, write_result
 from litft.tokenizer import Tokenizer
 from litft.weights import Checkpoint, Entry
@@ -43,9 +46,7 @@ def merge(args: MergeArgs) -> Path:
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
     if source.adapter is None:
         raise ValueError(f"{source.folder} is no adapter (it has no adapter_config.json); there is nothing to merge")
-    method, values = source.read_adapter()
-    quantize = trained_on(source, args.dequantized_base)
-    return _export(args, source.folder, source, Result(method, values, *quantize))
+    return _export(args, source.folder, source, _result(source, source.read_adapter(), _own(source), args))
 
 
 def export(args: ExportArgs) -> Path:
@@ -55,18 +56,21 @@ def export(args: ExportArgs) -> Path:
     if step is None and runs.is_run(folder) and not runs.finished(folder):
         step = checkpoint.newest(folder)
     if step is not None:
-        source, result, tokenizer = _of_checkpoint(step, args.base_dir)
+        source, held, own, tokenizer = _of_checkpoint(step, args.base_dir)
     else:
         source = resolve(folder, args.base_dir)
-        held, tokenizer = source.read_adapter(), source.tokenizer()
-        result = Result(*held, *trained_on(source, args.dequantized_base)) if held else None
+        held, own, tokenizer = source.read_adapter(), _own(source), source.tokenizer()
     if args.merge:
+        result = _result(source, held, own, args) if held else None
         return _export(args, step or source.folder, source, result, tokenizer)
-    if result is None or result.method.whole:
+    if held is None or held[0].whole:
         raise ValueError(f"{folder} holds no adapter but a whole model; there is nothing to write by itself")
 
     def fill(partial: Path) -> None:
-        result.method.write(partial, source, result.values, base_record(source, Path(args.out_dir)))
+        record = base_record(source, Path(args.out_dir))
+        kept = {name: own[name] for name in ("quantize", "precision") if name in own}
+        method, values = held
+        method.write(partial, source, values, record | {"litft": record["litft"] | kept})
         if tokenizer:
             copy_tokenizer(tokenizer, partial)
 
@@ -75,18 +79,30 @@ def export(args: ExportArgs) -> Path:
     return out
 
 
-def trained_on(source: Source, dequantized: bool) -> tuple[str | None, torch.dtype | None]:
-    """How the base was quantized when an adapter was trained on it, where that is asked for."""
-    own = read_adapter_config(source.adapter).get("litft", {})
+def _own(source: Source) -> dict[str, Any]:
+    """What litft wrote into an adapter's config."""
+    return read_adapter_config(source.adapter).get("litft", {}) if source.adapter else {}
+
+
+def _result(source: Source, held: tuple[Method, Values], own: dict[str, Any], args: MergeArgs) -> Result:
+    """What a method has learned, to be added to the original base or to what it was rounded to; says which.
+
+    own: what the adapter or the checkpoint says of itself. ValueError where the base was not quantized.
+    """
     kind = own.get("quantize", "none")
-    if kind == "none" and dequantized and not source.checkpoint.is_quantized:
-        raise ValueError(f"--dequantized_base: {source.adapter} was not trained on a quantized base; leave it out")
-    if kind == "none":
-        return None, None
-    what = "what they were trained on" if dequantized else "the original weights; --dequantized_base takes"
-    rest = "" if dequantized else " what they were trained on"
-    print(f"the base was quantized as {kind} in training; its updates are added to {what}{rest}", file=sys.stderr)
-    return (kind, DTYPES[own.get("precision", "fp32")]) if dequantized else (None, None)
+    if source.checkpoint.is_quantized:
+        print(f"the base is quantized as {kind}; the updates are added to what its bits stand for", file=sys.stderr)
+        return Result(*held)
+    if kind not in KINDS:
+        if args.dequantized_base:
+            raise ValueError("--dequantized_base: this was not trained on a quantized base; leave it out")
+        return Result(*held)
+    if not args.dequantized_base:
+        what = "the original weights; --dequantized_base adds them to what they were trained on"
+        print(f"the base was quantized as {kind} in training; its updates are added to {what}", file=sys.stderr)
+        return Result(*held)
+    print(f"its updates are added to what they were trained on, the base quantized as {kind}", file=sys.stderr)
+    return Result(*held, kind, DTYPES[own.get("precision", "fp32")])
 
 
 def _export(args: MergeArgs, what: Path, source: Source, result: Result | None, tokenizer: Tokenizer | None = None) -> Path:
@@ -102,8 +118,10 @@ def _export(args: MergeArgs, what: Path, source: Source, result: Result | None, 
     return out
 
 
-def _of_checkpoint(step: Path, base_dir: str | None) -> tuple[Source, Result, Tokenizer | None]:
-    """A run's state after some step: where its base is, and what its method had learned."""
+def _of_checkpoint(
+    step: Path, base_dir: str | None
+) -> tuple[Source, tuple[Method, Values], dict[str, Any], Tokenizer | None]:
+    """A run's state after some step: where its base is, what its method had learned, what it says of itself."""
     run = step.resolve().parent.parent
     if not step.is_dir():
         there = ", ".join(sorted(path.name for path in step.parent.glob("step-*"))) or "none"
@@ -123,7 +141,7 @@ def _of_checkpoint(step: Path, base_dir: str | None) -> tuple[Source, Result, To
     values = checkpoint.read_parameters(step)
     if {name: tuple(value.shape) for name, value in values.items()} != job.shapes():
         raise ValueError(f"{step} holds other parameters than {run / runs.CONFIG} says; it cannot be opened")
-    return source, Result(job.method, values), job.tokenizer
+    return source, (job.method, values), checkpoint.read_progress(step).get("identity", {}), job.tokenizer
 
 
 def _dtype(source: Source, precision: str) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from litft.data.samples import Sample
-from litft.mlp import MoE
+from litft.mlp import ExpertLinear, MoE
 from litft.model import GPT
 
 # Dense peak TFLOP/s in bf16 and fp32 (TF32 is off) by a part of the name that torch reports: the makers' data sheets.
@@ -75,9 +75,12 @@ class Flops:
     def __init__(self, model: GPT) -> None:
         head = model.lm_head.weight
         matrices = [
-            (p, part) for m, part in _linears(model) for n, p in m.named_parameters() if n != "bias" and p is not head
+            (_size(m, n, p), p.requires_grad, part)
+            for m, part in _linears(model)
+            for n, p in m.named_parameters()
+            if n != "bias" and p is not head
         ]
-        self.per_token = sum(2 * p.numel() * part * (3 if p.requires_grad else 2) for p, part in matrices)
+        self.per_token = sum(2 * size * part * (3 if trained else 2) for size, trained, part in matrices)
         self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
         config = model.config
         self.windows = [layer.window for layer in config.layers]
@@ -91,6 +94,13 @@ class Flops:
             + self.per_pair * sum(_pairs(sample.tokens.numel(), window) for window in self.windows)
             for sample in samples
         )
+
+
+def _size(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter) -> int:
+    """How many numbers a parameter stands for; a weight may be packed."""
+    if name != "weight":
+        return parameter.numel()
+    return linear.in_features * linear.out_features * getattr(linear, "count", 1)
 
 
 def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:

@@ -6,8 +6,14 @@ the model is not being trained, and there alone.) The head, the embedding and ro
 """
 
 import json
+import logging
+import math
+import sys
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,17 +26,29 @@ KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 # what folders of bitsandbytes' layers hold of a layer, beside `weight` and `bias`
 STATISTICS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "SCB", "weight_format")
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # numbers that share a scale
 
 # E experts, N rows
 
 
-def bitsandbytes() -> Any:
-    """The library; ValueError where it is not installed."""
+@cache
+def bitsandbytes() -> ModuleType:
+    """The library; ValueError where it is not installed.
+
+    On CPUs with AVX512-BF16 its import fetches compiled code from the hub where the package `kernels` is installed, and
+    complains where it is not. We use neither, so it is kept from both.
+    """
+    kernels, logger = sys.modules.get("kernels", ...), logging.getLogger("bitsandbytes.backends.cpu.ops")
+    sys.modules["kernels"], logger.disabled = None, True
     try:
-        import bitsandbytes
+        return import_module("bitsandbytes")
     except ImportError:
         raise ValueError("quantized weights need bitsandbytes; pip install 'litft[quantize]'") from None
-    return bitsandbytes
+    finally:
+        logger.disabled = False
+        del sys.modules["kernels"]
+        if kernels is not ...:
+            sys.modules["kernels"] = kernels
 
 
 @dataclass(frozen=True)
@@ -54,9 +72,15 @@ class Packed:
     def stored(cls, tensors: dict[str, Tensor]) -> "Packed":
         """From what a folder holds of one layer, by the ends of the names (`weight`, `weight.absmax`, ... or `SCB`)."""
         if "SCB" in tensors:
-            return cls(tensors["weight"], tensors["SCB"].float())
+            packed = cls(tensors["weight"], tensors["SCB"].float())
+            if packed.data.dtype != torch.int8 or packed.data.dim() != 2 or packed.state.shape != packed.data.shape[:1]:
+                raise ValueError(
+                    f"{tuple(packed.data.shape)} bytes with {tuple(packed.state.shape)} maxima are no int8 matrix"
+                )
+            return packed
         statistics = {name.removeprefix("weight."): value for name, value in tensors.items() if name != "weight"}
         state = bitsandbytes().functional.QuantState.from_dict(statistics, device=torch.device("cpu"))
+        _check_state(tensors["weight"], state)
         return cls(tensors["weight"], state)
 
     @property
@@ -79,6 +103,21 @@ class Packed:
             return Packed(self.data.to(device), self.state.to(device))
         self.state.to(device)  # in place
         return Packed(self.data.to(device), self.state)
+
+
+def _check_state(data: Tensor, state: Any) -> None:
+    """ValueError where the statistics do not belong to the bits: compiled code would read beyond their ends."""
+    size = math.prod(state.shape)
+    fits = (
+        len(state.shape) == 2 and data.nbytes * 2 == size + size % 2 and state.blocksize in BLOCKS and len(state.code) == 16
+    )
+    count = -(-size // state.blocksize) if fits else 0
+    fits = fits and state.absmax.numel() == count
+    if fits and state.nested:
+        inner = state.state2
+        fits = inner.blocksize in BLOCKS and len(inner.code) == 256 and inner.absmax.numel() == -(-count // inner.blocksize)
+    if not fits:
+        raise ValueError(f"{data.nbytes} bytes and their statistics are no matrix of shape {tuple(state.shape)}")
 
 
 class _Product(torch.autograd.Function):

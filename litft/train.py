@@ -318,7 +318,8 @@ class Run:
         self._say(f"{metrics.seconds:.0f} s of training, {metrics.summary(self.fabric.device)}")
         self._say(f"the result is in {self.folder / 'final'}; next:\n")
         chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
-        self._say(f"  {chat} --checkpoint_dir {self.folder / 'final'}")
+        kind = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
+        self._say(f"  {chat} --checkpoint_dir {self.folder / 'final'}{kind}")
 
     def _say(self, line: str) -> None:
         if self.main and sys.stderr.isatty():

@@ -1,7 +1,8 @@
 """Weight files: read lazily, tensor by tensor, and written in shards. Nothing is unpickled but pure weights."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,7 +55,8 @@ class Checkpoint:
         if name not in self._packed:
             return meta
         state = next((part for end, part in self._packed[name].items() if end in STATES), None)
-        return torch.empty(stored_shape(self._stored(state)) if state else meta.shape, device="meta")
+        with self._bits_of(name):
+            return torch.empty(stored_shape(self._stored(state)) if state else meta.shape, device="meta")
 
     def read(self, name: str) -> Tensor:
         """The tensor, on the CPU, in the file's own dtype; of a packed one what it stands for, in fp32."""
@@ -64,7 +66,17 @@ class Checkpoint:
         """The bits of a tensor that is stored so."""
         if name not in self._packed:
             return None
-        return Packed.stored({end: self._stored(part) for end, part in self._packed[name].items()})
+        with self._bits_of(name):
+            return Packed.stored({end: self._stored(part) for end, part in self._packed[name].items()})
+
+    @contextmanager
+    def _bits_of(self, name: str) -> Iterator[None]:
+        """Inside, whatever is wrong with packed bits names the tensor."""
+        try:
+            yield
+        except (KeyError, TypeError, AttributeError, AssertionError, ValueError) as error:
+            reason = f"{name} is packed in a way that bitsandbytes does not know ({error or type(error).__name__})"
+            raise ValueError(f"{self._file_of[name]}: {reason}; get the folder again, or its plain weights") from None
 
     def _find_packed(self) -> dict[str, dict[str, str]]:
         """The weights that are packed bits: the names of all their parts, by the end that bitsandbytes gives them."""

@@ -226,6 +226,19 @@ def test_a_small_update_survives_a_bf16_base(tiny):
     assert torch.equal(linear(x), exact.bfloat16())
 
 
+def test_sizes_and_modules_that_mean_nothing_are_named(tiny):
+    source = resolve(tiny)
+    for values, message in (
+        (dict(rank_pattern=["nothing=3"]), "--lora.rank_pattern nothing=3: nothing that is adapted has that name"),
+        (dict(targets=["q_proj"], alpha_pattern=["v_proj=3"]), "--lora.alpha_pattern v_proj=3: nothing"),
+        (dict(modules_to_save=["nothing"]), "--lora.modules_to_save nothing: no module of this model"),
+        (dict(targets=["q_proj"], modules_to_save=["q_proj"]), "all of it is in --lora.modules_to_save already"),
+        (dict(r=65, init="pissa"), "--lora.r 65: --lora.init pissa takes 32 ranks at most"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            LoRA(LoRAArgs(**values)).choose(source.meta_model(), source.adapter_rules)
+
+
 @pytest.mark.parametrize(
     "targets, message",
     [(["nothing"], "nothing: no Linear of this model has that name; known: down_proj"), (["norm"], "norm: no Linear")],

@@ -175,3 +175,46 @@ def test_memory_stays_near_the_quantized_size(tmp_path):
         assert kept <= part * whole
         # bitsandbytes takes some fp32 copies of the one Linear while it quantizes on a CPU
         assert peak - before <= kept * 1.15 + whole / 12 + 8 * 8192 * 2048 * 4
+
+
+@pytest.mark.parametrize(
+    "spoil, message",
+    [
+        ("no absmax", "is packed in a way that bitsandbytes does not know"),
+        ("short absmax", "are no matrix of shape"),
+        ("other shape", "expected shape"),
+        ("no json", "is packed in a way"),
+        ("half the bits", "are no matrix of shape"),
+    ],
+)
+def test_bits_that_do_not_fit_are_refused(make_model, tmp_path, spoil, message):
+    """Compiled code would read beyond their ends."""
+    from safetensors.torch import load_file, save_file
+
+    _, folder = make_model(transformers.LlamaConfig, **WIDE)
+    theirs(folder, "nf4").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    stem = "model.layers.1.mlp.up_proj.weight"
+    state = f"{stem}.quant_state.bitsandbytes__nf4"
+    if spoil == "no absmax":
+        del tensors[f"{stem}.absmax"]
+    elif spoil == "short absmax":
+        tensors[f"{stem}.absmax"] = tensors[f"{stem}.absmax"][:3].clone()
+    elif spoil == "half the bits":
+        tensors[stem] = tensors[stem][:100].clone()
+    else:
+        values = json.loads(bytes(tensors[state].tolist())) | {"shape": [64, 4096]}
+        text = "{" if spoil == "no json" else json.dumps(values)
+        tensors[state] = torch.tensor(list(text.encode()), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=message):
+        litft.load(tmp_path)
+
+
+def test_bitsandbytes_is_kept_from_the_network(tmp_path):
+    """Its import would fetch code through `kernels` on some CPUs; neither that nor its complaint reaches the user."""
+    (tmp_path / "kernels.py").write_text("raise SystemExit('fetched from the hub')")
+    text = "from litft.quantize import bitsandbytes; bitsandbytes(); import sys; print('kernels' in sys.modules)"
+    env = ENV | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n" and not done.stderr

@@ -202,6 +202,9 @@ class LoRA(Method):
                 raise ValueError(f"--lora.targets {target}: no Linear of this model has that name; known: {known}")
             chosen |= dict.fromkeys(hits)
         chosen = {name: None for name in theirs if name in chosen and name not in whole}
+        if not chosen:
+            raise ValueError(f"--lora.targets {','.join(self.args.targets)}: all of it is in --lora.modules_to_save already")
+        self._check_patterns({name: theirs[name] for name in chosen})
         self.sites = {name: self._site(name, theirs[name], model) for name in chosen}
         self.trained = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in whole]
         biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
@@ -220,6 +223,15 @@ class LoRA(Method):
         chosen = {"embed" if hit == "lm_head" and model.config.tied else hit for hits in names.values() for hit in hits}
         own = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in chosen]
         return {name.rpartition(".")[0] for name in siblings(rules, own)}
+
+    def _check_patterns(self, adapted: dict[str, str]) -> None:
+        """ValueError for a pattern that means nothing that is adapted."""
+        for flag in ("rank_pattern", "alpha_pattern"):
+            given = {text.rpartition("=")[0]: text for text in getattr(self.args, flag)}
+            for pattern, hits in matching(given, adapted).items():
+                if not hits:
+                    reason = f"nothing that is adapted has that name, such as {next(iter(adapted))}"
+                    raise ValueError(f"--lora.{flag} {given[pattern]}: {reason}")
 
     def _site(self, ours: str, theirs: str, model: GPT) -> Site:
         """The rank and scale of one module: the first pattern that means it, or the flags for all."""
