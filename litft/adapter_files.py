@@ -4,6 +4,7 @@ Where a checkpoint fuses Linears, the file holds one pair of factors for all of 
 the checkpoint's row order. Experts are what PEFT calls target_parameters (its ParamWrapper gives their layout).
 """
 
+import hashlib
 import json
 import math
 import re
@@ -116,7 +117,7 @@ class Slot:
         parts, untrained = {}, not b.any()
         for name, rows, length in zip(self.linears, self.rule.split_rows(b), lengths, strict=True):
             used = rows.flatten(0, -2).any(0) | untrained  # (R,)
-            if used.any():
+            if used.any() or length is not None:
                 parts[name] = Factors(a[..., used, :], rows[..., used], scale, length)
         return parts
 
@@ -240,6 +241,7 @@ def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> Adapter:
     """What an adapter folder holds, litft's or PEFT's."""
     config = read_adapter_config(folder)
     _refuse_unsupported(config, folder)
+    rules = [rule for rule in rules if not isinstance(rule, Drop)]  # an adapter may hold the head that a tied base drops
     of, expert_halves, halves, whole, rows = slots(model, rules), {}, {}, {}, {}
     parameters = _expert_keys(config.get("target_parameters") or [], of.values())
     by_name = {slot.name: slot for slot in of.values()}
@@ -270,7 +272,9 @@ def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> Adapter:
         factors |= slot.split(Factors(half["a"], half["b"], _scale(config, slot.target, r), half.get("m")))
     for name, experts in expert_halves.items():
         factors[name] = _stacked(model.get_submodule(name), experts, config, folder)
-    tokens = _token_ids(config, rows, model, folder)
+    _check_whole(config, factors, whole, folder)
+    tokens = read_token_ids(config, folder)
+    _check_token_rows(tokens, rows, model, folder)
     trained = _trained(whole, model, rules, folder)
     embed, head = (trained.get(f"{name}.weight") for name in ("embed", "lm_head"))
     apart = model.config.tied and (embed is None) != (head is None)
@@ -294,10 +298,7 @@ def _split_key(key: str) -> tuple[str, str | None]:
 def _trained(whole: dict[str, Tensor], model: nn.Module, rules: list[Rule], folder: Path) -> dict[str, Tensor]:
     """The base's own parameters among an adapter's tensors, by our names."""
     expected, found = dict(model.named_parameters(remove_duplicate=False)), {}
-    heads = [
-        rule for rule in rules if not isinstance(rule, Drop)
-    ]  # a tied checkpoint drops the head; an adapter may hold it
-    moves, unknown = importing(heads, whole)
+    moves, unknown = importing(rules, whole)
     for move in moves:
         if any(name not in whole for name in move.sources) or any(name not in expected for name in move.targets):
             unknown += move.sources
@@ -311,18 +312,40 @@ def _trained(whole: dict[str, Tensor], model: nn.Module, rules: list[Rule], fold
     return found
 
 
-def _token_ids(config: dict[str, Any], rows: dict[str, Tensor], model: nn.Module, folder: Path) -> list[int]:
-    """The ids of new tokens; ValueError where files and config do not agree."""
+def _check_whole(config: dict[str, Any], factors: dict[str, Factors], whole: dict[str, Tensor], folder: Path) -> None:
+    """ValueError where tensors are missing that the config, or the others, speak of."""
+    path = folder / ADAPTER_WEIGHTS
+    if not factors:
+        raise ValueError(f"{path} holds no factors at all; copy the adapter again")
+    if len({f.m is None for f in factors.values()}) > 1:
+        name = next(name for name, f in factors.items() if f.m is None)
+        raise ValueError(f"{path}: DoRA needs a lora_magnitude_vector everywhere, and {name} lacks one; copy it again")
+    for module in config.get("modules_to_save") or []:
+        if not any(name.rpartition(".")[0].endswith(module) for name in whole):
+            raise ValueError(f"{path} lacks {module}, one of its modules_to_save; copy the adapter again")
+
+
+def read_token_ids(config: dict[str, Any], folder: Path) -> list[int]:
+    """The ids of new tokens that an adapter's config states; ValueError where they cannot be."""
     stated = config.get("trainable_token_indices") or []
-    lists = list(stated.values()) if isinstance(stated, dict) else [stated] if stated else []
-    expected = {"embed.token_rows"} if model.config.tied else {"embed.token_rows", "lm_head.token_rows"}
-    if not lists and not rows:
-        return []
-    fit = all(ids == lists[0] and all(isinstance(i, int) and 0 <= i < 10**7 for i in ids) for ids in lists)
-    if not fit or rows.keys() != expected or any(r.shape != (len(lists[0]), model.config.dim) for r in rows.values()):
-        reason = f"new tokens need {' and '.join(sorted(expected))}, a row for each id of trainable_token_indices"
-        raise ValueError(f"{folder}: {reason}; found {sorted(rows)} for {stated!r:.200}")
-    return lists[0]
+    lists = list(stated.values()) if isinstance(stated, dict) else [stated]
+    ids = lists[0]
+    fit = isinstance(ids, list) and all(type(i) is int and 0 <= i < 10**7 for i in ids)
+    if not fit or len(set(ids)) != len(ids) or any(other != ids for other in lists):
+        reason = "must be a list of different token ids, the same for embedding and head"
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: trainable_token_indices {reason}; found {stated!r:.200}")
+    return ids
+
+
+def _check_token_rows(ids: list[int], rows: dict[str, Tensor], model: nn.Module, folder: Path) -> None:
+    """ValueError where a row for an id is missing or odd."""
+    names = ["embed.token_rows"] if model.config.tied else ["embed.token_rows", "lm_head.token_rows"]
+    shapes = {name: tuple(row.shape) for name, row in rows.items()}
+    if shapes != ({name: (len(ids), model.config.dim) for name in names} if ids else {}):
+        reason = f"{len(ids)} new tokens need a row each of {model.config.dim} numbers in {' and '.join(names)}"
+        raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {reason}; found {shapes}")
+    if any(not row.isfinite().all() for row in rows.values()):
+        raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the rows of new tokens hold NaN or infinity")
 
 
 def _scale(config: dict[str, Any], target: str, r: int) -> float:
@@ -381,6 +404,11 @@ def _pattern(patterns: dict[str, float] | None, name: str, default: float) -> fl
     return next(hits, default)
 
 
+def adapter_digest(folder: Path) -> str:
+    """Which adapter this is."""
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))).hexdigest()
+
+
 def read_adapter_config(folder: Path) -> dict[str, Any]:
     """adapter_config.json as a dictionary; ValueError where a field that litft reads holds what it cannot."""
     path = folder / ADAPTER_CONFIG
@@ -401,8 +429,9 @@ def _refuse_unsupported(config: dict[str, Any], folder: Path) -> None:
     if missing := [k for k in ("r", "lora_alpha") if k not in config]:
         raise ValueError(f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter of PEFT's?")
     patterns, parameters = config.get("alpha_pattern") or {}, config.get("target_parameters") or []
-    numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"]}
-    numbers |= patterns if isinstance(patterns, dict) else {"alpha_pattern": patterns}
+    if not isinstance(patterns, dict):
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: alpha_pattern {patterns!r} cannot be; write the adapter again")
+    numbers = {"r": config["r"], "lora_alpha": config["lora_alpha"], **patterns}
     odd = [f"{name} {value!r}" for name, value in numbers.items() if not is_positive(value) and value != 0]
     if config.get("bias", "none") not in ("none", "lora_only", "all"):
         odd.append(f"bias {config['bias']!r}")

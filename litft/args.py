@@ -4,9 +4,10 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 GROUPS = ("data", "train", "eval", "save", "lora", "adapter")
+LARGEST_SIZE = 2**14  # of a rank or a prefix: beyond it memory would run out before a message
 LARGEST = 2**31 - 1  # of any whole number here: beyond it seeds overflow, and nothing else is meant
 
 
@@ -147,8 +148,8 @@ class LoRAArgs:
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
         found = []
-        if self.r < 1:
-            found.append(f"--lora.r {self.r}: must be at least 1")
+        if not 1 <= self.r <= LARGEST_SIZE:
+            found.append(f"--lora.r {self.r}: must be at least 1, and at most {LARGEST_SIZE:,}")
         if self.alpha <= 0:
             found.append(f"--lora.alpha {self.alpha}: must be above 0")
         if not 0 <= self.dropout < 1:
@@ -169,8 +170,9 @@ def _no_pattern(text: str, flag: str) -> str | None:
         value = float(number)
     except ValueError:
         value = 0.0
-    wanted = "a whole number from 1" if flag == "rank_pattern" else "a number above 0"
-    fits = name and 0 < value <= LARGEST and (value.is_integer() or flag != "rank_pattern")
+    largest = LARGEST_SIZE if flag == "rank_pattern" else LARGEST
+    wanted = f"a whole number from 1 to {largest:,}" if flag == "rank_pattern" else "a number above 0"
+    fits = name and 0 < value <= largest and (value.is_integer() or flag != "rank_pattern")
     return None if fits else f"expected NAME={wanted}"
 
 
@@ -178,6 +180,7 @@ def _no_pattern(text: str, flag: str) -> str | None:
 class AdapterArgs:
     """LLaMA-Adapter (arXiv 2303.16199)."""
 
+    fewest: ClassVar[int] = 1  # learned vectors
     prompt_length: int = 10
     """How many learned vectors each layer's attention sees besides the tokens."""
     start_layer: int = 2
@@ -186,8 +189,9 @@ class AdapterArgs:
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
         found = []
-        if self.prompt_length < 1:
-            found.append(f"--adapter.prompt_length {self.prompt_length}: must be at least 1")
+        if not self.fewest <= self.prompt_length <= LARGEST_SIZE:
+            bounds = f"at least {self.fewest}, and at most {LARGEST_SIZE:,}"
+            found.append(f"--adapter.prompt_length {self.prompt_length}: must be {bounds}")
         if self.start_layer < 0:
             found.append(f"--adapter.start_layer {self.start_layer}: must not be negative")
         return found
@@ -197,17 +201,11 @@ class AdapterArgs:
 class AdapterV2Args(AdapterArgs):
     """LLaMA-Adapter v2 (arXiv 2304.15010)."""
 
+    fewest: ClassVar[int] = 0
     prompt_length: int = 10
     """How many learned vectors each layer's attention sees besides the tokens. 0: none, so that the result can be merged."""
     bias: bool = True
     """Learn a bias for each Linear besides its scale. false: merges in families without biases."""
-
-    def problems(self) -> list[str]:
-        """As for v1, but that there may be no prefix."""
-        found = [problem for problem in super().problems() if "prompt_length" not in problem]
-        return found + (
-            [f"--adapter.prompt_length {self.prompt_length}: must not be negative"] if self.prompt_length < 0 else []
-        )
 
 
 @dataclass
@@ -465,3 +463,10 @@ class ExportArgs(MergeArgs):
     """A run's folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished run under out/."""
     merge: bool = True
     """Write the whole model. false: the adapter by itself, as PEFT reads it."""
+
+    def problems(self) -> list[str]:
+        """As for every model, and what has no meaning without merging."""
+        found = super().problems()
+        if not self.merge and (self.dequantized_base or self.precision != "auto"):
+            found.append("--merge false writes the adapter as it is: leave --dequantized_base and --precision out")
+        return found

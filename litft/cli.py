@@ -207,11 +207,12 @@ def _implied(given: dict[str, str], known: dict[str, Any], method: str) -> tuple
 def _as_list(value: str) -> str:
     """a,b as ["a", "b"]; what is JSON stays, for texts with a comma in them."""
     try:
-        if isinstance(json.loads(value), list):
-            return value
+        items = json.loads(value)
     except ValueError:
-        pass
-    return json.dumps([item.strip() for item in value.split(",") if item.strip()])
+        items = None
+    is_list = isinstance(items, list) and all(isinstance(item, str) for item in items)
+    items = items if is_list else [item.strip() for item in value.split(",") if item.strip()]
+    return json.dumps(items, ensure_ascii=False)  # YAML, which reads this, knows no escapes of surrogate pairs
 
 
 def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
@@ -228,7 +229,7 @@ def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[t
     problems = [f"{path}: {_unknown(name, known)}" for name in entries if name not in known]
     words = {name: _as_word(value) for name, value in entries.items() if name in known}
     lists = {name: value for name, value in entries.items() if name in words and get_origin(known[name]) is list}
-    words |= {n: json.dumps(v) if isinstance(v, list) else _as_list(words[n]) for n, v in lists.items()}
+    words |= {n: json.dumps(v, ensure_ascii=False) if isinstance(v, list) else _as_list(words[n]) for n, v in lists.items()}
     return list(words.items()), problems
 
 

@@ -101,8 +101,11 @@ def _result(source: Source, held: tuple[Method, Values], own: dict[str, Any], ar
         what = "the original weights; --dequantized_base adds them to what they were trained on"
         print(f"the base was quantized as {kind} in training; its updates are added to {what}", file=sys.stderr)
         return Result(*held)
+    precision = own.get("precision", "fp32")
+    if not isinstance(precision, str) or precision not in DTYPES:
+        raise ValueError(f"--dequantized_base: the adapter says that it learned in {precision!r}, which is not known")
     print(f"its updates are added to what they were trained on, the base quantized as {kind}", file=sys.stderr)
-    return Result(*held, kind, DTYPES[own.get("precision", "fp32")])
+    return Result(*held, kind, DTYPES[precision])
 
 
 def _export(args: MergeArgs, what: Path, source: Source, result: Result | None, tokenizer: Tokenizer | None = None) -> Path:

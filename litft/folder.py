@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -103,12 +104,16 @@ class Source:
         return stored
 
     def base_model(
-        self, precision: str | None = None, device: torch.device | str = "cpu", quantize: str | None = None
+        self,
+        precision: str | None = None,
+        device: torch.device | str = "cpu",
+        quantize: str | None = None,
+        plain: Collection[str] = (),
     ) -> GPT:
         """The base network with its weights, frozen, one tensor at a time from disk to device."""
         model = self.meta_model()
         kind = self.quantization(quantize)
-        load_weights(model, self.checkpoint, self.stored_rules, self.dtype(precision), device, kind)
+        load_weights(model, self.checkpoint, self.stored_rules, self.dtype(precision), device, kind, plain)
         model.tie()
         model.rotaries.to_empty(device=device)  # their tables are computed, not read
         return model.eval()
@@ -166,10 +171,10 @@ def load(
     source = resolve(folder, base_dir)
     if quantize not in (None, "none", *KINDS):
         raise ValueError(f"quantize {quantize!r} is not known; use {', '.join(KINDS)}")
-    model = source.base_model(precision, device, quantize)
-    if held := source.read_adapter():
-        method, values = held
-        method.load(model, values)
+    held = source.read_adapter()
+    model = source.base_model(precision, device, quantize, held[0].plain() if held else ())
+    if held:
+        held[0].load(model, held[1])
     return model.eval(), source.tokenizer()
 
 

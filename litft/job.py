@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from litft.adapter_files import adapter_digest
 from litft.args import FinetuneArgs
 from litft.data.samples import Sample
 from litft.folder import Source, fingerprint
@@ -44,14 +45,26 @@ class Job:
             method.choose(self.source.meta_model(), self.source.adapter_rules)
             return method, None
         if type(held[0]) is not type(method):
-            reason = (
-                f"{self.source.adapter} is an adapter of another method ({held[0].title}), which this one cannot go on with"
-            )
-            raise ValueError(
-                f"{reason}; merge it first: python scripts/merge_lora.py --checkpoint_dir {self.source.adapter}"
-            )
+            reason = f"{self.source.adapter} is an adapter of another method ({held[0].title})"
+            raise ValueError(f"{reason}, which {method.title} cannot go on with; {self._remedy(*held)}")
+        default = type(method.args)()
+        given = [
+            f"--{method.name}.{item.name}"
+            for item in dataclasses.fields(method.args)
+            if item.name not in method.changeable and getattr(method.args, item.name) != getattr(default, item.name)
+        ]
+        if given:
+            raise ValueError(f"{', '.join(given)}: an adapter goes on with its own; leave them out, or merge it first")
         held[0].go_on(method.args)
         return held
+
+    def _remedy(self, method: Method, values: Values) -> str:
+        """How else to build on an adapter."""
+        try:
+            method.check_merge([name for name, _ in self.source.meta_model().named_parameters()], values)
+        except ValueError:
+            return f"it cannot be merged, so begin with its base, {self.source.base}"
+        return f"merge it first: python scripts/merge_lora.py --checkpoint_dir {self.source.adapter}"
 
     def _add_tokens(self) -> None:
         """Make tokens of --data.new_tokens; an adapter that has them goes on with its own."""
@@ -66,7 +79,8 @@ class Job:
         """The parameters that --train.freeze names; ValueError where it names none."""
         if not self.args.train.freeze:
             return set()
-        names, found = list(self.shapes()), set()
+        names = [name for name, parameter in self._on_meta().items() if parameter.requires_grad]
+        found: set[str] = set()
         for pattern in self.args.train.freeze:
             hits = {name for name in names if means(pattern, name, name.rpartition(".")[0])}
             if not hits:
@@ -83,14 +97,17 @@ class Job:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The method's own parameters, by name."""
+        return {name: tuple(p.shape) for name, p in self._on_meta().items()}
+
+    def _on_meta(self) -> dict[str, nn.Parameter]:
         model = self.source.meta_model()
         self.method.attach(model)
-        return {name: tuple(p.shape) for name, p in self.method.parameters(model).items()}
+        return self.method.parameters(model)
 
     def build(self, precision: str, device: torch.device) -> tuple[GPT, dict[str, nn.Parameter]]:
         """The network with the method on it, and the method's own parameters; the same on every rank."""
         storage = self.method.storage(precision)
-        model = self.source.base_model(storage, device, self.args.quantize)
+        model = self.source.base_model(storage, device, self.args.quantize, self.method.plain())
         torch.manual_seed(self.args.seed)
         if isinstance(self.method, Full):
             self.method.attach(model, precision)
@@ -124,4 +141,5 @@ class Job:
             **{f"{self.method.name}.{name}": value for name, value in own.items()},
             "data.new_tokens": self.args.data.new_tokens,
             "base model": fingerprint(self.source.checkpoint),
+            "adapter": adapter_digest(self.source.adapter) if self.source.adapter else None,
         }

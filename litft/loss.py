@@ -25,7 +25,7 @@ def summed_cross_entropy(
     keep = targets != IGNORED
     hidden, targets = hidden[keep], targets[keep]  # (N, C), (N,)
     count = keep.sum()
-    if type(head) is nn.Linear or getattr(type(head), "is_plain_head", False):
+    if type(head) is nn.Linear or getattr(type(head).forward, "is_plain", False):
         training = torch.is_grad_enabled()
         return _Chunked.apply(hidden, head.weight, head.bias, targets, softcap, smoothing, training), count
     # a head that a method has changed computes its own logits; recomputing them in backward keeps memory at one chunk

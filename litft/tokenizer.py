@@ -171,6 +171,11 @@ class Tokenizer:
         if any(not text.strip() for text in texts):
             raise ValueError("a new token must be a text with more than spaces")
         pieces = [self._backend.encode(text) for text in texts]
+        for text, before in zip(texts, pieces, strict=True):
+            if (known := self.token_id(text)) is not None and before != [known]:
+                raise ValueError(
+                    f"{text!r} is how the tokenizer spells a piece of its own, not a text; choose another token"
+                )
         if new := [text for text in texts if self.token_id(text) is None]:
             self._backend.add(new)
             self._has_new = True

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from litft import checkpoint, runs
+from litft.adapter_files import read_adapter_config
 from litft.args import FinetuneArgs, TrainArgs
 from litft.data.samples import Data, Sample, load_data
 from litft.data.steps import Order, layout
@@ -266,6 +267,9 @@ class Run:
         ]
         if self.source.adapter:
             lines.append("going on with this adapter, and what is its own: sizes, places, tokens")
+            before = read_adapter_config(self.source.adapter).get("litft", {}).get("quantize", "none")
+            if before != (self.source.quantization(self.args.quantize) or "none"):
+                lines.append(f"warning: it was trained on a base with --quantize {before}, and goes on on another")
         if data.truncated or data.skipped:
             lines.append(
                 f"of both, {data.truncated:,} were cut to fit, {data.skipped:,} skipped: no answer was left in them"

@@ -1,7 +1,7 @@
 """Weight files: read lazily, tensor by tensor, and written in shards. Nothing is unpickled but pure weights."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -234,27 +234,34 @@ def load_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     quantize: str | None = None,
+    plain: Collection[str] = (),
 ) -> None:
     """Fill a model built on the meta device, one tensor at a time, in `dtype` on `device`.
 
     quantize: Linears become QuantizedLinears of this kind as their weight comes; memory holds one of them unquantized.
+    plain: modules that do not, since they are trained whole.
     """
+
+    def packs(name: str) -> bool:
+        owner, _, leaf = name.rpartition(".")
+        return bool(quantize) and leaf == "weight" and owner not in plain and is_quantizable(owner, model)
+
     for move in check_weights(model, checkpoint, rules):
         bits = checkpoint.packed(move.sources[0]) if move.is_plain else None
-        if quantize and bits and is_quantizable(move.targets[0].removesuffix(".weight"), model):
+        if bits and packs(move.targets[0]):
             _place(model, move.targets[0], bits.to(device), quantize)
             continue
         tensors = move.convert([checkpoint.read(name) for name in move.sources])
         for name, tensor in zip(move.targets, tensors, strict=True):
             # clone: a tensor that still lies in the memory-mapped file would change with it
-            _place(model, name, tensor.to(device=device, dtype=dtype, copy=True), quantize)
+            _place(model, name, tensor.to(device=device, dtype=dtype, copy=True), quantize if packs(name) else None)
 
 
 def _place(model: nn.Module, name: str, tensor: Tensor | Packed, quantize: str | None) -> None:
-    """Make a tensor the parameter `name`, as packed bits where the base is quantized."""
+    """Make a tensor the parameter `name`; quantize: as packed bits."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)
-    if quantize and leaf == "weight" and is_quantizable(owner, model):
+    if quantize:
         model.set_submodule(owner, quantized(module, tensor, quantize))
     else:
         setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))

@@ -134,7 +134,8 @@ def test_text_is_taken_as_it_stands():
     for text in ("# Title", "---", "~", "a: b", "[1", "'", "1", "*x"):
         assert parse(flags.GenerateArgs, [f"--prompt={text}"]).prompt == text
     assert parse(flags.LoRAFinetuneArgs, ["--lora.targets", "*_proj, mlp.*"]).lora.targets == ["*_proj", "mlp.*"]
-    for given, texts in (("[INST],[/INST]", ["[INST]", "[/INST]"]), ('["a,b", "c"]', ["a,b", "c"]), ("[1]", ["1"])):
+    lists = {"[INST],[/INST]": ["[INST]", "[/INST]"], '["a,b", "c"]': ["a,b", "c"], "[1],🤖": ["[1]", "🤖"]}
+    for given, texts in lists.items():
         found = parse(flags.LoRAFinetuneArgs, [f"--data.new_tokens={given}", "--checkpoint_dir=a", "--data.path=b"])
         assert found.data.new_tokens == texts
 

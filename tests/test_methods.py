@@ -31,6 +31,7 @@ FAMILIES = {
     "phi3": "fused",
     "qwen3_moe": "renormalized",
 }
+WHOLE = ["embed", "lm_head", "down_proj"]
 METHODS = {
     "full": lambda: Full(FullFinetuneArgs()),
     "lora": lambda: LoRA(LoRAArgs(r=3, alpha=5)),
@@ -39,6 +40,9 @@ METHODS = {
     "pissa": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="pissa")),
     "olora": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="olora")),
     "lora, all it has": lambda: LoRA(LoRAArgs(r=3, alpha=5, targets=["*"], bias="all", modules_to_save=["norm"])),
+    "lora, whole parts, new tokens": lambda: with_tokens(
+        LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=WHOLE, bias="all"))
+    ),
     "lora, whole ends": lambda: LoRA(LoRAArgs(r=3, targets=["q_proj"], bias="lora", modules_to_save=["embed", "lm_head"])),
     "dora of some, pissa": lambda: LoRA(LoRAArgs(r=3, dora=True, targets=["v_proj", "up_proj", "embed"], init="pissa")),
     "adapter": lambda: Adapter(AdapterArgs(prompt_length=4, start_layer=1)),
@@ -100,7 +104,7 @@ def attached(folder, name, kind):
     """A model with a fresh method: (model, method, source)."""
     source, method = resolve(folder), METHODS[name]()
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32", quantize=kind)
+    model = source.base_model("fp32", quantize=kind, plain=method.plain())
     torch.manual_seed(3)
     method.attach(model)
     return model, method, source
@@ -132,7 +136,7 @@ def saved(model, method, source, out, kind=None):
 def test_at_init_it_is_the_base(folders, name, family, kind):
     """To the bit, but for PiSSA and OLoRA; and taken off again, it is the base whatever it had learned."""
     model, method, source = attached(folders(family), name, kind)
-    base = source.base_model("fp32", quantize=kind)
+    base = source.base_model("fp32", quantize=kind, plain=method.plain())
     expected = base(TOKENS)
     own = TOKENS if not method.tokens else TOKENS.masked_fill(TOKENS == 40, 41)
     if "pissa" in name or "olora" in name:
@@ -220,7 +224,11 @@ def test_saved_is_what_is_declared_and_comes_back(folders, tmp_path, name, famil
         return
     held, values = resolve(out).read_adapter()
     first = {n for n in method.parameters(model) if n.endswith(("lora_a0", "lora_b0"))}
-    assert values.keys() == method.parameters(model).keys() - first
+    expected = method.parameters(model).keys() - first
+    # of DoRA on a part of a fused tensor the file holds the other rows' lengths too, as updates without a rank
+    beside = {n.rpartition(".")[0] for n in values.keys() - expected}
+    assert expected <= values.keys() and all(held.sites[n].r == 0 for n in beside)
+    assert not beside or ("dora of some" in name and family in ("gpt_neox", "phi3", "falcon", "qwen3_moe"))
     assert held.tokens.keys() == method.tokens.keys()
 
 

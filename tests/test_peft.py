@@ -226,6 +226,33 @@ def test_a_small_update_survives_a_bf16_base(tiny):
     assert torch.equal(linear(x), exact.bfloat16())
 
 
+@torch.no_grad()
+def test_a_row_of_zeros_has_no_length_to_change(tiny):
+    source = resolve(tiny)
+    model, method = source.base_model(), LoRA(LoRAArgs(dora=True))
+    model.blocks[1].attention.o_proj.weight[3] = 0.0
+    expected = model(TOKENS)
+    method.choose(source.meta_model(), source.adapter_rules)
+    method.attach(model)
+    assert torch.equal(model(TOKENS), expected)
+
+
+def test_the_loss_knows_new_tokens_whose_head_is_trained(tiny):
+    """A head that is trained whole is plain to the loss, unless another part lies over it."""
+    source = resolve(tiny)
+    method = LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["lm_head"]))
+    method.tokens = {512: [3], 40: [4]}
+    method.choose(source.meta_model(), source.adapter_rules)
+    model = source.base_model()
+    method.attach(model)
+    tokens = TOKENS.masked_fill(TOKENS % 3 == 0, 512)
+    loss, _ = model(tokens[:, :-1], targets=tokens[:, 1:])
+    logits = model(tokens[:, :-1]).flatten(0, 1)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits, tokens[:, 1:].flatten(), reduction="sum"))
+    loss.backward()
+    assert model.lm_head.token_rows.grad.any()
+
+
 def test_sizes_and_modules_that_mean_nothing_are_named(tiny):
     source = resolve(tiny)
     for values, message in (

@@ -6,8 +6,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from litft.adapter_files import ADAPTER_CONFIG, ADAPTER_WEIGHTS, read_adapter_config, read_tensors, write_tensors
-from litft.args import AdapterArgs, AdapterV2Args
+from litft.adapter_files import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    read_adapter_config,
+    read_tensors,
+    read_token_ids,
+    write_tensors,
+)
+from litft.args import LARGEST_SIZE, AdapterArgs, AdapterV2Args
 from litft.attention import attend_plainly
 from litft.cache import LayerCache
 from litft.config import Config
@@ -89,7 +96,7 @@ class Adapter(Method):
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """The layers that get a prefix; ValueError where there are not so many."""
         count, start = len(model.blocks), self.args.start_layer
-        if start >= count:
+        if self.args.prompt_length and start >= count:
             raise ValueError(f"--adapter.start_layer {start}: this model has {count} layers, so none would have a prefix")
         self.layers = range(start, count) if self.args.prompt_length else range(0)
 
@@ -130,12 +137,12 @@ class Adapter(Method):
         """From a folder of litft's, or of PEFT's AdaptionPrompt."""
         config, values = read_adapter_config(folder), {_from_peft(n): v.float() for n, v in read_tensors(folder).items()}
         model = source.meta_model()
-        length, count, tokens = (config.get(n) for n in ("adapter_len", "adapter_layers", "trainable_token_indices"))
-        if not (all(isinstance(n, int) and n >= 0 for n in (length, count, *(tokens or []))) and count <= len(model.blocks)):
+        length, count, tokens = config.get("adapter_len"), config.get("adapter_layers"), read_token_ids(config, folder)
+        if not (all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in (length, count)) and count <= len(model.blocks)):
             raise ValueError(f"{folder / ADAPTER_CONFIG}: adapter_len {length!r} and adapter_layers {count!r} do not fit")
         method = cls(cls.flags(prompt_length=length, start_layer=len(model.blocks) - count))
         method.layers = range(len(model.blocks) - count, len(model.blocks))
-        method.tokens = {token: [] for token in tokens or []}
+        method.tokens = {token: [] for token in tokens}
         method.recognize(model, values)
         method.attach(model)
         expected = {name: tuple(p.shape) for name, p in method.parameters(model).items()}
@@ -151,12 +158,11 @@ class Adapter(Method):
     def recognize(self, model: GPT, values: Values) -> None:
         """What is trained besides prefixes and tokens, told by the names that a folder holds."""
 
-    def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
+    def check_merge(self, names: list[str], values: Values) -> None:
         """ValueError where a gate is open: a prefix is no change of any weight."""
         if any(value.any() for key, value in values.items() if key.endswith(".adaption_gate")):
             reason = "its prefixes are seen by attention, and no weights of the base model can say that"
             raise ValueError(f"this adapter cannot be merged: {reason}; open it with its base model instead")
-        return super().merged(name, weight, values)
 
 
 class AdapterV2(Adapter):
@@ -208,6 +214,7 @@ class AdapterV2(Adapter):
 
     def check_merge(self, names: list[str], values: Values) -> None:
         """ValueError where a bias has no place among the base's parameters `names`."""
+        super().check_merge(names, values)
         for key, value in values.items():
             module = key.removesuffix(".adapter_bias")
             if module != key and value.any() and f"{module}.bias" not in names:

@@ -16,7 +16,7 @@ from litft.model import GPT
 from litft.peft.method import Base, Method, Values, matching, means, siblings
 from litft.peft.parts import Part, train_parameters
 from litft.peft.tokens import ROWS
-from litft.quantize import dense
+from litft.quantize import KINDS, dense, is_quantizable, rounded
 from litft.rules import Rule, rule_of, their_name
 
 # E experts, R rank
@@ -47,6 +47,8 @@ class LoRALinear(Part):
 
     def draw(self, init: str) -> None:
         """Where the factors begin."""
+        if not self.lora_a.numel():  # DoRA's lengths alone, of a Linear beside others in one tensor
+            return
         if init == "default":
             nn.init.kaiming_uniform_(self.lora_a.data.view(-1, self.lora_a.size(-1)), a=math.sqrt(5))
             return
@@ -84,7 +86,7 @@ class LoRALinear(Part):
         update = self.update(x, *counts)
         if self.lora_m is not None:
             # y is the one product with the base; where the lengths have not changed it stays what it is, to the bit
-            ratio = self.by_row(self.lora_m / self.lengths(), *counts)
+            ratio = self.by_row(ratios(self.lora_m, self.lengths()), *counts)
             bias = getattr(self, "bias", None)
             update = ratio * update + (ratio - 1) * (y if bias is None else y - self.by_row(bias, *counts))
         # the fp32 update is added before rounding to the base's dtype, so that small updates are not lost
@@ -183,6 +185,7 @@ class LoRA(Method):
 
     name, title = "lora", "lora"
     peft_types = ("LORA",)
+    changeable = ("dropout", "lr_ratio")
 
     def __init__(self, args: LoRAArgs) -> None:
         super().__init__(args)
@@ -244,6 +247,10 @@ class LoRA(Method):
                 raise ValueError(f"--lora.r {r}: --lora.init {self.args.init} takes {largest} ranks at most from {ours}")
         return Site(r, alpha / (math.sqrt(r) if self.args.rslora else r))
 
+    def plain(self) -> set[str]:
+        """What is trained whole."""
+        return {name.removesuffix(".weight") for name in self.trained if name.endswith(".weight")}
+
     def attach(self, model: GPT) -> None:
         """Add the factors to `model` and freeze everything else."""
         model.requires_grad_(False)
@@ -275,7 +282,8 @@ class LoRA(Method):
         """PEFT's two files."""
         model, factors = source.meta_model(), {site: self.factors(site, values) for site in self.sites}
         if self.args.dora:
-            factors |= _unchanged_parts(factors, slots(model, source.adapter_rules).values(), source)
+            known, own = slots(model, source.adapter_rules).values(), record.get("litft", {})
+            factors |= _unchanged_parts(factors, known, source, own)
         rows = {name: values[name] for name in ROWS if name in values}
         trained = {name: values[name] for name in self.trained}
         adapter = Adapter(factors, trained, list(self.tokens), rows, apart=self.apart)
@@ -323,7 +331,12 @@ def merged_weight(weight: Tensor, factors: Factors) -> Tensor:
     weight = weight.float() + (factors.b.float() @ factors.a.float()) * factors.scale
     if factors.m is None:
         return weight
-    return weight * (factors.m.float() / weight.norm(dim=-1))[..., None]
+    return weight * ratios(factors.m.float(), weight.norm(dim=-1))[..., None]
+
+
+def ratios(wanted: Tensor, lengths: Tensor) -> Tensor:
+    """By what rows of these lengths are multiplied to have the wanted ones; a row of zeros stays what it is."""
+    return torch.where(lengths == 0, 1.0, wanted / torch.where(lengths == 0, 1.0, lengths))
 
 
 def is_inner_linear(model: nn.Module, name: str) -> bool:
@@ -337,14 +350,22 @@ def _by_pattern(patterns: list[str], ours: str, theirs: str, default: float) -> 
     return next((float(number) for name, _, number in pairs if means(name, ours, theirs)), default)
 
 
-def _unchanged_parts(factors: dict[str, Factors], known: Iterable[Slot], source: Base) -> dict[str, Factors]:
-    """Linears without factors that lie in one tensor with some that have: in a DoRA file they need their own lengths."""
+def _unchanged_parts(
+    factors: dict[str, Factors], known: Iterable[Slot], source: Base, run: dict[str, Any]
+) -> dict[str, Factors]:
+    """Linears without factors that lie in one tensor with some that have: in a DoRA file they need their own lengths.
+
+    run: what the run says of itself: the lengths are those of the base as it was quantized then.
+    """
     found = {}
     for slot in known:
         own = [factors[name] for name in slot.linears if name in factors]
         for name in slot.linears if own else ():
             if name not in factors:
                 weight = source.tensor(f"{name}.weight").float()
+                if run.get("quantize") in KINDS and is_quantizable(name, source.meta_model()):
+                    dtype = torch.bfloat16 if run.get("precision") == "bf16" else torch.float32
+                    weight = rounded(weight.to(dtype), run["quantize"]).float()
                 a, b = (
                     own[0].a.new_zeros((*weight.shape[:-2], 0, weight.size(-1))),
                     weight.new_zeros((*weight.shape[:-1], 0)),

@@ -40,6 +40,7 @@ class Method:
     name: ClassVar[str]  # the group of its flags
     title: ClassVar[str]  # what a person calls it, and its run's folder
     peft_types: ClassVar[tuple[str, ...]] = ()  # what adapter_config.json calls its folders
+    changeable: ClassVar[tuple[str, ...]] = ()  # flags that may differ where an adapter is gone on with
     whole: ClassVar[bool] = False  # what it leaves is a model's folder, not an adapter's
 
     def __init__(self, args: Any) -> None:
@@ -52,6 +53,10 @@ class Method:
     def storage(self, precision: str) -> str:
         """The dtype that the base's weights are kept in, for a network that computes in `precision`."""
         return precision
+
+    def plain(self) -> set[str]:
+        """The modules whose own weight is trained: of a quantized base they are not quantized."""
+        return set()
 
     def attach(self, model: GPT) -> None:
         """Change `model`, and freeze what is not trained."""

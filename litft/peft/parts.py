@@ -100,10 +100,10 @@ class Trained(Part):
 class TrainedLinear(Trained):
     """An nn.Linear with trained parameters."""
 
-    is_plain_head = True  # of a head: the loss may take its weight and bias as they are
-
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))
+
+    forward.is_plain = True  # of a head: the loss may take its weight and bias as they are
 
 
 class TrainedExpertLinear(Trained):

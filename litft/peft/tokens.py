@@ -48,19 +48,19 @@ class TokenHead(Part):
         self.token_rows = rows
         self.register_buffer("token_ids", ids.to(self.weight.device), persistent=False)
         self.beyond = max(0, int(ids.max()) + 1 - self.out_features)
-        bias = torch.zeros(self.out_features) if self.bias is None else self.bias.detach()
-        self.register_buffer("token_bias", F.pad(bias, (0, self.beyond))[ids].to(self.weight.device), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # (..., V)
         if not self.on:
             return logits
-        new = F.linear(x, self.token_rows.to(x.dtype), self.token_bias.to(x.dtype))
+        new = F.linear(x, self.token_rows.to(x.dtype))
+        if self.bias is not None:
+            new = new + F.pad(self.bias, (0, self.beyond))[self.token_ids].to(x.dtype)
         return F.pad(logits, (0, self.beyond)).index_copy(-1, self.token_ids, new.to(logits.dtype))
 
     def remove(self) -> None:
         """Undo `add_rows`."""
-        del self.token_rows, self.token_ids, self.token_bias, self.beyond
+        del self.token_rows, self.token_ids, self.beyond
 
 
 def first_rows(table: Tensor, pieces: list[list[int]]) -> Tensor:
