@@ -70,7 +70,7 @@ class TrainArgs:
     """Examples a step, over all devices and micro-batches."""
     micro_batch_size: int = 4
     """Examples that go through the network at once on one device. Changes speed and memory, not the result."""
-    learning_rate: float = 2e-4
+    learning_rate: float = 5e-4
     """The peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up."""

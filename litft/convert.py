@@ -60,6 +60,8 @@ def export(args: ExportArgs) -> Path:
     else:
         source = resolve(folder, args.base_dir)
         held, own, tokenizer = source.read_adapter(), _own(source), source.tokenizer()
+    if held is None and args.dequantized_base:
+        raise ValueError(f"--dequantized_base: {folder} holds a whole model and no adapter; leave it out")
     if args.merge:
         result = _result(source, held, own, args) if held else None
         return _export(args, step or source.folder, source, result, tokenizer)

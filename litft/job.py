@@ -11,7 +11,7 @@ from litft.args import FinetuneArgs
 from litft.data.samples import Sample
 from litft.folder import Source, fingerprint
 from litft.model import GPT
-from litft.peft import Full, Method, Values, method_of
+from litft.peft import Method, Values, method_of
 from litft.peft.method import means
 from litft.peft.tokens import untrained
 
@@ -30,13 +30,9 @@ class Job:
             raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
         self.method, self.begin = self._method()
         self._add_tokens()
-        self.frozen = self._frozen()
-        if isinstance(self.method, Full):
-            if source.quantization():
-                raise ValueError(
-                    f"{source.base} is quantized, and full fine-tuning changes every weight; use finetune/lora.py"
-                )
-            self.method.frozen = self.frozen
+        self.method.frozen = self._frozen()
+        if self.method.whole and source.quantization():
+            raise ValueError(f"{source.base} is quantized, and full fine-tuning changes every weight; use finetune/lora.py")
 
     def _method(self) -> tuple[Method, Values | None]:
         method = method_of(self.args)
@@ -90,11 +86,6 @@ class Job:
             raise ValueError(f"--train.freeze {','.join(self.args.train.freeze)}: nothing is left to train")
         return found
 
-    @property
-    def vocab_size(self) -> int:
-        """Of the model with its new tokens."""
-        return max([self.source.config.vocab_size, *(token + 1 for token in self.method.tokens)])
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The method's own parameters, by name."""
         return {name: tuple(p.shape) for name, p in self._on_meta().items()}
@@ -109,15 +100,13 @@ class Job:
         storage = self.method.storage(precision)
         model = self.source.base_model(storage, device, self.args.quantize, self.method.plain())
         torch.manual_seed(self.args.seed)
-        if isinstance(self.method, Full):
-            self.method.attach(model, precision)
-        else:
-            self.method.attach(model)
+        self.method.attach(model)
+        self.method.compute_in(model, precision)
         parameters = self.method.parameters(model)
         with torch.no_grad():
             for name, value in (self.begin or {}).items():
                 parameters[name].copy_(value)
-        for name in self.frozen:
+        for name in self.method.frozen:
             parameters[name].requires_grad_(False)
         model.label_smoothing, model.neftune_alpha = self.args.train.label_smoothing, self.args.train.neftune_alpha
         return model, parameters

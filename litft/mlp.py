@@ -96,6 +96,11 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[i
     return torch.cat([F.linear(rows, w, b) for rows, w, b in parts])
 
 
+def by_expert(values: Tensor, counts: list[int]) -> Tensor:
+    """What each expert has, (E, out), for rows sorted by expert: (N, out)."""
+    return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0)
+
+
 class ExpertStack(nn.Module):
     """Gated MLPs, one an expert (arXiv 2101.03961), as three stacks."""
 

@@ -5,17 +5,22 @@ too. The base is loaded in its dtype, what is trained stays in fp32, and every m
 """
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
-from lightning_fabric import Fabric
 
 from litft.args import FinetuneArgs
+
+if TYPE_CHECKING:  # its import takes a second, which those who only generate or convert need not wait for
+    from lightning_fabric import Fabric
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def make_fabric(args: FinetuneArgs) -> Fabric:
+def make_fabric(args: FinetuneArgs) -> "Fabric":
     """A Fabric for these devices, not launched yet; ValueError where the machine does not have them."""
+    from lightning_fabric import Fabric
+
     accelerator = pick_accelerator(args.accelerator)
     if accelerator == "cuda" and args.devices > torch.cuda.device_count():
         raise ValueError(f"--devices {args.devices}: this machine has {torch.cuda.device_count()} GPUs")

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litft.mlp import ExpertLinear
+from litft.mlp import ExpertLinear, by_expert
 
 KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 # what folders of bitsandbytes' layers hold of a layer, beside `weight` and `bias`
@@ -82,11 +82,6 @@ class Packed:
         state = bitsandbytes().functional.QuantState.from_dict(statistics, device=torch.device("cpu"))
         _check_state(tensors["weight"], state)
         return cls(tensors["weight"], state)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(out, in)"""
-        return tuple(self.data.shape if isinstance(self.state, Tensor) else self.state.shape)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix that the bits stand for, (out, in)."""
@@ -172,16 +167,21 @@ class QuantizedExpertLinear(ExpertLinear):
         y = torch.cat([_Product.apply(rows, packed) for rows, packed in parts])
         if self.bias is None:
             return y
-        return y + self.bias.to(y.dtype).repeat_interleave(torch.tensor(counts, device=y.device), dim=0)
+        return y + by_expert(self.bias.to(y.dtype), counts)
 
 
 Quantized = QuantizedLinear | QuantizedExpertLinear
 
 
 def is_quantizable(name: str, model: nn.Module) -> bool:
-    """Whether a module's weight is quantized with the base: Linears but the head and what chooses experts, and experts."""
-    chooses = name.endswith((".router", ".shared_gate"))
-    return isinstance(model.get_submodule(name), (nn.Linear, ExpertLinear)) and name != "lm_head" and not chooses
+    """Whether a parameter is quantized with the base: the weights of Linears and experts, but not of what chooses experts.
+
+    Nor is the head's.
+    """
+    owner, _, leaf = name.rpartition(".")
+    if leaf != "weight" or owner == "lm_head" or owner.endswith((".router", ".shared_gate")):
+        return False
+    return isinstance(model.get_submodule(owner), (nn.Linear, ExpertLinear))
 
 
 def quantized(module: nn.Linear | ExpertLinear, weight: Tensor | Packed, kind: str) -> Quantized:
@@ -191,11 +191,11 @@ def quantized(module: nn.Linear | ExpertLinear, weight: Tensor | Packed, kind: s
     return QuantizedLinear(module, weight if isinstance(weight, Packed) else Packed.of(weight, kind))
 
 
-def rounded(weight: Tensor, kind: str) -> Tensor:
-    """What a weight (out, in) or (E, out, in) is in its own dtype after it has been quantized."""
+def rounded(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """What a weight (out, in) or (E, out, in), quantized from `dtype`, stands for in `dtype`; as fp32."""
     if weight.dim() == 3:
-        return torch.stack([rounded(each, kind) for each in weight])
-    return Packed.of(weight, kind).dense(weight.dtype)
+        return torch.stack([rounded(each, kind, dtype) for each in weight])
+    return Packed.of(weight.to(dtype), kind).dense(dtype).float()
 
 
 def stored_shape(state: Tensor) -> tuple[int, ...]:

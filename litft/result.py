@@ -29,14 +29,13 @@ class Result:
 
     def config(self, config: Config) -> Config:
         """The base's architecture, with the new tokens, and with a head of its own where the method changed just one."""
-        size = max([config.vocab_size, *(token + 1 for token in self.method.tokens)])
-        return replace(config, vocab_size=size, tied=config.tied and not self.method.unties())
+        tied = config.tied and not self.method.unties()
+        return replace(config, vocab_size=self.method.vocab_size(config), tied=tied)
 
     def tensor(self, name: str, weight: Tensor, base: GPT) -> Tensor:
         """The base's tensor `name` as the method has changed it."""
-        owner, _, leaf = name.rpartition(".")
-        if self.quantize and leaf == "weight" and is_quantizable(owner, base):
-            weight = rounded(weight.to(self.dtype), self.quantize).float()
+        if self.quantize and is_quantizable(name, base):
+            weight = rounded(weight, self.quantize, self.dtype)
         return self.method.merged(name, weight, self.values)
 
 

@@ -46,7 +46,7 @@ def finetune(args: FinetuneArgs) -> Path:
     context, limit = source.config.context, args.data.max_seq_length
     if source.config.learned_positions and limit and limit > context:
         raise ValueError(f"--data.max_seq_length {limit}: this model has learned {context} positions and no more; lower it")
-    data = load_data(args.data, job.tokenizer, job.vocab_size, context)
+    data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), context)
     fabric = make_fabric(args)
     fabric.launch()
     # the first process makes the folder; all have looked at what was there before any gets here

@@ -243,12 +243,10 @@ def load_weights(
     """
 
     def packs(name: str) -> bool:
-        owner, _, leaf = name.rpartition(".")
-        return bool(quantize) and leaf == "weight" and owner not in plain and is_quantizable(owner, model)
+        return bool(quantize) and name.removesuffix(".weight") not in plain and is_quantizable(name, model)
 
     for move in check_weights(model, checkpoint, rules):
-        bits = checkpoint.packed(move.sources[0]) if move.is_plain else None
-        if bits and packs(move.targets[0]):
+        if move.is_plain and packs(move.targets[0]) and (bits := checkpoint.packed(move.sources[0])):
             _place(model, move.targets[0], bits.to(device), quantize)
             continue
         tensors = move.convert([checkpoint.read(name) for name in move.sources])

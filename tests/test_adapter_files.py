@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 import transformers
-from parity import ROWS, draw, relative
+from parity import ROWS, draw, relative, shaken, theirs
 from safetensors.torch import save_file
 
 import litft
@@ -53,26 +53,13 @@ def folder(request, make_model):
     return make_model(getattr(transformers, config_class), **variations[name])[1]
 
 
-def theirs(folder):
-    """transformers' model of a folder."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-
-
-def randomized(parameters, seed=3):
-    """Values that show every factor."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-
-
 def adapted(folder, out, **values):
     """A model with random factors, saved as an adapter: (model, method, source)."""
     source = resolve(folder)
     model, method = source.base_model(), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **values}))
     method.choose(model, source.adapter_rules)
     method.attach(model)
-    randomized(method.parameters(model).values())
+    shaken(method.parameters(model).values())
     out.mkdir(exist_ok=True)
     method.write(out, source, method.values(model), {"base_model_name_or_path": str(folder)})
     return model, method, source
@@ -90,7 +77,7 @@ def test_reads_what_peft_wrote(folder, tmp_path, rslora):
     stacks = [n for n, p in base.named_parameters() if p.dim() == 3 and n.endswith(("gate_up_proj", "down_proj"))]
     config = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", target_parameters=stacks, use_rslora=rslora)
     reference = get_peft_model(base, config).eval()
-    randomized(p for n, p in reference.named_parameters() if "lora_" in n)
+    shaken(p for n, p in reference.named_parameters() if "lora_" in n)
     reference.save_pretrained(tmp_path)
     model, _ = litft.load(tmp_path, base_dir=folder)
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
@@ -182,7 +169,7 @@ def test_an_adapted_head_comes_with_a_copy_of_its_weight(make_model, tmp_path):
 
     _, folder = make_model(transformers.LlamaConfig)
     reference = get_peft_model(theirs(folder), LoraConfig(r=3, target_modules=["lm_head", "q_proj"])).eval()
-    randomized(p for n, p in reference.named_parameters() if "lora_" in n)
+    shaken(p for n, p in reference.named_parameters() if "lora_" in n)
     reference.save_pretrained(tmp_path, save_embedding_layers=True)
     model, _ = litft.load(tmp_path, base_dir=folder)
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5

@@ -14,6 +14,8 @@ from parity import ROWS, draw, relative
 from safetensors.torch import load_file, save_file
 
 import litft
+from litft.args import ExportArgs
+from litft.convert import export
 from litft.folder import resolve
 from litft.weights import Checkpoint
 
@@ -239,6 +241,8 @@ def test_other_sources_are_refused(tiny, tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     rewritten(fp8, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
     assert f"{name}: stored as torch.float8_e4m3fn" in script(*command, "--checkpoint_dir", fp8, cwd=tmp_path, code=2).stderr
+    with pytest.raises(ValueError, match="holds a whole model and no adapter"):
+        export(ExportArgs(checkpoint_dir=str(tiny), out_dir=str(tmp_path / "out"), dequantized_base=True))
 
 
 def test_what_lies_beside_the_target_is_left_alone(tiny, tmp_path):

@@ -2,15 +2,10 @@
 
 import csv
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
-from conftest import ENV, ROOT, script
+from conftest import kill_after, script
 from safetensors.torch import load_file
 
 import litft
@@ -56,13 +51,7 @@ def test_killed_and_resumed_is_uninterrupted(tiny, examples, tmp_path, name):
     flags = [f"finetune/{method}.py", "--checkpoint_dir", tiny, "--data.path", examples, *FLAGS, *more, "--out_dir"]
     script(*flags, "whole", cwd=tmp_path)
     run = tmp_path / "killed"
-    command = [sys.executable, ROOT / flags[0], *map(str, flags[1:]), "killed"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (run / "checkpoints" / "step-000006").is_dir():
-        assert process.poll() is None
-        time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_after(6, run, *flags, "killed", cwd=tmp_path)
     assert "continuing after step" in script(flags[0], "--out_dir", "killed", "--resume", cwd=tmp_path).stdout
     assert rows_of(run) == rows_of(tmp_path / "whole")
     assert files_of(run / "final") == files_of(tmp_path / "whole" / "final")

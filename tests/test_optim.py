@@ -26,7 +26,8 @@ def displacement(folder, precision, make=make_optimizer):
     """What 200 steps at 1e-6 change in each matrix, as a run of `finetune/full.py` makes them."""
     source, method = resolve(folder), Full(FullFinetuneArgs())
     model = source.base_model(method.storage(precision))
-    method.attach(model, precision)
+    method.attach(model)
+    method.compute_in(model, precision)
     parameters = method.parameters(model)
     before = {name: p.detach().float().clone() for name, p in parameters.items() if p.dim() == 2}
     optimizer = make(TrainArgs(), method, parameters)

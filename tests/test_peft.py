@@ -6,13 +6,14 @@ import json
 import pytest
 import torch
 from conftest import script
+from parity import shaken, theirs
 
 import litft
 from litft.args import DataArgs, LoRAArgs
 from litft.data.samples import load_data
 from litft.data.steps import collate
 from litft.folder import resolve
-from litft.peft import LoRA, detach, disabled
+from litft.peft import LoRA, disabled
 
 
 def write_adapter(base, folder, seed=1, **values):
@@ -32,22 +33,13 @@ def write_adapter(base, folder, seed=1, **values):
     return model
 
 
-@pytest.fixture
-def attached(tiny):
-    """The tiny model with fresh LoRA factors."""
-    source = resolve(tiny)
-    model = source.base_model()
-    method = LoRA(LoRAArgs(r=4, alpha=8))
+def attached(folder, precision=None, **values):
+    """A model with fresh LoRA factors: (model, method, source)."""
+    source, method = resolve(folder), LoRA(LoRAArgs(**values))
+    model = source.base_model(precision)
     method.choose(model, source.adapter_rules)
     method.attach(model)
     return model, method, source
-
-
-def randomize(model, method, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in method.parameters(model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
 
 
 TOKENS = torch.randint(512, (2, 23), generator=torch.Generator().manual_seed(2))
@@ -80,15 +72,11 @@ def test_reads_what_peft_wrote(tiny, tmp_path, values):
 @torch.no_grad()
 def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
-    source = resolve(tiny)
-    model, method = source.base_model(), LoRA(LoRAArgs(r=3, alpha=5, targets=targets))
-    method.choose(model, source.adapter_rules)
-    method.attach(model)
-    randomize(model, method)
+    model, method, source = attached(tiny, r=3, alpha=5, targets=targets)
+    shaken(method.parameters(model).values())
     method.write(tmp_path, source, method.values(model), {"base_model_name_or_path": str(tiny)})
-    reference = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tiny, dtype="float32"), tmp_path).eval()
+    reference = PeftModel.from_pretrained(theirs(tiny), tmp_path).eval()
     assert sum("lora_A" in name for name, _ in reference.named_parameters()) == len(method.sites)
     torch.testing.assert_close(model(TOKENS), reference(TOKENS).logits, rtol=0, atol=1e-4)
     again, _ = litft.load(tmp_path)
@@ -101,15 +89,13 @@ def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
 @torch.no_grad()
 def test_an_adapter_read_and_written_again_is_the_same(tiny, tmp_path, values):
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     expected = write_adapter(tiny, tmp_path / "first", **values).eval()(TOKENS).logits
     source = resolve(tmp_path / "first")
     method, values = source.read_adapter()
     (tmp_path / "second").mkdir()
     method.write(tmp_path / "second", source, values, {"base_model_name_or_path": str(tiny)})
-    base = AutoModelForCausalLM.from_pretrained(tiny, dtype="float32")
-    found = PeftModel.from_pretrained(base, tmp_path / "second").eval()(TOKENS).logits
+    found = PeftModel.from_pretrained(theirs(tiny), tmp_path / "second").eval()(TOKENS).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
 
 
@@ -153,57 +139,15 @@ def test_ten_steps_are_pefts(tiny, examples, tmp_path):
 
 
 @torch.no_grad()
-def test_at_init_it_is_bitwise_the_base(tiny, attached):
-    assert torch.equal(attached[0](TOKENS), litft.load(tiny)[0](TOKENS))
-
-
-def test_every_factor_learns_and_nothing_else(attached):
-    """After two steps with a validation between; at the first step B is 0 and A's gradient with it."""
-    model, method, _ = attached
-    parameters = method.parameters(model)
-    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-3)
-    for _ in range(3):
-        optimizer.zero_grad()
-        loss, count = model.train()(TOKENS[:, :-1], targets=TOKENS[:, 1:])
-        (loss / count).backward()
-        optimizer.step()
-        with torch.no_grad():
-            model.eval()(TOKENS)
-    for name, parameter in model.named_parameters():
-        assert (parameter.grad is not None) == (name in parameters), name
-        assert parameter.grad is None or parameter.grad.abs().max() > 0, name
-
-
-@torch.no_grad()
-def test_disabled_and_detached_are_the_base(tiny, attached):
-    model, method, _ = attached
-    base = litft.load(tiny)[0]
-    randomize(model, method)
-    assert not torch.equal(model(TOKENS), base(TOKENS))
-    with disabled(model):
-        assert torch.equal(model(TOKENS), base(TOKENS))
-    detach(model)
-    assert torch.equal(model(TOKENS), base(TOKENS))
-    assert {n: type(m) for n, m in model.named_modules()} == {n: type(m) for n, m in base.named_modules()}
-    assert dict(model.named_parameters()).keys() == dict(base.named_parameters()).keys()
-
-
-@torch.no_grad()
 def test_dropout_acts_in_training_only(tiny):
-    source = resolve(tiny)
-    model, method = source.base_model(), LoRA(LoRAArgs(r=4, alpha=8, dropout=0.5))
-    method.choose(model, source.adapter_rules)
-    method.attach(model)
-    randomize(model, method)
+    model, method, _ = attached(tiny, dropout=0.5)
+    shaken(method.parameters(model).values())
     assert torch.equal(model.eval()(TOKENS), model(TOKENS))
     assert not torch.equal(model.train()(TOKENS), model(TOKENS))
 
 
 def test_factors_stay_fp32_on_a_bf16_base(tiny):
-    source = resolve(tiny)
-    model, method = source.base_model("bf16"), LoRA(LoRAArgs(r=4))
-    method.choose(model, source.adapter_rules)
-    method.attach(model)
+    model, method, _ = attached(tiny, "bf16")
     assert {p.dtype for p in method.parameters(model).values()} == {torch.float32}
     loss, _ = model(TOKENS[:, :-1], targets=TOKENS[:, 1:])
     loss.backward()

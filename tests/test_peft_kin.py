@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import script
-from parity import ROWS, draw, relative
+from parity import ROWS, draw, relative, shaken, theirs
 from test_peft import peft_losses
 
 import litft
@@ -58,19 +58,6 @@ def folders(make_model):
         return made[name]
 
     return folder
-
-
-def theirs(folder):
-    """transformers' model of a folder."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
-
-
-def shaken(parameters, seed=3):
-    """Add what shows every parameter."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
 
 
 def attached(folder, method):

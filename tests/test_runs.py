@@ -97,7 +97,7 @@ def test_resume_writes_into_no_strangers_folder(folder, capsys):
 @pytest.mark.parametrize(
     "flags, what",
     [
-        ("--train.learning_rate 0.1", "train.learning_rate 0.0002, now 0.1"),
+        ("--train.learning_rate 0.1", "train.learning_rate 0.0005, now 0.1"),
         ("--seed 7", "seed 42, now 7"),
         ("--lora.alpha 3", "lora.alpha 16, now 3.0"),
         ("--train.global_batch_size 4", "train.global_batch_size 8, now 4"),

@@ -1,16 +1,11 @@
 """The one loop: gradients that depend on no layout, schedules, runs that go on where they were killed."""
 
 import csv
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 import torch
 import yaml
-from conftest import ENV, ROOT, script
+from conftest import ROOT, kill_after, script
 from lightning_fabric import Fabric
 
 import litft
@@ -216,13 +211,7 @@ def test_killed_and_resumed_is_uninterrupted(uninterrupted, tmp_path, given):
     """kill -9 behind the second checkpoint; half a save, and rows beyond it, are left lying about."""
     whole, flags, _ = uninterrupted
     run = tmp_path / "out" / "lora"
-    command = [sys.executable, ROOT / "finetune" / "lora.py", *map(str, flags)]
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while not (run / "checkpoints" / "step-000014").is_dir():
-        assert process.poll() is None
-        time.sleep(0.001)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    kill_after(14, run, "finetune/lora.py", *flags, cwd=tmp_path)
     assert not (run / "final").exists()
     (run / "checkpoints" / "step-000099.partial").mkdir()
     (run / "checkpoints" / "step-000099.partial" / "__0_0.distcp").write_bytes(b"half")

@@ -118,6 +118,8 @@ def test_the_guide_to_converting(clone):
 def test_the_guides_to_methods(clone, name):
     folder, paths = clone
     run_guide(f"{name}.md", folder, paths)
+    named = set(re.findall(r"--out_dir (\S+)", (ROOT / "tutorials" / f"{name}.md").read_text("utf-8")))
+    assert named and all(any((folder / out).glob("**/*.safetensors")) for out in named)
 
 
 def test_the_guide_to_a_family_shows_what_is_there():

@@ -10,11 +10,11 @@ from litft.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from litft.args import AdapterFinetuneArgs, AdapterV2FinetuneArgs, FinetuneArgs, FullFinetuneArgs, LoRAFinetuneArgs
 from litft.peft.adapter import Adapter, AdapterV2
 from litft.peft.full import Full
-from litft.peft.lora import LoRA, merged_weight
+from litft.peft.lora import LoRA
 from litft.peft.method import Base, Method, Values
 from litft.peft.parts import detach, disabled
 
-__all__ = ["Adapter", "AdapterV2", "Full", "LoRA", "Method", "Values", "detach", "disabled", "merged_weight"]
+__all__ = ["Adapter", "AdapterV2", "Full", "LoRA", "Method", "Values", "detach", "disabled"]
 
 METHODS = {
     LoRAFinetuneArgs: lambda args: LoRA(args.lora),

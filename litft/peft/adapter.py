@@ -18,7 +18,7 @@ from litft.args import LARGEST_SIZE, AdapterArgs, AdapterV2Args
 from litft.attention import attend_plainly
 from litft.cache import LayerCache
 from litft.config import Config
-from litft.mlp import ExpertLinear
+from litft.mlp import ExpertLinear, by_expert
 from litft.model import GPT
 from litft.peft.method import Base, Method, Values
 from litft.peft.parts import Part, norm_names, train_parameters
@@ -72,9 +72,8 @@ class AffineLinear(Part):
             return y
         scale, bias = self.adapter_scale, self.adapter_bias
         if counts:  # of experts: rows (N, out) sorted by expert
-            rows = torch.tensor(counts[0], device=y.device)
-            scale = scale.repeat_interleave(rows, dim=0)
-            bias = bias if bias is None else bias.repeat_interleave(rows, dim=0)
+            scale = by_expert(scale, *counts)
+            bias = bias if bias is None else by_expert(bias, *counts)
         return (scale * (y if bias is None else y + bias)).to(y.dtype)
 
     def remove(self) -> None:
@@ -205,7 +204,7 @@ class AdapterV2(Adapter):
         self.layers = layers
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """s W and s (b + bias), in fp32; ValueError where the checkpoint has no bias to put one into."""
+        """s W and s (b + bias), in fp32."""
         module, _, leaf = name.rpartition(".")
         if (scale := values.get(f"{module}.adapter_scale")) is not None:
             shift = 0 if leaf == "weight" else values.get(f"{module}.adapter_bias", 0)

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor, nn
 
-from litft.args import FullFinetuneArgs
 from litft.model import GPT
 from litft.peft.method import Method, Values
 from litft.peft.parts import train_parameters
@@ -16,22 +15,21 @@ class Full(Method):
     name, title = "full", "full"
     whole = True
 
-    def __init__(self, args: FullFinetuneArgs) -> None:
-        super().__init__(args)
-        self.frozen: set[str] = set()
-
     def storage(self, precision: str) -> str:
         """fp32 wherever trained weights would lose updates; `optim.Rounded` keeps them in bf16."""
         return "bf16" if precision == "bf16-true" else "fp32"
 
-    def attach(self, model: GPT, precision: str = "fp32") -> None:
-        """Train all of `model`, which computes in `precision`, but what is frozen."""
+    def attach(self, model: GPT) -> None:
+        """Train all of `model`."""
         if self.tokens:
             self._grow(model)
-        names = [name for name, _ in model.named_parameters()]
         model.requires_grad_(True)
+
+    def compute_in(self, model: GPT, precision: str) -> None:
+        """bf16 with fp32 masters: these are rounded for each use, and what is frozen needs no master."""
         if precision == "bf16":
-            train_parameters(model, [n for n in names if n not in self.frozen], torch.bfloat16, keep=False)
+            names = [name for name, _ in model.named_parameters() if name not in self.frozen]
+            train_parameters(model, names, torch.bfloat16, keep=False)
             for name in self.frozen:
                 model.get_parameter(name).data = model.get_parameter(name).data.bfloat16()
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from litft.adapter_files import Adapter, Factors, Slot, adaptable, read_adapter, slots, write_adapter
 from litft.args import LoRAArgs
-from litft.mlp import ExpertLinear, expert_linear
+from litft.mlp import ExpertLinear, by_expert, expert_linear
 from litft.model import GPT
 from litft.peft.method import Base, Method, Values, matching, means, siblings
 from litft.peft.parts import Part, train_parameters
@@ -111,7 +111,7 @@ class LoRALinear(Part):
         if self.lora_a0 is not None:
             a, b = torch.cat((a, self.lora_a0), dim=-2), torch.cat((b, -self.lora_b0), dim=-1)
         weight = self.matrix()
-        cross = weight.to(a.dtype) @ a.mT if weight.dtype == a.dtype else (weight @ a.to(weight.dtype).mT).float()
+        cross = (weight @ a.to(weight.dtype).mT).to(a.dtype)
         squares = self.squares + 2 * s * (cross * b).sum(-1) + s * s * ((b @ (a @ a.mT)) * b).sum(-1)
         return squares.clamp(min=0).sqrt()
 
@@ -137,7 +137,7 @@ class LoRAExpertLinear(LoRALinear):
 
     def by_row(self, values: Tensor, counts: list[int]) -> Tensor:
         """Values (E, out) to the rows (N, out)."""
-        return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0)
+        return by_expert(values, counts)
 
 
 class LoRAEmbedding(LoRALinear):
@@ -357,20 +357,19 @@ def _unchanged_parts(
 
     run: what the run says of itself: the lengths are those of the base as it was quantized then.
     """
-    found = {}
+    found, model = {}, source.meta_model()
+    kind, dtype = run.get("quantize"), torch.bfloat16 if run.get("precision") == "bf16" else torch.float32
     for slot in known:
         own = [factors[name] for name in slot.linears if name in factors]
         for name in slot.linears if own else ():
-            if name not in factors:
-                weight = source.tensor(f"{name}.weight").float()
-                if run.get("quantize") in KINDS and is_quantizable(name, source.meta_model()):
-                    dtype = torch.bfloat16 if run.get("precision") == "bf16" else torch.float32
-                    weight = rounded(weight.to(dtype), run["quantize"]).float()
-                a, b = (
-                    own[0].a.new_zeros((*weight.shape[:-2], 0, weight.size(-1))),
-                    weight.new_zeros((*weight.shape[:-1], 0)),
-                )
-                found[name] = Factors(a, b, own[0].scale, weight.norm(dim=-1))
+            if name in factors:
+                continue
+            weight = source.tensor(f"{name}.weight").float()
+            if kind in KINDS and is_quantizable(f"{name}.weight", model):
+                weight = rounded(weight, kind, dtype)
+            *stack, height, width = weight.shape
+            a, b = weight.new_zeros((*stack, 0, width)), weight.new_zeros((*stack, height, 0))
+            found[name] = Factors(a, b, own[0].scale, weight.norm(dim=-1))
     return found
 
 

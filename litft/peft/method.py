@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from litft.config import Config
 from litft.model import GPT
 from litft.peft.tokens import ROWS, add_tokens, grown
 from litft.rules import Rule, exporting
@@ -46,6 +47,7 @@ class Method:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.tokens: dict[int, list[int]] = {}
+        self.frozen: set[str] = set()  # parameters of the method's own that are left alone, and saved all the same
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """Find what the flags name; ValueError where they name nothing."""
@@ -61,6 +63,9 @@ class Method:
     def attach(self, model: GPT) -> None:
         """Change `model`, and freeze what is not trained."""
         raise NotImplementedError
+
+    def compute_in(self, model: GPT, precision: str) -> None:
+        """Make the network compute in `precision`, where its weights are kept in another."""
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """The method's own parameters."""
@@ -86,7 +91,7 @@ class Method:
         raise NotImplementedError
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """The base's tensor `name` as the method has changed it; ValueError where no tensor can say it."""
+        """The base's tensor `name` as the method has changed it; `check_merge` says where no tensor can say that."""
         return self.with_tokens(name, values.get(name, weight), values)
 
     def check_merge(self, names: list[str], values: Values) -> None:
@@ -98,6 +103,10 @@ class Method:
     def unties(self) -> bool:
         """Whether embedding and head, one tensor in the base, are two once merged."""
         return False
+
+    def vocab_size(self, config: Config) -> int:
+        """The base's, with the new tokens."""
+        return max([config.vocab_size, *(token + 1 for token in self.tokens)])
 
     def attach_tokens(self, model: GPT) -> None:
         """Give the model rows for the new tokens."""
