@@ -146,7 +146,12 @@ def _of_checkpoint(
     values = checkpoint.read_parameters(step)
     if {name: tuple(value.shape) for name, value in values.items()} != job.shapes():
         raise ValueError(f"{step} holds other parameters than {run / runs.CONFIG} says; it cannot be opened")
-    return source, (job.method, values), checkpoint.read_progress(step).get("identity", {}), job.tokenizer
+    progress = checkpoint.read_progress(step)
+    try:
+        job.tokenizer.choose_again(progress.get("tokenizer"))
+    except ValueError as error:
+        raise ValueError(f"{step}: {error}; its progress.json is damaged, take another step") from None
+    return source, (job.method, values), progress.get("identity", {}), job.tokenizer
 
 
 def _dtype(source: Source, precision: str) -> torch.dtype:

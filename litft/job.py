@@ -25,13 +25,14 @@ class Job:
 
     def __init__(self, args: FinetuneArgs, source: Source) -> None:
         self.args, self.source = args, source
+        self.quantize = source.quantization(args.quantize) or "none"
         self.tokenizer = source.tokenizer()
         if self.tokenizer is None:
             raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
         self.method, self.begin = self._method()
         self._add_tokens()
         self.method.frozen = self._frozen()
-        if self.method.whole and source.quantization():
+        if self.method.whole and self.quantize != "none":
             raise ValueError(f"{source.base} is quantized, and full fine-tuning changes every weight; use finetune/lora.py")
 
     def _method(self) -> tuple[Method, Values | None]:
@@ -125,7 +126,7 @@ class Job:
         own = flags.get(self.method.name, {})
         return {
             "method": self.method.title,
-            "quantize": self.args.quantize,
+            "quantize": self.quantize,
             **{f"train.{name}": flags["train"][name] for name in SHARED},
             **{f"{self.method.name}.{name}": value for name, value in own.items()},
             "data.new_tokens": self.args.data.new_tokens,

@@ -116,6 +116,12 @@ class ExpertStack(nn.Module):
         return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
 
 
+CHOOSERS = (
+    ".router",
+    ".shared_gate",
+)  # how the names of modules end that choose experts: a few outputs, and all depends on them
+
+
 class MoE(nn.Module):
     """A mixture of experts (arXiv 2401.04088), with an expert that every token shares where the architecture has one."""
 

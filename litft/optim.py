@@ -10,13 +10,14 @@ from litft.args import TrainArgs
 from litft.peft import Method
 
 BETAS = (0.9, 0.95)
+VECTORS = ("bias", "adapter_scale", "lora_m")  # of stacked experts they have two dimensions, and are vectors all the same
 
 
 def make_optimizer(args: TrainArgs, method: Method, parameters: dict[str, nn.Parameter]) -> Optimizer:
     """AdamW (arXiv 1711.05101) over what is trained: matrices decay, vectors do not; `factor` multiplies the rate."""
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
-        decay = args.weight_decay if parameter.dim() > 1 else 0.0
+        decay = args.weight_decay if parameter.dim() > 1 and not name.endswith(VECTORS) else 0.0
         groups.setdefault((method.rate(name), decay), []).append(parameter)
     listed = [{"params": p, "factor": factor, "weight_decay": decay} for (factor, decay), p in groups.items()]
     rounds = any(p.dtype == torch.bfloat16 for p in parameters.values())

@@ -20,6 +20,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def make_fabric(args: FinetuneArgs) -> "Fabric":
     """A Fabric for these devices, not launched yet; ValueError where the machine does not have them."""
     from lightning_fabric import Fabric
+    from lightning_fabric.strategies import DDPStrategy
 
     accelerator = pick_accelerator(args.accelerator)
     if accelerator == "cuda" and args.devices > torch.cuda.device_count():
@@ -27,7 +28,8 @@ def make_fabric(args: FinetuneArgs) -> "Fabric":
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    strategy = "ddp" if args.devices > 1 or args.strategy == "ddp" else "auto"
+    # views: or DDP's buckets would hold every gradient a second time
+    strategy = DDPStrategy(gradient_as_bucket_view=True) if args.devices > 1 or args.strategy == "ddp" else "auto"
     return Fabric(accelerator=accelerator, devices=args.devices, strategy=strategy)
 
 

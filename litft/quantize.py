@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litft.mlp import ExpertLinear, by_expert
+from litft.mlp import CHOOSERS, ExpertLinear, by_expert
 
 KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 # what folders of bitsandbytes' layers hold of a layer, beside `weight` and `bias`
@@ -61,12 +61,12 @@ class Packed:
     @classmethod
     def of(cls, weight: Tensor, kind: str) -> "Packed":
         """Quantize a matrix on its device."""
-        functional = bitsandbytes().functional
+        functional, weight = bitsandbytes().functional, weight.contiguous()  # the CUDA kernels look at no strides
         if kind == "int8":
             data, maxima, _ = functional.int8_vectorwise_quant(weight.half())
             return cls(data, maxima)
         name, _, nested = kind.partition("-")
-        return cls(*functional.quantize_4bit(weight.contiguous(), quant_type=name, compress_statistics=bool(nested)))
+        return cls(*functional.quantize_4bit(weight, quant_type=name, compress_statistics=bool(nested)))
 
     @classmethod
     def stored(cls, tensors: dict[str, Tensor]) -> "Packed":
@@ -179,7 +179,7 @@ def is_quantizable(name: str, model: nn.Module) -> bool:
     Nor is the head's.
     """
     owner, _, leaf = name.rpartition(".")
-    if leaf != "weight" or owner == "lm_head" or owner.endswith((".router", ".shared_gate")):
+    if leaf != "weight" or owner == "lm_head" or owner.endswith(CHOOSERS):
         return False
     return isinstance(model.get_submodule(owner), (nn.Linear, ExpertLinear))
 

@@ -32,6 +32,10 @@ class Result:
         tied = config.tied and not self.method.unties()
         return replace(config, vocab_size=self.method.vocab_size(config), tied=tied)
 
+    def keeps(self, name: str, base: GPT) -> bool:
+        """Whether a tensor is left as the base has it: frozen ones may have been rounded for training."""
+        return name in self.method.frozen and self.values[name].shape == base.get_parameter(name).shape
+
     def tensor(self, name: str, weight: Tensor, base: GPT) -> Tensor:
         """The base's tensor `name` as the method has changed it."""
         if self.quantize and is_quantizable(name, base):
@@ -55,11 +59,11 @@ def model_entries(source: Source, dtype: torch.dtype, result: Result | None = No
         return move.convert([source.checkpoint.read(name) for name in move.sources])
 
     def ours(name: str) -> Tensor:
-        if result and result.method.whole:
+        if result and result.method.whole and not result.keeps(name, base):
             return result.values[name].to(dtype)
         move, index = home[name if name in home else "embed.weight"]  # a head that is no longer tied
         tensor = read(move)[index]
-        return (tensor if result is None else result.tensor(name, tensor, base)).to(dtype)
+        return (tensor if result is None or result.method.whole else result.tensor(name, tensor, base)).to(dtype)
 
     @lru_cache(maxsize=1)  # and so are the experts of a stack
     def written(move: Move) -> list[Tensor]:

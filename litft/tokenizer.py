@@ -210,6 +210,19 @@ class Tokenizer:
         """The conversation as the text the model reads; encode it with `bos=False`."""
         return render(self.chat_template, messages, tools, add_generation_prompt, **self.special)
 
+    def choices(self) -> dict[str, Any]:
+        """What a run has decided beside the folder's files."""
+        return {"chat_template": self.chat_template, "stop_ids": self.stop_ids}
+
+    def choose_again(self, choices: Any) -> None:
+        """Take on what `choices` once gave; ValueError where it did not."""
+        template, stops = (
+            choices.get(name) if isinstance(choices, dict) else None for name in ("chat_template", "stop_ids")
+        )
+        if not (isinstance(template, str) and isinstance(stops, list) and stops and all(type(i) is int for i in stops)):
+            raise ValueError(f"{str(choices)[:80]!r} is no template with stop tokens")
+        self.chat_template, self.stop_ids = template, stops
+
     def use_template(self, source: str) -> None:
         """Render with `source` from now on; a BOS is put before it where the tokenizer adds one and it does not."""
         self.chat_template = source

@@ -26,6 +26,7 @@ from litft.metrics import Metrics
 from litft.optim import make_optimizer, set_rate
 from litft.parallel import make_fabric, pick_full_precision, pick_precision
 from litft.plan import Flops, peak_flops
+from litft.quantize import bitsandbytes
 from litft.result import Result, write_result
 from litft.weights import SHARD_BYTES
 
@@ -43,6 +44,8 @@ def finetune(args: FinetuneArgs) -> Path:
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check()
     job = Job(args, source)
+    if job.quantize != "none":
+        bitsandbytes()  # where it is missing, that is said before the data is read
     context, limit = source.config.context, args.data.max_seq_length
     if source.config.learned_positions and limit and limit > context:
         raise ValueError(f"--data.max_seq_length {limit}: this model has learned {context} positions and no more; lower it")
@@ -179,7 +182,7 @@ class Run:
                 self._check_finite(done, "loss", metrics.loss)
                 bar.set_postfix_str(metrics.line(), refresh=False)
             if saving:
-                progress = {"samples": seen, "identity": self._identity()}
+                progress = {"samples": seen, "identity": self._identity(), "tokenizer": self.tokenizer.choices()}
                 checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, progress)
                 checkpoint.prune(self.fabric, self.folder, self.args.save.keep_last)
         bar.close()
@@ -267,8 +270,8 @@ class Run:
         ]
         if self.source.adapter:
             lines.append("going on with this adapter, and what is its own: sizes, places, tokens")
-            before = read_adapter_config(self.source.adapter).get("litft", {}).get("quantize", "none")
-            if before != (self.source.quantization(self.args.quantize) or "none"):
+            before = read_adapter_config(self.source.adapter).get("litft", {}).get("quantize")
+            if before not in (None, self.job.quantize):
                 lines.append(f"warning: it was trained on a base with --quantize {before}, and goes on on another")
         if data.truncated or data.skipped:
             lines.append(
@@ -289,7 +292,7 @@ class Run:
 
     def _kind(self) -> str:
         """What the base's weights are kept in."""
-        return self.source.quantization(self.args.quantize) or self.precision
+        return self.precision if self.job.quantize == "none" else self.job.quantize
 
     def _write_final(self) -> None:
         """The folder to open, under its name only when complete."""
@@ -300,7 +303,7 @@ class Run:
         if self.method.whole:
             write_result(partial, self.source, self.source.dtype(None), Result(self.method, values), SHARD_BYTES / 1e9)
         else:
-            own = {"quantize": self.source.quantization(self.args.quantize) or "none", "precision": self.precision}
+            own = {"quantize": self.job.quantize, "precision": self.precision}
             record = base_record(self.source, final)
             self.method.write(partial, self.source, values, record | {"litft": record["litft"] | own})
         copy_tokenizer(self.tokenizer, partial)

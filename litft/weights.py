@@ -62,9 +62,13 @@ class Checkpoint:
         """The tensor, on the CPU, in the file's own dtype; of a packed one what it stands for, in fp32."""
         return self.packed(name).dense() if name in self._packed else self._stored(name)
 
+    def is_packed(self, name: str) -> bool:
+        """Whether a tensor is stored as packed bits."""
+        return name in self._packed
+
     def packed(self, name: str) -> Packed | None:
         """The bits of a tensor that is stored so."""
-        if name not in self._packed:
+        if not self.is_packed(name):
             return None
         with self._bits_of(name):
             return Packed.stored({end: self._stored(part) for end, part in self._packed[name].items()})
@@ -242,17 +246,19 @@ def load_weights(
     plain: modules that do not, since they are trained whole.
     """
 
-    def packs(name: str) -> bool:
+    def packs(name: str, move: Move) -> bool:
+        if checkpoint.is_quantized and not any(checkpoint.is_packed(source) for source in move.sources):
+            return False  # what such a folder left as it is stays so
         return bool(quantize) and name.removesuffix(".weight") not in plain and is_quantizable(name, model)
 
     for move in check_weights(model, checkpoint, rules):
-        if move.is_plain and packs(move.targets[0]) and (bits := checkpoint.packed(move.sources[0])):
+        if move.is_plain and packs(move.targets[0], move) and (bits := checkpoint.packed(move.sources[0])):
             _place(model, move.targets[0], bits.to(device), quantize)
             continue
         tensors = move.convert([checkpoint.read(name) for name in move.sources])
         for name, tensor in zip(move.targets, tensors, strict=True):
             # clone: a tensor that still lies in the memory-mapped file would change with it
-            _place(model, name, tensor.to(device=device, dtype=dtype, copy=True), quantize if packs(name) else None)
+            _place(model, name, tensor.to(device=device, dtype=dtype, copy=True), quantize if packs(name, move) else None)
 
 
 def _place(model: nn.Module, name: str, tensor: Tensor | Packed, quantize: str | None) -> None:

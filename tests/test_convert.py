@@ -153,8 +153,11 @@ def test_gpt2_without_its_prefix_and_with_its_masks(make_model, tmp_path):
 
 def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
     """Of its last step: what final/ holds, bit for bit; merged or not, from a run that was killed."""
+    template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
+    (tmp_path / "mine.jinja").write_text(template + "{% if add_generation_prompt %}assistant: {% endif %}")
     flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", "run", "--train.max_steps", "4"]
-    script("finetune/lora.py", *flags, "--save.interval", "2", "--train.micro_batch_size", "8", cwd=tmp_path)
+    flags += ["--data.template", "mine.jinja", "--save.interval", "2", "--train.micro_batch_size", "8"]
+    script("finetune/lora.py", *flags, cwd=tmp_path)
     command = ["scripts/convert_to_hf.py", "--checkpoint_dir"]
     script(*command, "run/checkpoints/step-000004", "--merge", "false", "--out_dir", "adapter", cwd=tmp_path)
     expected, _ = litft.load(tmp_path / "run")
@@ -163,6 +166,9 @@ def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
     assert torch.equal(found(tokens), expected(tokens)) and tokenizer is not None
     script(*command, "run", "--out_dir", "merged", "--shard_gb", "0.00005", cwd=tmp_path)
     assert relative(litft.load(tmp_path / "merged")[0](tokens), expected(tokens)) <= 1e-5
+    for name in ("chat_template.jinja", "generation_config.json"):  # what was trained is what is served
+        assert (tmp_path / "adapter" / name).read_text() == (tmp_path / "run" / "final" / name).read_text()
+    assert template in (tmp_path / "adapter" / "chat_template.jinja").read_text()
     shutil.rmtree(tmp_path / "run" / "final")
     script(*command, "run", "--out_dir", "unfinished", cwd=tmp_path)
     assert relative(litft.load(tmp_path / "unfinished")[0](tokens), expected(tokens)) <= 1e-5

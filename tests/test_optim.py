@@ -2,12 +2,13 @@
 
 import pytest
 import torch
-from parity import draw
+import transformers
+from parity import ROWS, draw
 
-from litft.args import FullFinetuneArgs, LoRAArgs, TrainArgs
+from litft.args import AdapterV2Args, FullFinetuneArgs, LoRAArgs, TrainArgs
 from litft.folder import resolve
 from litft.optim import Rounded, make_optimizer, set_rate, stochastically_rounded
-from litft.peft import Full, LoRA
+from litft.peft import AdapterV2, Full, LoRA
 
 TOKENS = draw(2, 17, seed=4)
 
@@ -100,3 +101,16 @@ def test_rates_and_decay_by_kind(tiny):
     found = {names[id(p)]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     expected = {"lora_a": (1e-3, 0.1), "lora_b": (1.6e-2, 0.1), "lora_m": (1e-3, 0.0)}
     assert found == {name: pytest.approx(expected[name.rpartition(".")[2]]) for name in parameters}
+
+
+def test_vectors_of_stacked_experts_do_not_decay(make_model):
+    _, folder = make_model(transformers.Qwen3MoeConfig, **ROWS["qwen3_moe"][1]["renormalized"])
+    source, method = resolve(folder), AdapterV2(AdapterV2Args())
+    method.choose(source.meta_model(), source.adapter_rules)
+    model = source.base_model()
+    method.attach(model)
+    parameters = method.parameters(model)
+    assert any(p.dim() == 2 for name, p in parameters.items() if name.endswith(".adapter_scale"))
+    optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
+    decayed = {id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]}
+    assert {name.rpartition(".")[2] for name, p in parameters.items() if id(p) in decayed} == {"adaption_prompt"}

@@ -12,17 +12,18 @@ from conftest import ENV, ROOT, script
 from parity import ROWS, draw, relative
 
 import litft
-from litft.args import ConvertArgs
+from litft.args import ConvertArgs, LoRAFinetuneArgs
 from litft.convert import convert
 from litft.folder import resolve
+from litft.job import Job
 from litft.quantize import KINDS, Packed, QuantizedLinear, rounded
 
 TOKENS = draw(2, 23, seed=8)
 WIDE = dict(hidden_size=64, intermediate_size=128)  # blocks of 64 do not cross rows
 
 
-def theirs(folder, kind):
-    """transformers' model of a folder with bitsandbytes' layers."""
+def theirs(folder, kind, plain=()):
+    """transformers' model of a folder with bitsandbytes' layers, but the head and `plain`."""
     settings = (
         dict(load_in_8bit=True)
         if kind == "int8"
@@ -33,7 +34,7 @@ def theirs(folder, kind):
             bnb_4bit_compute_dtype=torch.float32,
         )
     )
-    config = transformers.BitsAndBytesConfig(**settings)
+    config = transformers.BitsAndBytesConfig(**settings, llm_int8_skip_modules=["lm_head", *plain])
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, quantization_config=config, dtype=torch.float32, device_map="cpu"
     )
@@ -96,7 +97,19 @@ def test_a_folder_that_is_quantized_already(make_model, tmp_path, family, name, 
     assert relative(plain(TOKENS), reference(TOKENS).logits) <= 1e-5
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     with pytest.raises(ValueError, match=f"is quantized already, as {kind}"):
-        resolve(tmp_path / "quantized").base_model(quantize="nf4" if kind == "int8" else "int8")
+        Job(LoRAFinetuneArgs(quantize="nf4" if kind == "int8" else "int8"), resolve(tmp_path / "quantized"))
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@torch.no_grad()
+def test_what_such_a_folder_leaves_plain_stays_so(make_model, tmp_path, kind):
+    _, folder = make_model(transformers.LlamaConfig, **WIDE)
+    reference = theirs(folder, kind, plain=["q_proj"])
+    reference.save_pretrained(tmp_path)
+    model, _ = litft.load(tmp_path, precision="fp32")
+    assert type(model.blocks[0].attention.q_proj) is torch.nn.Linear
+    assert isinstance(model.blocks[0].attention.k_proj, QuantizedLinear)
+    assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
 
 
 @pytest.mark.slow

@@ -208,7 +208,10 @@ class AdapterV2(Adapter):
         module, _, leaf = name.rpartition(".")
         if (scale := values.get(f"{module}.adapter_scale")) is not None:
             shift = 0 if leaf == "weight" else values.get(f"{module}.adapter_bias", 0)
-            weight = (weight.float() + shift) * (scale[..., None] if leaf == "weight" else scale)
+            before, weight = weight, (weight.float() + shift) * (scale[..., None] if leaf == "weight" else scale)
+            if name == "lm_head.bias":  # a new token's logit is made beside the scaled head, with the bias it had
+                ids = [token for token in self.tokens if token < len(before)]
+                weight[ids] = before.float()[ids]
         return super().merged(name, weight, values)
 
     def check_merge(self, names: list[str], values: Values) -> None:

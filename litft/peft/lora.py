@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from litft.adapter_files import Adapter, Factors, Slot, adaptable, read_adapter, slots, write_adapter
 from litft.args import LoRAArgs
-from litft.mlp import ExpertLinear, by_expert, expert_linear
+from litft.mlp import CHOOSERS, ExpertLinear, by_expert, expert_linear
 from litft.model import GPT
 from litft.peft.method import Base, Method, Values, matching, means, siblings
 from litft.peft.parts import Part, train_parameters
@@ -105,7 +105,7 @@ class LoRALinear(Part):
     def lengths(self) -> Tensor:
         """The 2-norm (out,) of each row of W + scale * B A; a constant to the gradient (arXiv 2402.09353, section 4.3).
 
-        |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b^T: no matrix of W's size is made.
+        |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b^T: no matrix of W's size is made but a quantized W's numbers.
         """
         a, b, s = self.lora_a, self.lora_b, self.lora_scale
         if self.lora_a0 is not None:
@@ -197,6 +197,7 @@ class LoRA(Method):
         """Find what `targets` and `modules_to_save` name; ValueError where one names nothing."""
         theirs = {name: slot.name for name, slot in slots(model, rules).items()}
         whole = self._modules_to_save(model, rules)
+        whole |= {"lm_head"} if model.config.tied and "embed" in whole else set()  # the same weight
         chosen: dict[str, None] = {}
         for target, hits in matching(self.args.targets, theirs).items():
             hits = [name for name in theirs if is_inner_linear(model, name)] if target == "all-linear" else hits
@@ -280,6 +281,7 @@ class LoRA(Method):
 
     def write(self, folder: Path, source: Base, values: Values, record: dict[str, Any]) -> None:
         """PEFT's two files."""
+        values = {name: value.cpu() for name, value in values.items()}
         model, factors = source.meta_model(), {site: self.factors(site, values) for site in self.sites}
         if self.args.dora:
             known, own = slots(model, source.adapter_rules).values(), record.get("litft", {})
@@ -341,7 +343,7 @@ def ratios(wanted: Tensor, lengths: Tensor) -> Tensor:
 
 def is_inner_linear(model: nn.Module, name: str) -> bool:
     """What `all-linear` means: every Linear and every expert's but the head and what chooses experts."""
-    return not isinstance(model.get_submodule(name), nn.Embedding) and name != "lm_head" and not name.endswith(".router")
+    return not isinstance(model.get_submodule(name), nn.Embedding) and name != "lm_head" and not name.endswith(CHOOSERS)
 
 
 def _by_pattern(patterns: list[str], ours: str, theirs: str, default: float) -> float:

@@ -74,9 +74,13 @@ def first_rows(table: Tensor, pieces: list[list[int]]) -> Tensor:
 
 def untrained(table: Tensor, ids: Iterable[int]) -> list[int]:
     """Those of `ids` whose rows look as if no text ever held them: next to nothing, or the same as another token's."""
-    typical = table.float().norm(dim=1).median()
-    empty = [token for token in ids if table[token].float().norm() < 0.01 * typical]
-    return sorted({*empty, *(token for token in ids if (table == table[token]).all(1).sum() > 1)})
+    lengths = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)  # (V,), without a copy of the table
+    least = 0.01 * lengths.median()
+
+    def has_twin(token: int) -> bool:
+        return (table[lengths == lengths[token]] == table[token]).all(1).sum() > 1
+
+    return sorted(token for token in ids if lengths[token] < least or has_twin(token))
 
 
 def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]]) -> None:
