@@ -83,6 +83,17 @@ def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
     assert torch.equal(again(TOKENS), model(TOKENS))
 
 
+@pytest.mark.parametrize("rslora", [False, True])
+def test_scales_are_pefts(tiny, tmp_path, rslora):
+    patterns = dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32})
+    reference = write_adapter(tiny, tmp_path, use_rslora=rslora, **patterns)
+    expected = [m.scaling["default"] for m in reference.modules() if hasattr(m, "lora_A")]
+    flags = dict(r=4, alpha=8, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=32"], rslora=rslora)
+    method = attached(tiny, **flags)[1]
+    assert [site.scale for site in method.sites.values()] == pytest.approx(expected)
+    assert len(set(expected)) == 3
+
+
 @pytest.mark.parametrize(
     "values", [dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}), dict(use_rslora=True)]
 )
