@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from litft import checkpoint, cli, runs
-from litft.adapter_files import read_adapter_config
 from litft.args import ConvertArgs, ExportArgs, MergeArgs
 from litft.folder import Source, base_record, copy_files, copy_tokenizer, resolve
 from litft.job import Job
@@ -46,7 +45,7 @@ def merge(args: MergeArgs) -> Path:
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
     if source.adapter is None:
         raise ValueError(f"{source.folder} is no adapter (it has no adapter_config.json); there is nothing to merge")
-    return _export(args, source.folder, source, _result(source, source.read_adapter(), _own(source), args))
+    return _export(args, source.folder, source, _result(source, source.read_adapter(), source.record, args))
 
 
 def export(args: ExportArgs) -> Path:
@@ -59,7 +58,7 @@ def export(args: ExportArgs) -> Path:
         source, held, own, tokenizer = _of_checkpoint(step, args.base_dir)
     else:
         source = resolve(folder, args.base_dir)
-        held, own, tokenizer = source.read_adapter(), _own(source), source.tokenizer()
+        held, own, tokenizer = source.read_adapter(), source.record, source.tokenizer()
     if held is None and args.dequantized_base:
         raise ValueError(f"--dequantized_base: {folder} holds a whole model and no adapter; leave it out")
     if args.merge:
@@ -79,11 +78,6 @@ def export(args: ExportArgs) -> Path:
     out = _write_folder(args.out_dir, fill)
     print(f"{step or source.folder}: {out} (an adapter of {source.base})", file=sys.stderr)
     return out
-
-
-def _own(source: Source) -> dict[str, Any]:
-    """What litft wrote into an adapter's config."""
-    return read_adapter_config(source.adapter).get("litft", {}) if source.adapter else {}
 
 
 def _result(source: Source, held: tuple[Method, Values], own: dict[str, Any], args: MergeArgs) -> Result:

@@ -57,6 +57,18 @@ class Source:
         """The weight files, opened but not read."""
         return Checkpoint(self.base)
 
+    @property
+    def record(self) -> dict[str, Any]:
+        """What litft has written into an adapter of the run that made it; empty for other folders."""
+        return read_adapter_config(self.adapter).get("litft", {}) if self.adapter else {}
+
+    def another_quantization(self, kind: str | None) -> str | None:
+        """A warning where an adapter learned beside a base that was kept otherwise; kind: how it is kept now."""
+        before, now = self.record.get("quantize"), kind or "none"
+        if before in (None, now):
+            return None
+        return f"warning: {self.adapter} learned beside a base with --quantize {before}, and is used with --quantize {now}"
+
     def tokenizer(self) -> Tokenizer | None:
         """The adapter's own tokenizer, else the base's; None where neither has one."""
         names = ("tokenizer.json", "tokenizer.model")
@@ -200,7 +212,7 @@ def _base_of(adapter: Path, base_dir: str | Path | None) -> Path:
 
 
 def _check_fingerprint(source: Source) -> None:
-    recorded = read_adapter_config(source.adapter).get("litft", {}).get("base_fingerprint")
+    recorded = source.record.get("base_fingerprint")
     if recorded and recorded != (found := fingerprint(source.checkpoint)):
         raise ValueError(
             f"{source.adapter} was trained on another base than {source.base} (fingerprint {recorded[:12]}, found "

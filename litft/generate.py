@@ -16,7 +16,7 @@ from litft import runs
 from litft.args import ChatArgs, GenerateArgs, ModelArgs
 from litft.cache import KVCache
 from litft.data.records import check_messages, read_records
-from litft.folder import load
+from litft.folder import load, resolve
 from litft.model import GPT
 from litft.parallel import pick_accelerator, pick_precision
 from litft.prompts import Message
@@ -149,6 +149,9 @@ def open_model(args: ModelArgs) -> tuple[GPT, Tokenizer]:
     """The model and tokenizer that a command names, or those of the newest finished run."""
     device = torch.device(pick_accelerator(args.accelerator))
     folder = args.checkpoint_dir or runs.newest_finished()
+    source = resolve(folder, args.base_dir)
+    if warning := source.another_quantization(source.quantization(args.quantize)):
+        print(warning, file=sys.stderr)
     model, tokenizer = load(folder, pick_precision(args.precision, device), device, args.base_dir, args.quantize)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from litft import checkpoint, runs
-from litft.adapter_files import read_adapter_config
 from litft.args import FinetuneArgs, TrainArgs
 from litft.data.samples import Data, Sample, load_data
 from litft.data.steps import Order, layout
@@ -269,10 +268,8 @@ class Run:
             f"{self.args.train.global_batch_size} on {self.fabric.world_size} x {self.fabric.device.type}",
         ]
         if self.source.adapter:
-            lines.append("going on with this adapter, and what is its own: sizes, places, tokens")
-            before = read_adapter_config(self.source.adapter).get("litft", {}).get("quantize")
-            if before not in (None, self.job.quantize):
-                lines.append(f"warning: it was trained on a base with --quantize {before}, and goes on on another")
+            lines.append("going on with this adapter: ranks, targets and tokens are its own")
+            lines += filter(None, [self.source.another_quantization(self.job.quantize)])
         if data.truncated or data.skipped:
             lines.append(
                 f"of both, {data.truncated:,} were cut to fit, {data.skipped:,} skipped: no answer was left in them"

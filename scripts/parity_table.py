@@ -44,12 +44,14 @@ def table(families: list[str]) -> str:
 
 def main() -> None:
     """Print the table, or put it into the README."""
-    import parity
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", help="Only these, a,b,c. Default: all.")
     parser.add_argument("--write", action="store_true", help="Put the table into README.md, in place of the one there.")
     args = parser.parse_args()
+    try:
+        import parity
+    except ImportError as error:
+        parser.error(f"{error}; pip install -e '.[test]'")
     families = args.families.split(",") if args.families else list(parity.ROWS)
     if unknown := [name for name in families if name not in parity.ROWS]:
         parser.error(f"no row for {', '.join(unknown)}; known: {', '.join(parity.ROWS)}")

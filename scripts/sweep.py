@@ -91,12 +91,12 @@ class SweepArgs:
     """Run the fine-tuning scripts over a grid."""
 
     grid: Literal["methods", "rates", "halves", "shapes"] = "methods"
-    """methods: each once. rates: four of each. halves: each at half, once and double its default. shapes: ranks, targets,
-    batches, prefixes."""
+    """methods: each once. rates: four of each method. halves: each at half, once and double its default. shapes: ranks,
+    targets, batches, prefixes."""
     checkpoint_dir: str | None = None
     """The model's folder. Default: the embedded demo."""
     flags: str = ""
-    """Flags of every run, as one text."""
+    """Flags of every run, as one text behind a =: --flags="--train.epochs 1"."""
     out_dir: str = "out/sweep"
     """The folder of the runs."""
     data: DataArgs = field(default_factory=DataArgs)

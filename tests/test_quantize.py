@@ -121,7 +121,12 @@ def test_training_on_a_quantized_base(tiny, examples, tmp_path):
     rows = [(tmp_path / name / "metrics.csv").read_text().splitlines() for name in ("one", "two")]
     losses = [[float(line.split(",")[4]) for line in lines[2:]] for lines in rows]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
-    script("generate/base.py", "--checkpoint_dir", "one", "--quantize", "nf4", "--prompt", "Say it", cwd=tmp_path)
+    ask = ("generate/base.py", "--checkpoint_dir", "one", "--prompt", "Say it", "--max_new_tokens", "4", "--quantize")
+    assert "warning" not in script(*ask, "nf4", cwd=tmp_path).stderr
+    assert (
+        "learned beside a base with --quantize nf4, and is used with --quantize none"
+        in script(*ask, "none", cwd=tmp_path).stderr
+    )
     first = script("scripts/merge_lora.py", "--checkpoint_dir", "one", "--out_dir", "original", cwd=tmp_path)
     assert "quantized as nf4 in training; its updates are added to the original weights" in first.stderr
     merge = ("scripts/merge_lora.py", "--checkpoint_dir", "one", "--dequantized_base", "--out_dir", "rounded")
