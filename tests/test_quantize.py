@@ -147,24 +147,31 @@ def test_what_cannot_be_quantized_is_refused(tiny, examples, tmp_path):
 
 
 LOADS = """
-import re, sys, torch
+import re, sys, threading, time, torch
 from pathlib import Path
 import bitsandbytes
 from litft.folder import resolve
-def peak(): return int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+# of its own: pages of the mapped files are the page cache's, and come and go as the kernel likes
+def held(): return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 source = resolve(sys.argv[1])
 from litft.quantize import Packed
 Packed.of(torch.randn(64, 64), "nf4").dense()
-before = peak()
+before, most = held(), 0
+def watch():
+    global most
+    while True:
+        most = max(most, held())
+        time.sleep(0.002)
+threading.Thread(target=watch, daemon=True).start()
 model = source.base_model("bf16", quantize=sys.argv[2])
 kept = sum(p.nbytes for p in model.parameters())
-print(before, kept, peak())
+print(before, kept, most)
 """
 
 
 @pytest.mark.slow
 def test_memory_stays_near_the_quantized_size(tmp_path):
-    """A 1.6 GB model, in shards: the peak is what is kept, some copies of one Linear, and one mapped shard."""
+    """A 1.6 GB model, in shards: the peak is what is kept, and some copies of one Linear."""
     from safetensors.torch import save_file
 
     config = dict(model_type="llama", hidden_size=2048, intermediate_size=8192, num_hidden_layers=12, num_attention_heads=16)
@@ -192,7 +199,7 @@ def test_memory_stays_near_the_quantized_size(tmp_path):
         print(f"{kind}: {whole / 1e9:.2f} GB on disk, {kept / 1e9:.2f} kept, a peak of {(peak - before) / 1e9:.2f} more")
         assert kept <= part * whole
         # bitsandbytes takes some fp32 copies of the one Linear while it quantizes on a CPU
-        assert peak - before <= kept * 1.15 + whole / 12 + 8 * 8192 * 2048 * 4
+        assert peak - before <= kept * 1.15 + 8 * 8192 * 2048 * 4
 
 
 @pytest.mark.parametrize(
