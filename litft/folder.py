@@ -130,6 +130,14 @@ class Source:
         model.rotaries.to_empty(device=device)  # their tables are computed, not read
         return model.eval()
 
+    def model(self, precision: str | None, device: torch.device | str, quantize: str | None) -> GPT:
+        """The network to use: the base's, with the adapter on it where this folder is one."""
+        held = self.read_adapter()
+        model = self.base_model(precision, device, quantize, held[0].plain() if held else ())
+        if held:
+            held[0].load(model, held[1])
+        return model.eval()
+
     def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
         """The method of this folder, where it is an adapter, and what it has learned."""
         return read_method(self.adapter, self) if self.adapter else None
@@ -180,14 +188,10 @@ def load(
     lies. quantize: nf4, nf4-dq, fp4, fp4-dq or int8; None leaves the folder's Linears as they are. The tokenizer is None
     where there is none. Raises ValueError for what cannot be opened.
     """
-    source = resolve(folder, base_dir)
     if quantize not in (None, "none", *KINDS):
         raise ValueError(f"quantize {quantize!r} is not known; use {', '.join(KINDS)}")
-    held = source.read_adapter()
-    model = source.base_model(precision, device, quantize, held[0].plain() if held else ())
-    if held:
-        held[0].load(model, held[1])
-    return model.eval(), source.tokenizer()
+    source = resolve(folder, base_dir)
+    return source.model(precision, device, quantize), source.tokenizer()
 
 
 def _read_config_json(folder: Path) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from litft import runs
 from litft.args import ChatArgs, GenerateArgs, ModelArgs
 from litft.cache import KVCache
 from litft.data.records import check_messages, read_records
-from litft.folder import load, resolve
+from litft.folder import resolve
 from litft.model import GPT
 from litft.parallel import pick_accelerator, pick_precision
 from litft.prompts import Message
@@ -152,7 +152,7 @@ def open_model(args: ModelArgs) -> tuple[GPT, Tokenizer]:
     source = resolve(folder, args.base_dir)
     if warning := source.another_quantization(source.quantization(args.quantize)):
         print(warning, file=sys.stderr)
-    model, tokenizer = load(folder, pick_precision(args.precision, device), device, args.base_dir, args.quantize)
+    model, tokenizer = source.model(pick_precision(args.precision, device), device, args.quantize), source.tokenizer()
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
     return model, tokenizer

@@ -63,7 +63,7 @@ def model_entries(source: Source, dtype: torch.dtype, result: Result | None = No
             return result.values[name].to(dtype)
         move, index = home[name if name in home else "embed.weight"]  # a head that is no longer tied
         tensor = read(move)[index]
-        return (tensor if result is None or result.method.whole else result.tensor(name, tensor, base)).to(dtype)
+        return (tensor if result is None else result.tensor(name, tensor, base)).to(dtype)
 
     @lru_cache(maxsize=1)  # and so are the experts of a stack
     def written(move: Move) -> list[Tensor]:

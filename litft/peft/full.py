@@ -38,8 +38,8 @@ class Full(Method):
         return dict(model.named_parameters())
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """What it has become."""
-        return values[name]
+        """What it has become; what is frozen is the base's own, which training may have rounded."""
+        return weight if name in self.frozen else values[name]
 
     def _grow(self, model: GPT) -> None:
         """Lengthen embedding and head by the new tokens' rows."""

@@ -197,7 +197,7 @@ class LoRA(Method):
         """Find what `targets` and `modules_to_save` name; ValueError where one names nothing."""
         theirs = {name: slot.name for name, slot in slots(model, rules).items()}
         whole = self._modules_to_save(model, rules)
-        whole |= {"lm_head"} if model.config.tied and "embed" in whole else set()  # the same weight
+        taken = whole | ({"lm_head"} if model.config.tied and "embed" in whole else set())  # the same weight
         chosen: dict[str, None] = {}
         for target, hits in matching(self.args.targets, theirs).items():
             hits = [name for name in theirs if is_inner_linear(model, name)] if target == "all-linear" else hits
@@ -205,7 +205,7 @@ class LoRA(Method):
                 known = ", ".join(sorted({n.rpartition(".")[2] for n in theirs}))
                 raise ValueError(f"--lora.targets {target}: no Linear of this model has that name; known: {known}")
             chosen |= dict.fromkeys(hits)
-        chosen = {name: None for name in theirs if name in chosen and name not in whole}
+        chosen = {name: None for name in theirs if name in chosen and name not in taken}
         if not chosen:
             raise ValueError(f"--lora.targets {','.join(self.args.targets)}: all of it is in --lora.modules_to_save already")
         self._check_patterns({name: theirs[name] for name in chosen})
