@@ -42,6 +42,8 @@ COMMANDS = {
     "generate": Command(flags.GenerateArgs, "litft.generate:generate"),
     "chat": Command(flags.ChatArgs, "litft.generate:chat"),
     "merge_lora": Command(flags.MergeArgs, "litft.convert:merge"),
+    "prepare_data": Command(flags.PrepareArgs, "litft.preview:prepare_data"),
+    "plan": Command(flags.PlanArgs, "litft.preview:plan"),
     "convert_hf_checkpoint": Command(flags.ConvertArgs, "litft.convert:convert"),
     "convert_to_hf": Command(flags.ExportArgs, "litft.convert:export"),
 }
@@ -176,7 +178,7 @@ def _read(argv: list[str], known: dict[str, Any]) -> tuple[list[tuple[str, str]]
         elif value is None:
             problems.append(f"--{name} needs a value")
         else:
-            given.append((name, _as_list(value) if get_origin(known[name]) is list else value))
+            given.append((name, _as_list(value, known[name]) if get_origin(known[name]) is list else value))
     return given, problems, passed
 
 
@@ -204,8 +206,10 @@ def _implied(given: dict[str, str], known: dict[str, Any], method: str) -> tuple
     return ([], []) if "checkpoint_dir" in given else _read_config(DEMO / f"{method}.yaml", known)
 
 
-def _as_list(value: str) -> str:
-    """a,b as ["a", "b"]; what is JSON stays, for texts with a comma in them."""
+def _as_list(value: str, kind: Any) -> str:
+    """a,b as ["a", "b"]; what is JSON stays, for texts with a comma in them. Numbers get no quotes."""
+    if kind == list[float]:
+        return f"[{value.strip('[]')}]"
     try:
         items = json.loads(value)
     except ValueError:
@@ -229,7 +233,10 @@ def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[t
     problems = [f"{path}: {_unknown(name, known)}" for name in entries if name not in known]
     words = {name: _as_word(value) for name, value in entries.items() if name in known}
     lists = {name: value for name, value in entries.items() if name in words and get_origin(known[name]) is list}
-    words |= {n: json.dumps(v, ensure_ascii=False) if isinstance(v, list) else _as_list(words[n]) for n, v in lists.items()}
+    for name, value in lists.items():
+        words[name] = (
+            json.dumps(value, ensure_ascii=False) if isinstance(value, list) else _as_list(words[name], known[name])
+        )
     return list(words.items()), problems
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from litft import runs
 from litft.args import ChatArgs, GenerateArgs, ModelArgs
 from litft.cache import KVCache
-from litft.data.records import check_messages, read_records
+from litft.data.files import read_records
+from litft.data.formats import check_messages
 from litft.folder import resolve
 from litft.model import GPT
 from litft.parallel import pick_accelerator, pick_precision
@@ -201,6 +202,8 @@ def read_prompts(path: Path, out: str | None) -> list[dict[str, Any]]:
         raise ValueError(f"--out {out} is the file of the prompts; name another")
     records = []
     for where, record in read_records(path):
+        if isinstance(record, ValueError):
+            raise record
         if record.get("messages") is not None:
             record = {**record, "messages": check_messages(record["messages"], where)}
         elif not isinstance(record.get("prompt"), str):

@@ -8,9 +8,9 @@ from torch import nn
 
 from litft.adapter_files import adapter_digest
 from litft.args import FinetuneArgs
-from litft.data.samples import Sample
 from litft.folder import Source, fingerprint
 from litft.model import GPT
+from litft.parallel import pick_full_precision, pick_precision
 from litft.peft import Method, Values, method_of
 from litft.peft.method import means
 from litft.peft.tokens import untrained
@@ -96,6 +96,13 @@ class Job:
         self.method.attach(model)
         return self.method.parameters(model)
 
+    def precision(self, device: torch.device) -> str:
+        """What the network computes in, as asked for or as fits."""
+        if not self.method.whole:
+            return pick_precision(self.args.precision, device)
+        size = sum(p.numel() for p in self.source.meta_model().parameters())
+        return pick_full_precision(self.args.precision, device, size)
+
     def build(self, precision: str, device: torch.device) -> tuple[GPT, dict[str, nn.Parameter]]:
         """The network with the method on it, and the method's own parameters; the same on every rank."""
         storage = self.method.storage(precision)
@@ -112,12 +119,11 @@ class Job:
         model.label_smoothing, model.neftune_alpha = self.args.train.label_smoothing, self.args.train.neftune_alpha
         return model, parameters
 
-    def untrained_tokens(self, model: GPT, samples: list[Sample]) -> list[str]:
-        """Control tokens of the samples whose embeddings look untrained, and stay so with this method."""
-        controls = self.tokenizer.special_ids - self.method.tokens.keys()
-        if model.embed.weight.requires_grad or not controls:
+    def untrained_tokens(self, model: GPT, special: set[int]) -> list[str]:
+        """Which of the `special` tokens of the data have embeddings that look untrained, and stay so with this method."""
+        used = special - self.method.tokens.keys()
+        if model.embed.weight.requires_grad or not used:
             return []
-        used = {token for sample in samples for token in sample.tokens.tolist()} & controls
         return [self.tokenizer.decode([token], skip_special=False) for token in untrained(model.embed.weight.detach(), used)]
 
     def identity(self) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def summed_cross_entropy(
     keep = targets != IGNORED
     hidden, targets = hidden[keep], targets[keep]  # (N, C), (N,)
     count = keep.sum()
-    if type(head) is nn.Linear or getattr(type(head).forward, "is_plain", False):
+    if is_plain(head):
         training = torch.is_grad_enabled()
         return _Chunked.apply(hidden, head.weight, head.bias, targets, softcap, smoothing, training), count
     # a head that a method has changed computes its own logits; recomputing them in backward keeps memory at one chunk
@@ -33,6 +33,11 @@ def summed_cross_entropy(
     for rows, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
         total = total + checkpoint(_through_head, head, rows, wanted, softcap, smoothing, use_reentrant=False)
     return total, count
+
+
+def is_plain(head: nn.Module) -> bool:
+    """Whether a head's logits are its weight and bias, and nothing besides."""
+    return type(head) is nn.Linear or getattr(type(head).forward, "is_plain", False)
 
 
 def _through_head(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:
@@ -70,14 +75,18 @@ class _Chunked(torch.autograd.Function):
             rows, wanted = hidden[start : start + CHUNK], targets[start : start + CHUNK]
             b = bias if bias is None else bias.to(rows.dtype)
             logits = capped(F.linear(rows, weight.to(rows.dtype), b).float(), softcap)  # (n, V)
-            norm = logits.logsumexp(-1, keepdim=True)
-            total += (norm.squeeze(-1) - (1 - smoothing) * logits.gather(-1, wanted[:, None]).squeeze(-1)).sum()
+            slope = None if softcap is None else 1 - (logits / softcap) ** 2  # of the cap
+            # the softmax in the logits' own memory: torch's logsumexp would make a copy
+            logits -= logits.amax(-1, keepdim=True)
+            total -= (1 - smoothing) * logits.gather(-1, wanted[:, None]).sum()
             if smoothing:
                 total -= smoothing * logits.mean(-1).sum()
+            sums = logits.exp_().sum(-1, keepdim=True)
+            total += sums.log().sum()
             if not (needs_hidden or needs_weight or needs_bias):
+                del logits
                 continue
-            slope = None if softcap is None else 1 - (logits / softcap) ** 2  # of the cap
-            d_logits = logits.sub_(norm).exp_()  # softmax, in the logits' own memory
+            d_logits = logits.div_(sums)
             d_logits[torch.arange(wanted.numel(), device=wanted.device), wanted] -= 1.0 - smoothing
             if smoothing:
                 d_logits -= smoothing / d_logits.size(-1)
@@ -90,6 +99,7 @@ class _Chunked(torch.autograd.Function):
                 d_hidden[start : start + CHUNK] = d_logits @ weight.to(rows.dtype)
             if needs_weight:
                 d_weight += d_logits.t() @ rows
+            del logits, d_logits  # or the next chunk would be made beside them
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return total

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from litft.plan import peak_memory
+from litft.parallel import peak_memory
 
 COLUMNS = (
     "step epoch samples tokens loss val_loss exact_match learning_rate grad_norm tokens_per_second mfu memory_gib seconds"

@@ -98,7 +98,7 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[i
 
 def by_expert(values: Tensor, counts: list[int]) -> Tensor:
     """What each expert has, (E, out), for rows sorted by expert: (N, out)."""
-    return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0)
+    return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0, output_size=sum(counts))
 
 
 class ExpertStack(nn.Module):
@@ -138,7 +138,7 @@ class MoE(nn.Module):
         flat = x.flatten(0, 1)  # (B T, C)
         weights, chosen = route(self.router(flat), self.top_k, self.renormalize)  # (B T, top_k)
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=self.count).tolist()
+        counts = self.counts(chosen)
         y = self.experts(flat[order // chosen.size(1)], counts)
         # back to the tokens' order by a gather, which is deterministic, where adding into place would not be
         y = y[order.argsort()].unflatten(0, chosen.shape)  # (B T, top_k, C)
@@ -147,6 +147,10 @@ class MoE(nn.Module):
             shared = self.shared(flat)
             y = y + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(flat)))
         return y.view_as(x)
+
+    def counts(self, chosen: Tensor) -> list[int]:
+        """How many rows each expert gets; the seam of plan.py, which has no values to count."""
+        return chosen.flatten().bincount(minlength=self.count).tolist()
 
 
 def make_mlp(config: Config, layer: Layer) -> nn.Module:

@@ -1,10 +1,13 @@
-"""Devices, dtypes and processes: what Fabric is given, and what it is not.
+"""Devices, dtypes, processes and their memory: what Fabric is given, and what it is not.
 
 Fabric launches, moves, wraps in DDP and reduces. It is given no precision plugin: `bf16-true` would cast the fp32 factors
 too. The base is loaded in its dtype, what is trained stays in fp32, and every module casts where the two meet.
 """
 
 import os
+import re
+import resource
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,3 +60,20 @@ def pick_full_precision(precision: str, device: torch.device, parameters: int) -
         return precision
     memory = torch.cuda.get_device_properties(device).total_memory
     return "bf16" if 18 * parameters < 0.9 * memory else "bf16-true"
+
+
+def memory_there(device: torch.device) -> int:
+    """Bytes of the device's memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most memory held so far in GiB: allocated on the GPU, or resident in this process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    status = Path("/proc/self/status")
+    if status.is_file():  # Linux's ru_maxrss would count the process that started this one, where that was larger
+        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS, in bytes

@@ -1,129 +1,204 @@
-"""What a step costs: the FLOPs a method needs, what the chip could do, and the memory a process has held."""
+"""What a run will need: memory by kind, FLOPs, hours. No weight is read and none allocated.
 
-import re
-import resource
-import time
-from collections.abc import Iterable
-from pathlib import Path
+Weights, gradients, moments and logits are closed forms of the shapes. What the blocks keep for their backward is counted
+where autograd keeps it: each distinct block runs once on fake tensors, so that no change of the network goes unnoticed.
+`tests/test_plan.py` holds the sum against torch's MemTracker over whole training steps.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
-from litft.data.samples import Sample
-from litft.mlp import ExpertLinear, MoE
+from litft.config import Config
+from litft.flops import Flops
+from litft.folder import Source
+from litft.loss import CHUNK, is_plain
+from litft.mlp import MoE
 from litft.model import GPT
+from litft.parallel import DTYPES
+from litft.peft import Method
+from litft.peft.parts import Part, Trained
+from litft.quantize import is_quantizable
 
-# Dense peak TFLOP/s in bf16 and fp32 (TF32 is off) by a part of the name that torch reports: the makers' data sheets.
-# The first match wins, so that an L40S is not taken for an L4, nor "NVIDIA H100 PCIe" for the faster SXM board.
-CHIPS: tuple[tuple[str, float, float], ...] = (
-    (r"\bB300\b", 2250.0, 75.0),
-    (r"\bGB200\b", 2500.0, 80.0),
-    (r"\bB200\b", 2250.0, 75.0),
-    (r"\bGH200\b", 989.4, 66.9),
-    (r"\bH200\b", 989.4, 66.9),
-    (r"\bH100 NVL\b", 835.0, 60.0),
-    (r"\bH100 PCIe\b", 756.0, 51.2),
-    (r"\bH(100|800)\b", 989.4, 66.9),
-    (r"\bH20\b", 148.0, 44.0),
-    (r"\bA(100|800)\b", 312.0, 19.5),
-    (r"\bA10G\b", 70.0, 31.5),
-    (r"\bA10\b", 125.0, 31.2),
-    (r"\bA40\b", 149.7, 37.4),
-    (r"\bRTX A6000\b", 154.8, 38.7),
-    (r"\bRTX 6000 Ada\b", 364.2, 91.1),
-    (r"\bL40S\b", 362.05, 91.6),
-    (r"\bL40\b", 181.05, 90.5),
-    (r"\bL4\b", 121.0, 30.3),
-    (r"\bRTX 5090\b", 209.5, 104.8),
-    (r"\bRTX 4090\b", 165.2, 82.6),
-    (r"\bRTX 4080\b", 97.5, 48.7),
-    (r"\bRTX 3090\b", 71.0, 35.6),
-    (r"\bV100\b", 0.0, 15.7),
-    (r"\bT4\b", 0.0, 8.1),
-)
+MOMENTS = 8  # bytes a trained number has in AdamW, which keeps two in fp32
 
 
-def peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOP/s that `device` can do at most in `precision`: from CHIPS, or on a CPU measured; None where not known."""
-    if device.type == "cpu":
-        return _measure_matmul(torch.bfloat16 if precision.startswith("bf16") else torch.float32)
-    name = torch.cuda.get_device_name(device)
-    for pattern, bf16, fp32 in CHIPS:
-        if re.search(pattern, name):
-            return (bf16 if precision.startswith("bf16") else fp32) * 1e12 or None
-    return None
+class Shape(NamedTuple):
+    """A micro-batch, and whether a step has several: then it begins beside the gradients of those before."""
+
+    rows: int
+    tokens: int  # of a row
+    accumulated: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.rows} x {self.tokens:,} tokens"
 
 
-def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 30) -> float:
-    """FLOP/s of the fastest of some matrix products, half a second of them: other programs come and go."""
-    a = torch.randn(size, size).to(dtype)
-    a @ a
-    seconds = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        a @ a
-        seconds.append(time.perf_counter() - start)
-    return 2 * size**3 / min(seconds)
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of each kind on one device, in a training step whose micro-batches have `shape`."""
+
+    shape: Shape
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int  # that the blocks keep for their backward
+    logits: int  # of the loss's chunks, with the gradients that it makes at once
+    dequantized: int  # the largest weight of a quantized base, for its product
+    rounding: int  # all that `optim.Rounded` makes of the largest weight to step it
+
+    @property
+    def peak(self) -> int:
+        """The most at once: when the loss is made, or when the optimizer steps."""
+        at_loss = self.activations + max(self.logits, self.dequantized) + self.gradients * self.shape.accumulated
+        return self.weights + self.optimizer + max(at_loss, self.gradients + self.rounding)
+
+    def line(self) -> str:
+        """In words, in GiB."""
+        kinds = ("weights", "gradients", "optimizer", "activations", "logits")
+        parts = ", ".join(f"{kind} {getattr(self, kind) / 2**30:.2f}" for kind in kinds)
+        return f"{self.peak / 2**30:.2f} GiB at its peak, with micro-batches of {self.shape} ({parts})"
 
 
-class Flops:
-    """FLOPs that training a sample needs: forward, input gradients, and weight gradients where weights are trained.
+@dataclass(frozen=True)
+class Plan:
+    """What training a model by a method needs."""
 
-    Attention counts the keys that a query really sees, the head only the supervised tokens; recomputation counts nothing.
+    parameters: int
+    trained: int
+    flops: Flops
+    memory: Memory
+
+    def title_line(self, method: str) -> str:
+        """How much of the model is trained."""
+        return f"{self.parameters:,} parameters; {method} trains {self.trained:,} ({self.trained / self.parameters:.2%})"
+
+
+def predict(source: Source, method: Method, precision: str, quantize: str, shape: Shape) -> Plan:
+    """The plan of training `source` by `method`, which has chosen its targets.
+
+    precision: what the network computes in (bf16, bf16-true, fp32). quantize: the base's kind, or none. CUDA itself and
+    the caching of torch's allocator take half a GiB to one besides.
     """
-
-    def __init__(self, model: GPT) -> None:
-        head = model.lm_head.weight
-        matrices = [
-            (_size(m, n, p), p.requires_grad, part)
-            for m, part in _linears(model)
-            for n, p in m.named_parameters()
-            if n != "bias" and p is not head
-        ]
-        self.per_token = sum(2 * size * part * (3 if trained else 2) for size, trained, part in matrices)
-        self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
-        config = model.config
-        self.windows = [layer.window for layer in config.layers]
-        self.per_pair = 2 * 2 * config.n_heads * config.head_dim * 3  # QK and PV; their backward is twice the forward
-
-    def __call__(self, samples: Iterable[Sample]) -> float:
-        """FLOPs of one step over `samples`."""
-        return sum(
-            self.per_token * sample.tokens.numel()
-            + self.per_target * sample.supervised
-            + self.per_pair * sum(_pairs(sample.tokens.numel(), window) for window in self.windows)
-            for sample in samples
+    method = copy.copy(method)
+    method.tokens = {}  # some rows, which are too few to matter and want real ids
+    compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
+    with FakeTensorMode():
+        with _built_in(DTYPES[method.storage(precision)]):
+            model = GPT(source.config)
+        parameters = sum(p.numel() for p in model.parameters())
+        method.attach(model)
+        method.compute_in(model, precision)
+        for name in method.frozen:
+            model.get_parameter(name).requires_grad_(False)
+        flops = Flops(model)
+        for module in [module for module in model.modules() if isinstance(module, MoE)]:
+            Evenly.mix_over(module)
+        trained = [p for p in model.parameters() if p.requires_grad]
+        weights, dequantized = _weights(model, method, quantize, compute)
+        memory = Memory(
+            shape,
+            weights,
+            gradients=sum(p.numel() * p.element_size() for p in trained),
+            optimizer=sum(p.numel() * MOMENTS for p in trained),
+            activations=_activations(model.train(), shape, compute),
+            logits=_logits(source.config, model.lm_head, shape, compute),
+            dequantized=dequantized,
+            rounding=max((20 * p.numel() for p in trained if p.dtype == torch.bfloat16), default=0),
         )
+    return Plan(parameters, sum(p.numel() for p in trained), flops, memory)
 
 
-def _size(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter) -> int:
-    """How many numbers a parameter stands for; a weight may be packed."""
-    if name != "weight":
-        return parameter.numel()
-    return linear.in_features * linear.out_features * getattr(linear, "count", 1)
+@contextmanager
+def _built_in(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, modules are made in this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
-def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
-    """Every Linear, and the part of its rows that a token is multiplied with: of experts, the chosen ones."""
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            yield module, 1.0
-        elif isinstance(module, MoE):
-            chosen = module.top_k / module.count
-            yield from ((linear, chosen) for linear in module.experts.children())
+class Evenly(Part):
+    """Experts that share the tokens evenly: a fake tensor has no values to choose by."""
+
+    def counts(self, chosen: Tensor) -> list[int]:
+        each, rest = divmod(chosen.numel(), self.count)
+        return [each + (number < rest) for number in range(self.count)]
 
 
-def _pairs(tokens: int, window: int | None) -> int:
-    """How many (query, key) pairs causal attention over `tokens` has."""
-    w = min(window or tokens, tokens)
-    return w * (w + 1) // 2 + (tokens - w) * w
+def _weights(model: GPT, method: Method, quantize: str, compute: torch.dtype) -> tuple[int, int]:
+    """Bytes of all weights, and of the largest that is dequantized for a product."""
+    others = [p for m in model.modules() if isinstance(m, Trained) and "others" in m.__dict__ for p in m.others.values()]
+    tensors = [*((name, p) for name, p in model.named_parameters()), *(("", p) for p in others), *model.named_buffers()]
+    total, largest, plain = 0, 0, method.plain()
+    for name, tensor in {t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)}.values():
+        owner = name.rpartition(".")[0]
+        if quantize != "none" and name and is_quantizable(name, model) and owner not in plain and not tensor.requires_grad:
+            total += packed_bytes(tensor, quantize)
+            largest = max(largest, tensor[0].numel() if tensor.dim() == 3 else tensor.numel())
+        else:
+            total += tensor.untyped_storage().nbytes()
+    return total, largest * compute.itemsize
 
 
-def peak_memory(device: torch.device) -> float:
-    """The most memory held so far in GiB: allocated on the GPU, or resident in this process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
-    status = Path("/proc/self/status")
-    if status.is_file():  # Linux's ru_maxrss would count the process that started this one, where that was larger
-        return int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1]) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**30  # macOS, in bytes
+def packed_bytes(weight: Tensor, kind: str) -> int:
+    """What bitsandbytes keeps of a weight (out, in) or (E, out, in): bits, and a scale for every row or 64 numbers."""
+    if kind == "int8":
+        return weight.numel() + 4 * weight.numel() // weight.size(-1)
+    scales = weight.numel() // 64
+    return weight.numel() // 2 + (scales + 4 * scales // 256 if kind.endswith("-dq") else 4 * scales)
+
+
+def _activations(model: GPT, shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes that a forward of fake tensors keeps. Blocks that are alike are run once."""
+    known = {p.untyped_storage()._cdata for p in model.parameters()}
+    positions = torch.arange(shape.tokens)[None]
+    angles = model.angles(positions, None, dtype)
+    known |= {t.untyped_storage()._cdata for each in angles for t in each if t is not None}
+    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=model.embed.weight.requires_grad)
+    total, alike = 0, {}
+    for layer, block, rotary in zip(model.config.layers, model.blocks, model.rotary_of, strict=True):
+        parameters = tuple((name, p.requires_grad) for name, p in block.named_parameters())
+        key = (layer, parameters, tuple(type(module) for module in block.modules()), x.requires_grad)
+        if key not in alike:
+            angle = angles[rotary] if rotary is not None else None
+            alike[key] = _kept(partial(block, x, angle, None, None), known)
+        kept, grows = alike[key]
+        total += kept
+        x = x.detach().requires_grad_(grows)
+    return total + _kept(partial(model.norm, x), known)[0]
+
+
+def _kept(run: Callable[[], Tensor], known: set[int]) -> tuple[int, bool]:
+    """Bytes that autograd keeps of what `run` computes, in storages not `known`; and whether there is anything to keep."""
+    storages = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        y = run()
+    return sum(storage.nbytes() for key, storage in storages.items() if key not in known), y.requires_grad
+
+
+def _logits(config: Config, head: nn.Linear, shape: Shape, dtype: torch.dtype) -> int:
+    """Bytes of one chunk of `loss.py` at its widest, and of the gradients that the loss makes; all tokens supervised."""
+    count, width, size = shape.rows * shape.tokens, config.dim, dtype.itemsize
+    chunk = min(CHUNK, count) * config.vocab_size
+    hidden = 2 * count * width * size  # what is supervised, and its gradient
+    if not is_plain(head):
+        return 16 * chunk + hidden  # autograd's own: logits, their softmax and both gradients
+    own = chunk * (12 if config.logit_softcap else 4 + size % 4)  # capped: the cap's slope, and a step on the way to it
+    # of a trained head the gradient so far, and a chunk's part of it
+    return own + hidden + (4 + size) * config.vocab_size * width * head.weight.requires_grad

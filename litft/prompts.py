@@ -1,10 +1,11 @@
-"""Messages to text: the checkpoint's own jinja chat template in a sandbox, Alpaca style where there is none."""
+"""Messages to text: the checkpoint's own jinja chat template in a sandbox, or one of the styles in templates/."""
 
 import datetime
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import lru_cache
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
 
 import jinja2
 from jinja2.ext import loopcontrols
@@ -24,28 +25,8 @@ _TEMPLATE_ERRORS = (
     RecursionError,
 )
 
-# The wording of Stanford Alpaca (https://github.com/tatsu-lab/stanford_alpaca), turned into a chat template
-ALPACA = """\
-{% set preamble = "Below is an instruction that describes a task" %}
-{% for message in messages %}
-{% if message.role == "system" %}
-{{ message.content + "\\n\\n" }}
-{%- elif message.role == "user" %}
-{% if loop.first %}
-{% if "### Input:" in message.content %}
-{{ preamble + ", paired with an input that provides further context. " }}
-{%- else %}
-{{ preamble + ". " }}
-{%- endif %}
-{{- "Write a response that appropriately completes the request.\\n\\n" }}
-{%- endif %}
-{{- "### Instruction:\\n" + message.content + "\\n\\n### Response:\\n" }}
-{%- else %}
-{{- message.content + eos_token }}
-{%- if not loop.last %}{{ "\\n\\n" }}{% endif %}
-{%- endif %}
-{%- endfor %}
-"""
+STYLES = {path.stem: path.read_text("utf-8") for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
+ALPACA = STYLES["alpaca"]  # of a checkpoint that has no template
 
 
 @lru_cache(maxsize=8)
@@ -74,35 +55,97 @@ def render(
 
     Raises ValueError where the template is broken or refuses the messages (a system turn it has no place for, say).
     """
+    given = dict(messages=messages, add_generation_prompt=add_generation_prompt, documents=None, **tokens)
     try:
-        return _compile(source).render(
-            messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, documents=None, **tokens
-        )
+        return _compile(source).render(tools=tools, **given)
     except _TEMPLATE_ERRORS as error:
+        if tools is None and "tools" in source:  # some templates count the tools without asking whether there are any
+            return render(source, messages, [], add_generation_prompt, **tokens)
         raise ValueError(f"the chat template cannot render this conversation: {error}") from None
 
 
-def assistant_spans(render: Render, messages: list[Message], tools: list | None = None) -> tuple[str, list[tuple[int, int]]]:
-    """The conversation's text and, as character spans, what the model itself says in it, end token included.
+class Turn(NamedTuple):
+    """What the model says in one turn, as generation would see it: text[start:end], its end token included."""
 
-    A turn's span is what rendering it adds to the generation prompt before it: just what is generated at inference.
-    Whitespace behind the end token belongs to the template, not to the model.
+    message: int  # which of the conversation
+    text: str
+    start: int
+    end: int
+
+
+def assistant_turns(
+    render: Render, messages: list[Message], tools: list | None = None, special: Collection[str] = ()
+) -> list[tuple[str, list[Turn]]]:
+    """The conversation as texts, each with the turns of the model that can be learned in it.
+
+    A turn begins behind the generation prompt, and ends with the first of the `special` tokens behind its words (whitespace
+    behind that belongs to the template). That is one text with every turn; but where the template shows a turn otherwise
+    once others follow (it drops what was thought, or ends it with another token, or with none), each turn has a text of its
+    own, as it is read when it is generated. ValueError where the template leaves out what the model says.
     """
-    text, spans = render(messages, tools=tools), []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = render(messages[:index], tools=tools, add_generation_prompt=True)
-        after = render(messages[: index + 1], tools=tools)
-        if not (after.startswith(before) and text.startswith(after.rstrip())):
-            raise ValueError(
-                "the chat template rewrites earlier turns, so no part of the text is what the model would have said; "
-                "keep one assistant turn a conversation, or pass another --data.template"
-            )
-        if len(after.rstrip()) <= len(before) and message["content"].strip():
-            raise ValueError("the chat template leaves the assistant's words out; pass another --data.template")
-        spans.append((len(before), len(after.rstrip()) if after.rstrip() != after else len(after)))
-    return text, spans
+    try:
+        turns = _turns(render, messages, tools, special)
+    except _LeftOut as left_out:  # some show a call only where there is no text beside it
+        messages = [{**m, "content": None} if m.get("tool_calls") and not m["content"] else m for m in messages]
+        try:
+            turns = _turns(render, messages, tools, special)
+        except ValueError:
+            raise left_out from None
+    whole = render(messages, tools=tools)
+    ended = all(turn.text[: turn.end].endswith(tuple(special)) for turn in turns[:-1])
+    if ended and all(whole.startswith(turn.text[: turn.end]) for turn in turns):
+        return [(whole, turns)]
+    return [(turn.text, [turn]) for turn in turns]
+
+
+class _LeftOut(ValueError):
+    """A template does not show a tool call."""
+
+
+_MARK = "\ue000words\ue000"  # of a private use area: no template writes it
+
+
+def _turns(render: Render, messages: list[Message], tools: list | None, special: Collection[str]) -> list[Turn]:
+    said = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    return [_turn(render, messages[: index + 1], tools, special) for index in said]
+
+
+def _turn(render: Render, messages: list[Message], tools: list | None, special: Collection[str]) -> Turn:
+    """The last of the messages."""
+    *earlier, message = messages
+    before, text = render(earlier, tools=tools, add_generation_prompt=True), render(messages, tools=tools)
+    words, calls = message["content"] or "", message.get("tool_calls")
+    if calls and not _shows_calls(render, messages, tools, text):
+        raise _LeftOut("the chat template leaves a tool call out; pass another --data.template")
+    head, found, tail = render([*earlier, {**message, "content": _MARK}], tools=tools).partition(_MARK)
+    if not text.startswith(before):
+        # the prompt opens a thought that finished turns do not show, or has the system's words, which they have not
+        if calls and text.startswith(head):
+            text = before + text[len(head) :]
+        elif found and not calls:
+            text = before + words.removeprefix(before.removeprefix(head)) + tail
+        else:
+            raise ValueError("the chat template does not show a turn as it asks for it; pass another --data.template")
+    if words.strip() and not found:
+        raise ValueError("the chat template leaves the assistant's words out; pass another --data.template")
+    return Turn(len(earlier), text, len(before), _end(text, tail if found and not calls else "", special))
+
+
+def _shows_calls(render: Render, messages: list[Message], tools: list | None, text: str) -> bool:
+    """Whether `text` has what the last message calls: it is another one without."""
+    *earlier, message = messages
+    try:
+        return text != render([*earlier, {k: v for k, v in message.items() if k != "tool_calls"}], tools=tools)
+    except ValueError:
+        return True
+
+
+def _end(text: str, tail: str, special: Collection[str]) -> int:
+    """Where a text's last turn ends, which is followed by `tail`."""
+    ends = [tail.index(token) + len(token) for token in special if token in tail]
+    if ends:
+        return len(text) - len(tail) + min(ends)
+    return len(text.rstrip()) or len(text)
 
 
 def user_content(instruction: str, context: str, source: str) -> str:

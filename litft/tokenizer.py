@@ -1,7 +1,10 @@
 """Text to token ids and back: `tokenizer.json` (tokenizers) or `tokenizer.model` (sentencepiece), one face."""
 
+import hashlib
 import json
 import re
+from bisect import bisect_right
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,11 @@ class _Fast:
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
+    def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        ends = [end for _, end in encoding.offsets]
+        return encoding.ids, [bisect_right(ends, place) for place in places]
+
     def decode(self, ids: list[int], skip_special: bool) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special)
 
@@ -44,6 +52,9 @@ class _Fast:
 
         self.backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
         self.size = self.backend.get_vocab_size()
+
+    def state(self) -> bytes:
+        return self.backend.to_str().encode(errors="surrogatepass")
 
     def save(self, folder: Path) -> None:
         self.backend.save(str(folder / "tokenizer.json"))
@@ -85,6 +96,10 @@ class _SentencePiece:
             ids += [whole[part]] if part in whole else self.backend.encode(part)
         return ids
 
+    def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
+        ids = self.encode(text)
+        return ids, [_shared(ids, self.encode(text[:place])) for place in places]
+
     def decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:
             ids = [i for i in ids if i not in self.special_ids]
@@ -110,6 +125,9 @@ class _SentencePiece:
         for text in texts:
             self.added[text] = self.size
             self._know()
+
+    def state(self) -> bytes:
+        return self.backend.serialized_model_proto() + json.dumps([self.special, self.added]).encode()
 
     def save(self, folder: Path) -> None:
         plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
@@ -165,6 +183,16 @@ class Tokenizer:
         """The id of a token given as text; None where it is not one."""
         return self._backend.token_id(token)
 
+    @cached_property
+    def special_texts(self) -> tuple[str, ...]:
+        """The special tokens as they stand in a text."""
+        return tuple(filter(None, (self.decode([i], skip_special=False).strip() for i in sorted(self.special_ids))))
+
+    def digest(self) -> str:
+        """Which tokenizer and template this is: the same text gives the same tokens where it is equal."""
+        own = [self.special, self.chat_template, self.adds_bos, self.stop_ids]
+        return hashlib.sha256(self._backend.state() + json.dumps(own).encode()).hexdigest()
+
     def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
         """Make each text one token from now on: its id, and the ids it had before; ValueError for an empty text."""
         texts = list(dict.fromkeys(texts))
@@ -188,17 +216,17 @@ class Tokenizer:
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
         """Token ids of `text`. bos None: a BOS where the checkpoint's tokenizer adds one and the text has none yet."""
-        try:
-            ids = self._backend.encode(text)
-        except UnicodeEncodeError as error:
-            reason = f"the character {text[error.start]!a} is half of a surrogate pair and no text"
-            raise ValueError(f"{reason}; mend it where it was written") from None
+        ids = self._backend.encode(checked(text))
         if bos is None:
             bos = self.adds_bos and ids[:1] != [self.bos_id]
         for wanted, kind, known in ((bos, "bos_token", self.bos_id), (eos, "eos_token", self.eos_id)):
             if wanted and known is None:
                 raise ValueError(f"{self.folder}: tokenizer_config.json names no {kind} to add")
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
+
+    def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
+        """Token ids of `text` as it stands, and how many of them end at or before each of these places in it."""
+        return self._backend.encode_to(checked(text), places)
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """The text of token ids; bytes that are no valid UTF-8 yet come out as U+FFFD."""
@@ -230,6 +258,21 @@ class Tokenizer:
             probe = [{"role": "user", "content": "a"}]
             if not self.apply_chat_template(probe).startswith(self.special["bos_token"]):
                 self.chat_template = "{{ bos_token }}" + source
+
+
+def checked(text: str) -> str:
+    """The same text; ValueError where it holds what is none, on which the libraries end in ways of their own."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        reason = f"the character {text[error.start]!a} is half of a surrogate pair and no text"
+        raise ValueError(f"{reason}; mend it where it was written") from None
+    return text
+
+
+def _shared(ids: list[int], prefix: list[int]) -> int:
+    """How many ids a text has in common with a beginning of it: the tokens that end before or at that place."""
+    return next((i for i, (a, b) in enumerate(zip(ids, prefix, strict=False)) if a != b), min(len(ids), len(prefix)))
 
 
 def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:

@@ -16,29 +16,34 @@ from tqdm import tqdm
 
 from litft import checkpoint, runs
 from litft.args import FinetuneArgs, TrainArgs
-from litft.data.samples import Data, Sample, load_data
-from litft.data.steps import Order, layout
+from litft.data.load import Data, load_data
+from litft.data.samples import Sample
+from litft.data.steps import Layout, collate
 from litft.evaluate import answer, exact_match, validation_loss
+from litft.flops import Flops, peak_flops
 from litft.folder import DEMO, base_record, copy_tokenizer, resolve
 from litft.job import Job
 from litft.metrics import Metrics
 from litft.optim import make_optimizer, set_rate
-from litft.parallel import make_fabric, pick_full_precision, pick_precision
-from litft.plan import Flops, peak_flops
+from litft.parallel import make_fabric
+from litft.preview import Preview, dry_run
 from litft.quantize import bitsandbytes
 from litft.result import Result, write_result
 from litft.weights import SHARD_BYTES
 
 
-def finetune(args: FinetuneArgs) -> Path:
-    """Train as `args` say; returns the run's folder. ValueError for whatever the user can mend, before any training."""
+def finetune(args: FinetuneArgs) -> Path | None:
+    """Train as `args` say; returns the run's folder, of a dry run nothing.
+
+    ValueError for whatever the user can mend, before any training.
+    """
     if problems := args.problems():
         raise ValueError("\n".join(problems))
     if args.checkpoint_dir is None:
-        args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=str(DEMO)))
+        args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)]))
     named = runs.named(args.out_dir, args.resume)
     if named:
-        inputs = (args.checkpoint_dir, args.base_dir, args.data.path, args.data.val_path, args.data.template)
+        inputs = (args.checkpoint_dir, args.base_dir, *args.data.path, args.data.val_path, args.data.template)
         runs.check(named, args.resume, args.overwrite, inputs)
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check()
@@ -49,6 +54,9 @@ def finetune(args: FinetuneArgs) -> Path:
     if source.config.learned_positions and limit and limit > context:
         raise ValueError(f"--data.max_seq_length {limit}: this model has learned {context} positions and no more; lower it")
     data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), context)
+    if args.dry_run:
+        dry_run(args, job, data)
+        return None
     fabric = make_fabric(args)
     fabric.launch()
     # the first process makes the folder; all have looked at what was there before any gets here
@@ -56,14 +64,6 @@ def finetune(args: FinetuneArgs) -> Path:
     folder = Path(fabric.broadcast(chosen))
     Run(args, fabric, job, data, folder).train()
     return folder
-
-
-def planned_samples(train: TrainArgs, size: int) -> int:
-    """How many samples the run will see, the position in the data at which it ends."""
-    by_steps = train.max_steps * train.global_batch_size if train.max_steps else None
-    epochs = train.epochs or (None if by_steps else 3.0)
-    by_epochs = max(1, round(epochs * size)) if epochs else None
-    return min(n for n in (by_steps, by_epochs) if n)
 
 
 def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
@@ -76,19 +76,19 @@ def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
     return train.learning_rate * (train.min_lr_ratio + (1 - train.min_lr_ratio) * fall)
 
 
-def accumulate(fabric: Fabric, model: nn.Module, samples: list[Sample], rows: int) -> Tensor:
+def accumulate(fabric: Fabric, model: nn.Module, samples: list[Sample], layout: Layout) -> Tensor:
     """Add to the gradients those of the samples' mean loss a token, and return that loss.
 
     The sum over this rank's micro-batches is divided by the count over *all*; DDP averages over ranks, hence the factor.
     """
     count = sum(sample.supervised for sample in samples)
-    batches = layout(samples, rows, fabric.world_size, fabric.global_rank)
+    batches = layout.batches(samples, fabric.global_rank)
     total = torch.zeros((), device=fabric.device)
     for number, batch in enumerate(batches, 1):
         batch = batch.to(fabric.device)
         synced = fabric.world_size == 1 or number == len(batches)
         with fabric.no_backward_sync(model, enabled=not synced):
-            loss, _ = model(batch.tokens, targets=batch.targets)
+            loss, _ = model(batch.tokens, **batch.inputs())
             fabric.backward(loss * (fabric.world_size / count))
         total += loss.detach()
     return fabric.all_reduce(total, reduce_op="sum") / count
@@ -116,23 +116,26 @@ class Run:
         self.args, self.fabric, self.job, self.data = args, fabric, job, data
         self.source, self.tokenizer, self.method = job.source, job.tokenizer, job.method
         self.folder, self.main = folder, fabric.global_rank == 0
-        self.precision = self._pick_precision()
+        self.precision = job.precision(fabric.device)
         self.model, self.parameters = job.build(self.precision, fabric.device)
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        peak = peak_flops(fabric.device, self.precision)
-        self.metrics = Metrics(folder / "metrics.csv" if self.main else None, peak and peak * fabric.world_size)
-        self.samples = planned_samples(args.train, len(data.train))
-        self.steps = -(-self.samples // args.train.global_batch_size)
+        self.peak = peak_flops(fabric.device, self.precision)
+        self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
+        self.preview = Preview(args, data, fabric.world_size)
+        self.layout, self.order = self.preview.layout, self.preview.order
+        self.samples, self.steps = self.preview.samples, self.preview.steps
         self.scores: dict[str, list[float]] = {"validation loss": [], "exact match": []}
 
-    def _pick_precision(self) -> str:
-        if not self.method.whole:
-            return pick_precision(self.args.precision, self.fabric.device)
-        size = sum(p.numel() for p in self.source.meta_model().parameters())
-        return pick_full_precision(self.args.precision, self.fabric.device, size)
-
     def train(self) -> None:
-        """Prepare the folder, run the steps, leave the result."""
+        """Prepare the folder, run the steps, leave the result; ValueError where the GPU's memory does not suffice."""
+        try:
+            self._train()
+        except torch.OutOfMemoryError as error:
+            shape = f"micro-batches of up to {self.preview.shape()} do not fit"
+            remedy = "lower --data.max_seq_length or --train.micro_batch_size, or choose --quantize nf4"
+            raise ValueError(f"{shape} into {self.fabric.device}'s memory ({str(error).split('. ')[0]}); {remedy}") from None
+
+    def _train(self) -> None:
         args, fabric = self.args, self.fabric
         optimizer = make_optimizer(args.train, self.method, self.trained)
         begun = self._resume(optimizer)
@@ -151,7 +154,7 @@ class Run:
 
     def _loop(self, model: nn.Module, optimizer: torch.optim.Optimizer, begun: int) -> None:
         args, metrics = self.args.train, self.metrics
-        order, flops = Order(len(self.data.train), self.args.seed), Flops(self.model)
+        order, flops = self.order, Flops(self.model)
         log_interval = args.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
         bar = progress_bar(begun, self.steps, disable=not self.main)
         for step in range(begun, self.steps):
@@ -161,10 +164,12 @@ class Run:
             rate = learning_rate(args, step, self.steps)
             loss, norm = self._step(model, optimizer, samples, step, rate)
             metrics.stop()
+            if step == begun:
+                self._probe(model, optimizer)
             done, last = step + 1, step + 1 == self.steps
             metrics.add(
                 step=done,
-                epoch=seen / len(self.data.train),
+                epoch=seen / order.size,
                 samples=seen,
                 tokens=sum(sample.tokens.numel() for sample in samples),
                 flops=flops(samples),
@@ -194,7 +199,7 @@ class Run:
         seed = (self.args.seed * 1_000_003 + step) * 4099
         torch.manual_seed(seed + self.fabric.global_rank)
         model.train()
-        loss = accumulate(self.fabric, model, samples, self.args.train.micro_batch_size)
+        loss = accumulate(self.fabric, model, samples, self.layout)
         limit = self.args.train.max_grad_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self.trained.values(), limit)
         set_rate(optimizer, rate)
@@ -203,13 +208,21 @@ class Run:
         optimizer.zero_grad(set_to_none=True)
         return loss, norm
 
+    def _probe(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Run the largest micro-batch of the whole run, beside the optimizer's state: what does not fit is told now."""
+        rows = [[self.data.train[i] for i in row] for row in self.preview.heaviest]
+        batch = collate(rows).to(self.fabric.device)
+        with self.fabric.no_backward_sync(model, enabled=self.fabric.world_size > 1):
+            self.fabric.backward(model(batch.tokens, **batch.inputs())[0])
+        optimizer.zero_grad(set_to_none=True)
+
     def _evaluate(self, step: int, final: bool) -> None:
         """Put the validation loss, before and after training also exact match, into the row of `step`."""
         if not self.data.val:
             return
         self.metrics.settle(self.fabric.device)
-        rows, limit = self.args.train.micro_batch_size, self.args.eval.max_batches
-        values = {"val_loss": validation_loss(self.fabric, self.model, self.data.val, rows, limit)}
+        most = self.args.eval.max_batches and self.args.eval.max_batches * self.args.train.global_batch_size
+        values = {"val_loss": validation_loss(self.fabric, self.model, self.data.val[:most], self.layout)}
         self._check_finite(step, "validation loss", values["val_loss"])
         self.scores["validation loss"].append(values["val_loss"])
         if final and self.args.eval.exact_match:
@@ -259,24 +272,11 @@ class Run:
         return self.job.identity() | own
 
     def _headline(self, begun: int) -> str:
-        trained = sum(p.numel() for p in self.trained.values())
-        every = sum(p.numel() for p in self.source.meta_model().parameters())
-        data = self.data
-        lines = [
-            f"{self.source.folder}: {every:,} parameters in {self._kind()}; {self.method.title} trains {trained:,}",
-            f"{len(data.train):,} training and {len(data.val):,} validation examples; {self.steps:,} steps of "
-            f"{self.args.train.global_batch_size} on {self.fabric.world_size} x {self.fabric.device.type}",
-        ]
+        lines = [*self.preview.lines(), *self.preview.plan_lines(self.job, self.precision, self.fabric.device, self.peak)]
         if self.source.adapter:
             lines.append("going on with this adapter: ranks, targets and tokens are its own")
             lines += filter(None, [self.source.another_quantization(self.job.quantize)])
-        if data.truncated or data.skipped:
-            lines.append(
-                f"of both, {data.truncated:,} were cut to fit, {data.skipped:,} skipped: no answer was left in them"
-            )
-        if not data.val:
-            lines.append("nothing is held out for validation; --data.val_fraction or --data.val_path changes that")
-        if tokens := self.job.untrained_tokens(self.model, data.train):
+        if tokens := self.job.untrained_tokens(self.model, self.data.special):
             remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
             lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
         if begun == self.steps:
@@ -286,10 +286,6 @@ class Run:
         elif self.args.resume:
             lines.append("no checkpoint to continue from; beginning at step 0")
         return "\n".join(lines)
-
-    def _kind(self) -> str:
-        """What the base's weights are kept in."""
-        return self.precision if self.job.quantize == "none" else self.job.quantize
 
     def _write_final(self) -> None:
         """The folder to open, under its name only when complete."""
@@ -313,12 +309,11 @@ class Run:
             if values:
                 form = "{:.1%}" if name == "exact match" else "{:.4f}"
                 self._say(f"{name}: {form.format(values[0])} -> {form.format(values[-1])}")
-        if self.data.val:
-            sample = self.data.val[0]
+        if self.data.val and (found := self.data.val[0].answer):
             self.model.eval()
-            question = sample.messages[-2]["content"].strip() if len(sample.messages) > 1 else "(nothing)"
-            self._say(f"for example: {question}")
-            self._say(f"  it answers: {answer(self.model, self.tokenizer, sample, 64)}")
+            prompt = found[0].tolist()
+            self._say(f"for example: {self.tokenizer.decode(prompt[-64:]).strip()}")
+            self._say(f"  it answers: {answer(self.model, self.tokenizer, prompt, 64)}")
         self._say(f"{metrics.seconds:.0f} s of training, {metrics.summary(self.fabric.device)}")
         self._say(f"the result is in {self.folder / 'final'}; next:\n")
         chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"

@@ -95,6 +95,7 @@ class Litft(Contender):
     def __init__(self, args: BenchmarkArgs, adapter: Path, device: str) -> None:
         from lightning_fabric import Fabric
 
+        from litft.data.steps import Layout
         from litft.folder import resolve
 
         source = resolve(adapter)
@@ -104,12 +105,14 @@ class Litft(Contender):
         super().__init__(args, list(method.parameters(model).values()))
         self.fabric = Fabric(accelerator=device, devices=1)
         self.model = self.fabric.setup_module(model).train()
+        limit = args.data.max_seq_length or min(source.config.context, 2048)
+        self.layout = Layout(args.micro_batch_size, limit if args.data.packing else None)
 
     def accumulate(self, samples: list):
         """As every run of litft does it."""
         from litft.train import accumulate
 
-        return accumulate(self.fabric, self.model, samples, self.args.micro_batch_size)
+        return accumulate(self.fabric, self.model, samples, self.layout)
 
 
 class Peft(Contender):
@@ -149,7 +152,7 @@ def _features(sample) -> dict[str, list[int]]:
 
 def open_samples(args: BenchmarkArgs) -> list:
     """The training samples, as every run of litft sees them."""
-    from litft.data.samples import load_data
+    from litft.data.load import load_data
     from litft.folder import resolve
 
     source = resolve(args.checkpoint_dir)
@@ -163,7 +166,7 @@ def contend(name: str, args: BenchmarkArgs, adapter: Path, device: str, pipe: Co
     """A contender's process: loads everything, then takes a step whenever it is sent the samples' indices."""
     import torch
 
-    from litft.plan import peak_memory
+    from litft.parallel import peak_memory
 
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
@@ -208,7 +211,7 @@ def measure(args: BenchmarkArgs, device: str) -> dict[str, list[dict[str, float]
             processes.append(context.Process(target=contend, args=(name, args, Path(folder), device, theirs), daemon=True))
             processes[-1].start()
             theirs.close()
-        order = Order({name: pipe.recv() for name, pipe in pipes.items()}["litft"], seed=42)
+        order = Order([{name: pipe.recv() for name, pipe in pipes.items()}["litft"]], seed=42)
         for step in range(args.warmup + args.steps):
             indices = order.indices(step * args.global_batch_size, (step + 1) * args.global_batch_size)
             for turn in range(len(CONTENDERS)):

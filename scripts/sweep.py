@@ -122,7 +122,9 @@ def run(cell: Cell, args: SweepArgs, number: int) -> Figures:
     folder = Path(args.out_dir) / f"{number:02d}-{re.sub(r'[^a-z0-9.]+', '-', cell.label.lower())}"
     log = folder.with_suffix(folder.suffix + ".log")
     if not (runs.is_run(folder) and runs.finished(folder) and log.is_file()):
-        where = ["--checkpoint_dir", args.checkpoint_dir, "--data.path", args.data.path] if args.checkpoint_dir else []
+        where = (
+            ["--checkpoint_dir", args.checkpoint_dir, "--data.path", ",".join(args.data.path)] if args.checkpoint_dir else []
+        )
         words = [*where, "--out_dir", str(folder), "--overwrite", *shlex.split(args.flags), *shlex.split(cell.flags)]
         command = [sys.executable, str(ROOT / "finetune" / f"{cell.method}.py"), *words]
         done = subprocess.run(command, capture_output=True, text=True)

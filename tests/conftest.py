@@ -1,11 +1,14 @@
 """What the tests share: real checkpoints, tiny redrawn ones, and the commands run as a user runs them."""
 
+import atexit
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +19,10 @@ from parity import build
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
+
+# tokenized data is cached afresh in every session
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="litft-tests-")
+atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with pytest -n 2 each of two processes has a core
 # for subprocesses: threads that spin while they wait for each other's process stall a machine of two cores

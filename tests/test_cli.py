@@ -22,6 +22,8 @@ SCRIPTS = {
     "generate": "generate/base.py",
     "chat": "generate/chat.py",
     "merge_lora": "scripts/merge_lora.py",
+    "prepare_data": "scripts/prepare_data.py",
+    "plan": "scripts/plan.py",
     "convert_hf_checkpoint": "scripts/convert_hf_checkpoint.py",
     "convert_to_hf": "scripts/convert_to_hf.py",
 }
@@ -227,7 +229,7 @@ BAD = {
     "no tokenizer": (remove("tokenizer.model"), "", "no tokenizer; copy tokenizer.json"),
     "missing data": (nothing, "--data.path nowhere.json", "nowhere.json does not exist"),
     "a syntax error": (data('[{"instruction": "a",\n"output" "b"}]'), "", "data.json, line 2: no valid JSON"),
-    "a bad record": (data(json.dumps([RECORD, {"text": "a"}])), "", "record 1: needs 'instruction' and 'output'"),
+    "a bad record": (data(json.dumps([RECORD, {"foo": "a"}])), "", "record 1: no known format has the fields 'foo'"),
     "no examples": (data("[]"), "", "data.json holds no examples"),
     "another tokenizer": (small_vocabulary, "", "but the model's vocabulary ends at 95; "),
     "a taken out_dir": (taken, "", "--out_dir run already holds a run; --resume continues it, --overwrite deletes it"),

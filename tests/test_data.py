@@ -1,16 +1,26 @@
-"""Files to samples: formats, masks, splits, and what is said about a bad record."""
+"""Examples to samples: masks, limits, splits, the cache, and what is said about a bad record."""
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 
+import numpy as np
 import pytest
 import torch
+from conftest import ENV
 
 import litft
 from litft.args import DataArgs
-from litft.data.records import read_records, to_messages
-from litft.data.samples import load_data, make_sample
+from litft.data import cache
+from litft.data.files import read_records
+from litft.data.load import load_data
+from litft.data.samples import EMPTY, END_TEXT, IDS, MASKED, UNANSWERED, Encoder, to_sample
 from litft.folder import DEMO
 from litft.loss import IGNORED
+from litft.prompts import STYLES
 from litft.tokenizer import Tokenizer
 
 TALK = [
@@ -28,6 +38,27 @@ def write(path, records):
     return path
 
 
+def encoded(record, tokenizer, **settings):
+    """What becomes of one record; what is wrong with it is raised."""
+    settings = {"limit": 2048, **settings}
+    found = Encoder(tokenizer, **settings)("here", record)
+    if found.error:
+        raise ValueError(found.error)
+    return found
+
+
+def make_sample(messages, tokenizer, mask_prompt=True):
+    """The one sample of a conversation."""
+    (kept,) = encoded({"messages": messages}, tokenizer, mask_prompt=mask_prompt).samples
+    return to_sample(kept)
+
+
+def load(path, tokenizer, vocab_size=512, context=256, **settings):
+    """Both splits of a file, nothing held out unless asked for."""
+    args = DataArgs(path=[str(path)], **{"val_fraction": 0.0, **settings})
+    return load_data(args, tokenizer, vocab_size, context)
+
+
 def said(sample, tokenizer) -> str:
     """What the loss counts, as text."""
     return tokenizer.decode(sample.targets[sample.targets != IGNORED].tolist(), skip_special=False)
@@ -41,7 +72,7 @@ def tokenizer(request, shared, checkpoints):
 
 
 def test_the_loss_counts_each_answer_and_its_end(tokenizer):
-    sample = make_sample(TALK, tokenizer, True, "here")
+    sample = make_sample(TALK, tokenizer)
     text = said(sample, tokenizer)
     first, second = (text.index(part) for part in ("Hi there.", "I am a model."))
     rest = text.replace("Hi there.", "").replace("I am a model.", "").replace(" ", "").replace("\n", "")
@@ -52,13 +83,13 @@ def test_the_loss_counts_each_answer_and_its_end(tokenizer):
 
 
 def test_all_tokens_on_request(tokenizer):
-    sample = make_sample(TALK, tokenizer, False, "here")
+    sample = make_sample(TALK, tokenizer, False)
     assert sample.supervised == sample.targets.numel() and torch.equal(sample.targets[:-1], sample.tokens[1:])
 
 
 def test_training_reads_what_inference_reads(tokenizer):
     """One BOS where the tokenizer has one, the rendered text's own tokens, and the prompt of inference as a prefix."""
-    sample = make_sample(TALK, tokenizer, True, "here")
+    sample = make_sample(TALK, tokenizer)
     if tokenizer.adds_bos:
         assert sample.tokens[0] == tokenizer.bos_id
         assert (sample.tokens == tokenizer.bos_id).sum() == 1
@@ -69,30 +100,25 @@ def test_training_reads_what_inference_reads(tokenizer):
     assert sample.tokens[: len(prompt)].tolist() == prompt
 
 
+@pytest.mark.parametrize("mask_prompt", [True, False])
+def test_the_last_answer_and_what_generation_reads_before_it(tokenizer, mask_prompt):
+    prompt, answer = make_sample(TALK, tokenizer, mask_prompt).answer
+    text = tokenizer.apply_chat_template(TALK[:-1], add_generation_prompt=True)
+    assert prompt.tolist() == tokenizer.encode(text, bos=False)
+    assert tokenizer.decode(answer.tolist()).strip() == "I am a model."
+
+
 def test_the_rendered_text_is_transformers(checkpoints, shared):
     from transformers import AutoTokenizer
 
     folder = checkpoints["SmolLM2-135M-Instruct"]
     tokenizer, reference = Tokenizer(folder), AutoTokenizer.from_pretrained(folder)
-    for where, record in read_records(shared / "data" / "alpaca_2k.json")[:200]:
-        messages = to_messages(record, where, tokenizer.chat_template)
+    for _, record in [pair for pair, _ in zip(read_records(shared / "data" / "alpaca_2k.json"), range(200), strict=False)]:
+        (kept,) = encoded(record, tokenizer).samples
+        content = "\n\n".join(filter(None, (record["instruction"], record["input"])))
+        messages = [{"role": "user", "content": content}, {"role": "assistant", "content": record["output"]}]
         expected = reference.apply_chat_template(messages, tokenize=True, return_dict=False)
-        assert make_sample(messages, tokenizer, True, where).tokens.tolist() == expected[:-1]
-
-
-def test_formats_mean_the_same(tmp_path):
-    alpaca = [{"instruction": "Add.", "input": "", "output": "3"}]
-    talk = [{"role": "user", "content": "Add."}, {"role": "assistant", "content": "3"}]
-    parts = [dict(m, content=[{"type": "text", "value": m["content"]}]) for m in talk]
-    files = [
-        write(tmp_path / "a.json", alpaca),
-        write(tmp_path / "b.jsonl", alpaca),
-        write(tmp_path / "c.jsonl", [{"messages": talk}]),
-        write(tmp_path / "d.json", [{"messages": parts}]),
-    ]
-    for path in files:
-        ((where, record),) = read_records(path)
-        assert to_messages(record, where, "") == talk
+        assert (kept & IDS).tolist() == expected
 
 
 def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
@@ -100,61 +126,156 @@ def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
     record = {"instruction": "a", "input": "", "output": "once upon a time " * 20}
     long = {"instruction": "once upon a time " * 30, "input": "", "output": "a"}
     path = write(tmp_path / "a.jsonl", [record, long, {"instruction": "a", "input": "", "output": "b"}])
-    data = load_data(DataArgs(path=str(path), val_fraction=0, max_seq_length=150), tokenizer, 512, 256)
+    data = load(path, tokenizer, max_seq_length=150)
     assert (len(data.train), data.truncated, data.skipped) == (2, 2, 1)
     assert max(sample.tokens.numel() for sample in data.train) == 150
     assert min(sample.supervised for sample in data.train) > 0
+    assert data.train.lengths.tolist() == [sample.tokens.numel() for sample in data.train]
+    assert data.train.supervised.tolist() == [sample.supervised for sample in data.train]
     with pytest.raises(ValueError, match="no example has an answer within 5 tokens: all 3 were skipped"):
-        load_data(DataArgs(path=str(path), val_fraction=0, max_seq_length=5), tokenizer, 512, 256)
+        load(path, tokenizer, max_seq_length=5)
+
+
+QUESTION, ANSWER = {"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}
+
+
+@pytest.mark.parametrize(
+    "messages, settings, learned, notes",
+    [
+        ([QUESTION, ANSWER, QUESTION, ANSWER], {}, "two two", []),
+        ([QUESTION, ANSWER, QUESTION, ANSWER], {"last_only": True}, "two", []),
+        ([QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER], {}, "two", []),
+        ([QUESTION, ANSWER | {"loss_weight": 0}], {}, None, [MASKED]),
+        ([QUESTION, ANSWER, QUESTION], {}, "two", [UNANSWERED]),
+        ([QUESTION, ANSWER | {"content": " "}], {}, None, [EMPTY]),
+        ([QUESTION, ANSWER | {"content": "two<|endoftext|>\n"}], {}, "two", [END_TEXT]),
+        ([QUESTION, ANSWER | {"content": "two</s>"}], {}, "two", [END_TEXT]),
+    ],
+)
+def test_which_turns_are_learned(tiny, messages, settings, learned, notes):
+    tokenizer = Tokenizer(tiny)
+    found = encoded({"messages": messages}, tokenizer, **settings)
+    assert found.notes == notes
+    texts = [said(to_sample(kept), tokenizer).replace("</s>", " ").split() for kept in found.samples]
+    assert texts == ([learned.split()] if learned else [])
+
+
+def test_a_template_that_rewrites_history_gives_each_turn_a_sample(tiny, shared):
+    tokenizer = Tokenizer(tiny)
+    tokenizer.use_template((shared / "chat_templates" / "Qwen-QwQ-32B.jinja").read_text("utf-8"))
+    thought = {"role": "assistant", "content": "<think>\n1+1\n</think>\n\ntwo"}
+    found = encoded({"messages": [QUESTION, thought, QUESTION, thought]}, tokenizer)
+    samples = [to_sample(kept) for kept in found.samples]
+    assert len(samples) == 2 and found.whole
+    assert all("1+1" in said(sample, tokenizer) and "two" in said(sample, tokenizer) for sample in samples)
+    second = tokenizer.decode(samples[1].tokens.tolist())
+    assert second.count("1+1") == 1  # what was thought before is not read again
+
+
+def test_a_text_becomes_windows_in_which_each_token_is_a_target_once(tmp_path, tiny):
+    tokenizer = Tokenizer(tiny)
+    text = "once upon a time there was a girl " * 50
+    (tmp_path / "a.txt").write_text(text)
+    data = load(tmp_path / "a.txt", tokenizer, max_seq_length=64)
+    ids = tokenizer.encode(text, eos=True)
+    assert data.train.lengths[:-1].tolist() == [64] * (len(data.train) - 1) and len(data.train) > 4
+    assert torch.cat([sample.targets for sample in data.train]).tolist() == ids[1:]
+    assert torch.cat([sample.tokens for sample in data.train]).tolist() == ids[:-1]
+    held = load(tmp_path / "a.txt", tokenizer, max_seq_length=64, val_fraction=0.5)
+    assert len(held.val) == round(len(data.train) / 2)
 
 
 def test_splits(tmp_path, tiny):
     _, tokenizer = litft.load(tiny)
     records = [{"instruction": str(n), "input": "", "output": str(n)} for n in range(20)]
     whole = write(tmp_path / "whole.json", records)
-    first, again, other = (
-        load_data(DataArgs(path=str(whole), val_fraction=0.25, seed=seed), tokenizer, 512, 256) for seed in (1, 1, 2)
-    )
-    names = [{s.messages[0]["content"] for s in data.val} for data in (first, again, other)]
+    first, again, other = (load(whole, tokenizer, val_fraction=0.25, seed=seed) for seed in (1, 1, 2))
+    names = [{tuple(s.tokens.tolist()) for s in data.val} for data in (first, again, other)]
     assert (len(first.train), len(first.val)) == (15, 5) and names[0] == names[1] != names[2]
-    assert not names[0] & {s.messages[0]["content"] for s in first.train}
+    assert first.digest == again.digest != other.digest
+    assert not names[0] & {tuple(s.tokens.tolist()) for s in first.train}
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "train.jsonl", records[:12])
-    write(tmp_path / "folder" / "val.json", records[12:])
-    data = load_data(DataArgs(path=str(tmp_path / "folder")), tokenizer, 512, 256)
+    write(tmp_path / "folder" / "validation.json", records[12:])
+    data = load(tmp_path / "folder", tokenizer, val_fraction=0.5)
     assert (len(data.train), len(data.val)) == (12, 8)
+
+
+def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny, shared):
+    tokenizer = Tokenizer(tiny)
+    thoughts = [{"role": "assistant", "content": f"<think>\n{n}\n</think>\n\n{n}"} for n in range(40)]
+    path = write(tmp_path / "a.json", [{"messages": [QUESTION, t, QUESTION, t]} for t in thoughts])
+    template = str(shared / "chat_templates" / "Qwen-QwQ-32B.jinja")
+    data = load(path, tokenizer, val_fraction=0.25, template=template)
+    assert (len(data.train), len(data.val)) == (60, 20)
+    assert not {tuple(s.targets.tolist()) for s in data.train} & {tuple(s.targets.tolist()) for s in data.val}
+
+
+def test_a_duplicate_of_a_validation_sample_is_found(tmp_path, tiny):
+    tokenizer = Tokenizer(tiny)
+    records = [{"instruction": str(n), "input": "", "output": str(n)} for n in range(10)]
+    train, val = (
+        write(tmp_path / "train.json", records),
+        write(tmp_path / "val.json", [records[3], records[8], {"text": "x"}]),
+    )
+    data = load(train, tokenizer, val_path=str(val))
+    assert data.duplicates.tolist() == [3, 8]
+
+
+def test_several_paths_with_weights(tmp_path, tiny):
+    from litft.data.steps import Order
+
+    tokenizer = Tokenizer(tiny)
+    paths = []
+    for name, count in (("a", 10), ("b", 6)):
+        paths.append(str(write(tmp_path / f"{name}.json", [{"instruction": name, "output": str(n)} for n in range(count)])))
+    args = DataArgs(path=paths, weights=[0.5, 2], val_fraction=0.0)
+    data = load_data(args, tokenizer, 512, 256)
+    order = Order(data.train.sizes, 1, data.weights)
+    assert data.train.sizes == [10, 6] and order.size == 17
+    for epoch in range(3):
+        drawn = order.indices(17 * epoch, 17 * (epoch + 1))
+        counts = np.bincount(drawn, minlength=16)
+        assert counts[:10].sum() == 5 and counts[:10].max() == 1 and (counts[10:] == 2).all()
+    assert set(order.indices(0, 17)) != set(order.indices(17, 34))
 
 
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.json", '[{"instruction": "a",\n "output" "b"}]', r"a.json, line 2: no valid JSON"),
-        ("a.jsonl", '{"instruction": "a", "output": "b"}\n\n{"x": }', r"a.jsonl, line 3: no valid JSON"),
-        ("a.json", '{"instruction": "a"}\n{"instruction": "b"}', "one object a line is .jsonl: rename the file"),
-        ("a.json", "[]", "holds no examples"),
-        ("a.json", "", "holds no examples"),
-        ("a.jsonl", "\n\n", "holds no examples"),
-        ("a.json", '{"instruction": "a"}', "expected an array of examples, found an object"),
-        ("a.json", '[{"instruction": "a", "output": "b"}, 3]', "record 1: an example must be an object"),
-        ("a.json", '[{"instruction": "a", "output": "b"}, {"text": "c"}]', "record 1: needs 'instruction' and 'output'"),
+        ("a.json", '[{"instruction": "a", "output": "b"}, {"foo": "c"}]', "record 1: no known format has the fields 'foo'"),
         ("a.json", '[{"instruction": "a", "output": 3}]', "record 0: field 'output' must be text, found a number"),
-        ("a.json", '[{"messages": []}]', "at least one message"),
-        ("a.json", '[{"messages": [{"role": "robot", "content": "a"}]}]', "message 0 has the role 'robot'; known: system"),
-        ("a.json", '[{"messages": [{"role": "user", "content": null}]}]', "message 0 has no text"),
         ("a.json", '[{"messages": [{"role": "user", "content": "a"}]}]', "record 0: the last message is the user's"),
-        ("a.csv", "a,b", "cannot read .csv; use .json or .jsonl"),
+        ("a.jsonl", '{"text": "a"}\n{"x": }\n3', "(?s)line 2: no valid JSON.*line 3: an example must.*2 of 3 records"),
+        ("a.json", '[{"text": "a"}', "line 1: no valid JSON"),
     ],
 )
 def test_a_bad_file_is_named_with_line_or_record(tmp_path, tiny, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
-        load_data(DataArgs(path=str(tmp_path / name), val_fraction=0), Tokenizer(tiny), 512, 256)
+        load(tmp_path / name, Tokenizer(tiny))
+    assert not list(cache.cache_folder().glob("*.partial"))
 
 
-def test_a_file_that_is_no_text_is_named(tmp_path, tiny):
-    (tmp_path / "a.json").write_bytes(b'[{"instruction": "\xff\xfe"}]')
-    with pytest.raises(ValueError, match=r"a.json is no UTF-8 text \(at byte 18\)"):
-        load_data(DataArgs(path=str(tmp_path / "a.json")), Tokenizer(tiny), 512, 256)
+def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
+    records = [{"instruction": "a", "output": "b"}] * 18 + [{"foo": 1}, {"bar": 2}]
+    path = write(tmp_path / "a.json", records)
+    with pytest.raises(ValueError, match=r"(?s)record 18.*record 19.*2 of 20 records .* are bad; --data.skip_bad"):
+        load(path, Tokenizer(tiny), skip_bad=0.05)
+    data = load(path, Tokenizer(tiny), skip_bad=0.1)
+    count, first = data.reports[str(path)].bad
+    assert len(data.train) == 18 and count == 2 and "record 18" in first[0] and "record 19" in first[1]
+    with pytest.raises(ValueError, match=r"2 of 20 records"):
+        load(path, Tokenizer(tiny), skip_bad=0.05)  # also out of the cache
+
+
+def test_a_format_and_columns_by_name(tmp_path, tiny):
+    tokenizer = Tokenizer(tiny)
+    path = write(tmp_path / "a.json", [{"text": "one", "label": "two"}])
+    ((sample),) = load(path, tokenizer, columns=["prompt=text", "completion=label"]).train
+    assert said(sample, tokenizer).split() == ["two</s>"]
+    with pytest.raises(ValueError, match=r"record 0: --data.format alpaca needs the fields instruction, output"):
+        load(path, tokenizer, format="alpaca")
 
 
 def test_a_turns_end_becomes_a_stop_token(tmp_path, shared):
@@ -163,11 +284,10 @@ def test_a_turns_end_becomes_a_stop_token(tmp_path, shared):
     path = write(tmp_path / "a.jsonl", [{"messages": talk}])
     for limit, expected in ((None, [128001, 128009]), (10, [128001])):
         tokenizer = Tokenizer(shared / "tokenizers" / "llama-3.1")
-        tokenizer.stop_ids = [128001]
         for mask_prompt in (True, False):
-            args = DataArgs(path=str(path), val_fraction=0, max_seq_length=limit, mask_prompt=mask_prompt)
+            tokenizer.stop_ids = [128001]
             try:
-                load_data(args, tokenizer, 128256, 4096)
+                load(path, tokenizer, 128256, 4096, max_seq_length=limit, mask_prompt=mask_prompt)
             except ValueError as error:
                 assert "all 1 were skipped" in str(error)
             assert tokenizer.stop_ids == expected, (limit, mask_prompt)
@@ -180,10 +300,129 @@ def test_an_end_token_outside_the_vocabulary_is_named_too(tmp_path, shared):
     # without BOS, whose id is beyond the limit as well
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<|eot_id|>' if m.role == 'assistant' }}{% endfor %}"
     with pytest.raises(ValueError, match=r"eot_id.* has the id 128009, .* vocabulary ends at 127999"):
-        load_data(DataArgs(path=str(path), val_fraction=0), tokenizer, 128000, 4096)
+        load(path, tokenizer, 128000, 4096)
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path, tiny):
     path = write(tmp_path / "a.json", [{"instruction": "a", "output": "zebra"}])
     with pytest.raises(ValueError, match=r"record 0: token .* has the id \d+, but the model's vocabulary ends at 63"):
-        load_data(DataArgs(path=str(path), val_fraction=0), Tokenizer(tiny), 64, 256)
+        load(path, Tokenizer(tiny), 64)
+
+
+# ---- the cache ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A cache of the test's own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "litft"
+
+
+def entries(folder) -> set[str]:
+    return {path.name for path in folder.iterdir() if path.is_dir()}
+
+
+def test_what_decides_the_tokens_decides_the_entry(tmp_path, tiny, own_cache):
+    """design.md 4.13: data, tokenizer, template, mask policy, length, and code."""
+    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    load(path, Tokenizer(tiny))
+    (first,) = entries(own_cache)
+    load(path, Tokenizer(tiny))
+    assert entries(own_cache) == {first}
+    changes = [{"mask_prompt": False}, {"train_on": "last"}, {"max_seq_length": 250}, {"template": "vicuna"}]
+    changes += [{"columns": ["x=y"]}, {"format": "messages"}]
+    for number, change in enumerate(changes, 2):
+        load(path, Tokenizer(tiny), **change)
+        assert len(entries(own_cache)) == number, change
+    before = load(path, Tokenizer(tiny)).digest
+    tokenizer = Tokenizer(tiny)
+    tokenizer.add_tokens(["there"])
+    load(path, tokenizer, 600)
+    assert len(entries(own_cache)) == len(changes) + 2
+    write(path, [{"messages": TALK[1:3]}])
+    assert load(path, Tokenizer(tiny)).digest != before
+    assert len(entries(own_cache)) == len(changes) + 3
+
+
+def test_another_version_of_the_code_tokenizes_anew(tmp_path, tiny, own_cache, monkeypatch):
+    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    load(path, Tokenizer(tiny))
+    monkeypatch.setattr(cache, "version", lambda name: "another")
+    cache._code.cache_clear()
+    load(path, Tokenizer(tiny))
+    cache._code.cache_clear()
+    assert len(entries(own_cache)) == 2
+
+
+def test_many_records_are_tokenized_in_parallel_to_the_same_samples(shared, checkpoints):
+    encoder = Encoder(Tokenizer(checkpoints["SmolLM2-135M-Instruct"]), 512)
+    records = list(read_records(shared / "data" / "alpaca_2k.json"))[:600]
+    alone = [encoder(where, record) for where, record in records]
+    chunks = iter([records[start : start + 50] for start in range(0, 600, 50)])
+    together = list(cache._in_parallel(chunks, encoder, 2))
+    assert [found.where for found in together] == [found.where for found in alone]
+    for one, other in zip(alone, together, strict=True):
+        assert all(map(np.array_equal, one.samples, other.samples)) and len(one.samples) == len(other.samples)
+
+
+PREPARE = """
+import sys
+from litft.args import DataArgs
+from litft.data.load import load_data
+from litft.tokenizer import Tokenizer
+from pathlib import Path
+data = load_data(DataArgs(path=[sys.argv[1]]), Tokenizer(Path(sys.argv[2])), 512, 256)
+print(data.digest, len(data.train), len(data.val))
+"""
+
+
+def prepare(path, folder) -> subprocess.Popen:
+    command = [sys.executable, "-c", PREPARE, str(path), str(folder)]
+    env = {**ENV, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_processes_that_prepare_at_once_do_not_collide(tmp_path, tiny, own_cache):
+    path = write(tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 9} for n in range(3000)])
+    processes = [prepare(path, tiny) for _ in range(3)]
+    answers = [process.communicate()[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert len(set(answers)) == 1 and answers[0].split()[1:] == ["2850", "150"]
+    assert len(entries(own_cache)) == 1 and not list(own_cache.glob("*.partial"))
+
+
+def test_a_process_killed_while_it_prepares_leaves_nothing_in_the_way(tmp_path, tiny, own_cache):
+    path = write(tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 30} for n in range(6000)])
+    process = prepare(path, tiny)
+    while not list(own_cache.glob("*.partial/tokens.bin")):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert list(own_cache.glob("*.partial"))
+    assert len(load(path, Tokenizer(tiny)).train) == 6000
+    assert len(entries(own_cache)) == 1 and not list(own_cache.glob("*.partial"))
+
+
+def test_a_cache_that_cannot_be_written_says_where_else(tmp_path, tiny, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    with pytest.raises(ValueError, match="Not a directory; XDG_CACHE_HOME names another place"):
+        load(path, Tokenizer(tiny))
+
+
+# ---- styles ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_every_style_learns_each_answer_and_its_end(tiny, style):
+    tokenizer = Tokenizer(tiny)
+    tokenizer.use_template(STYLES[style])
+    for talk in (TALK, TALK[1:]):
+        found = encoded({"messages": talk}, tokenizer)
+        texts = "".join(said(to_sample(kept), tokenizer) for kept in found.samples)
+        rest = texts.replace("Hi there.", "").replace("I am a model.", "").replace(" ", "").replace("\n", "")
+        assert rest.replace("</s>", "") in ("", "<|im_end|>" * 2, "<|eot_id|>" * 2, "<end_of_turn>" * 2, "<|end|>" * 2)
+        assert texts.count("</s>") == 2 and "Hello?" not in texts and "Be brief" not in texts

@@ -13,8 +13,8 @@ TIERS = [
     {"rope", "attention", "cache", "rules", "prompts", "tokenizer", "loss", "mlp"},
     {"model", "families"},
     {"weights", "quantize", "adapter_files", "peft", "data"},
-    {"folder", "job", "result", "optim", "plan", "metrics", "parallel", "checkpoint", "generate"},
-    {"train", "evaluate", "convert"},
+    {"folder", "result", "optim", "flops", "metrics", "parallel", "checkpoint", "generate"},
+    {"job", "plan", "preview", "train", "evaluate", "convert"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
 TORCHLESS = {"config", "args", "runs", "cli"}

@@ -9,7 +9,7 @@ from conftest import kill_after, script
 from safetensors.torch import load_file
 
 import litft
-from litft.data.samples import load_data
+from litft.data.load import load_data
 from litft.data.steps import collate
 from litft.folder import resolve
 
@@ -140,7 +140,8 @@ def test_a_full_run_is_plain_training(tiny, examples, tmp_path):
     reference = AutoModelForCausalLM.from_pretrained(tiny, dtype="float32")
     from litft.args import DataArgs
 
-    batch = collate(load_data(DataArgs(path=str(examples), val_fraction=0), resolve(tiny).tokenizer(), 512, 256).train)
+    samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), resolve(tiny).tokenizer(), 512, 256).train
+    batch = collate([[sample] for sample in samples])
     optimizer = torch.optim.AdamW(reference.parameters(), lr=0.003, betas=(0.9, 0.95), weight_decay=0.0)
     losses = []
     for _ in range(5):

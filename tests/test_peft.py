@@ -10,7 +10,7 @@ from parity import shaken, theirs
 
 import litft
 from litft.args import DataArgs, LoRAArgs
-from litft.data.samples import load_data
+from litft.data.load import load_data
 from litft.data.steps import collate
 from litft.folder import resolve
 from litft.peft import LoRA, disabled
@@ -112,7 +112,7 @@ def test_an_adapter_read_and_written_again_is_the_same(tiny, tmp_path, values):
 
 def peft_losses(reference, samples, rate, steps, decay=0.01):
     """Training as PEFT's users do it, with the loss as a sum over the count: the reference of the trajectory."""
-    batch = collate(samples)
+    batch = collate([[sample] for sample in samples])
     mask = (torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])).long()
     parameters = [p for p in reference.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
@@ -134,7 +134,7 @@ def test_ten_steps_are_pefts(tiny, examples, tmp_path):
     for path in tiny.glob("*token*"):
         (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
     _, tokenizer = litft.load(tmp_path / "adapter")
-    samples = load_data(DataArgs(path=str(examples), val_fraction=0), tokenizer, 512, 256).train
+    samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train
     expected = peft_losses(reference, samples, 0.01, 10)
     flags = f"--checkpoint_dir adapter --data.path {examples} --data.val_fraction 0 --out_dir run --train.max_steps 10 "
     flags += "--train.learning_rate 0.01 --train.lr_schedule constant --train.warmup_fraction 0 --train.weight_decay 0.01 "

@@ -12,7 +12,7 @@ from test_peft import peft_losses
 
 import litft
 from litft.args import AdapterArgs, DataArgs, LoRAArgs
-from litft.data.samples import load_data
+from litft.data.load import load_data
 from litft.folder import resolve
 from litft.peft import Adapter, LoRA
 from litft.result import Result, write_result
@@ -225,7 +225,7 @@ def test_ten_steps_are_pefts(tiny, examples, tmp_path, kin):
             json.dumps(json.loads((begin / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(tiny)})
         )
     _, tokenizer = litft.load(tiny)
-    samples = load_data(DataArgs(path=str(examples), val_fraction=0), tokenizer, 512, 256).train
+    samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train
     expected = peft_losses(reference, samples, 0.01, 10, decay=0.0)
     command = f"--checkpoint_dir {begin} --data.path {examples} --out_dir run {FLAGS} {flags}"
     script("finetune/lora.py", *command.split(), cwd=tmp_path)

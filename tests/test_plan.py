@@ -1,19 +1,32 @@
-"""What a step costs: FLOPs against a closed form, chips by name, memory of this process alone."""
+"""What a run needs: FLOPs against a closed form, memory against torch's MemTracker, chips by name."""
 
 import re
 import subprocess
 import sys
+from collections import OrderedDict
+from dataclasses import replace
 
 import pytest
 import torch
 from conftest import ENV
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.checkpoint import checkpoint
+from torch.utils.hooks import RemovableHandle
 from transformers import Qwen3MoeConfig
 
-from litft.args import LoRAArgs
+from litft import loss
+from litft import model as model_module
+from litft.args import AdapterFinetuneArgs, AdapterV2FinetuneArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs
 from litft.data.samples import Sample
+from litft.flops import CHIPS, Flops, peak_flops
 from litft.folder import resolve
-from litft.peft import LoRA
-from litft.plan import CHIPS, Flops, peak_flops
+from litft.mlp import MoE
+from litft.model import GPT
+from litft.optim import make_optimizer
+from litft.peft import LoRA, method_of
+from litft.plan import Evenly, Shape, predict
+from litft.quantize import QuantizedLinear
 
 
 def test_flops_of_a_tiny_llama(tiny):
@@ -28,7 +41,7 @@ def test_flops_of_a_tiny_llama(tiny):
     factors = 3 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 56))
     pairs = 10 * 11 // 2 * 3  # of query and key, in three layers
     expected = 10 * (4 * linears + 6 * factors) + 3 * 4 * 32 * 512 + pairs * 12 * 32
-    assert Flops(model)([Sample(tokens, targets, [])]) == expected
+    assert Flops(model)([Sample(tokens, targets)]) == expected
 
 
 def test_flops_of_experts(make_model):
@@ -41,7 +54,7 @@ def test_flops_of_experts(make_model):
     linears = 32 * 32 * 2 + 32 * 16 * 2 + 32 * 5 + 2 * 3 * 32 * 24
     factors = 4 * (2 * (32 + 32) + 2 * (32 + 16) + 2 * 3 * (32 + 24))
     expected = 4 * linears + 6 * factors + 4 * 32 * 96 + 12 * 32
-    assert Flops(model)([Sample(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), [])]) == expected
+    assert Flops(model)([Sample(torch.zeros(1, dtype=torch.int64), torch.ones(1, dtype=torch.int64))]) == expected
 
 
 @pytest.mark.parametrize(
@@ -64,9 +77,155 @@ def test_a_cpu_is_measured():
     assert 1e9 < peak_flops(torch.device("cpu"), "fp32") < 1e14
 
 
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+LORA, DORA = LoRAFinetuneArgs(), LoRAFinetuneArgs(lora=LoRAArgs(dora=True))
+DROPOUT = LoRAFinetuneArgs(lora=LoRAArgs(dropout=0.1, targets=["q_proj", "v_proj"]))
+NORMS = LoRAFinetuneArgs(lora=LoRAArgs(modules_to_save=["norm"]))
+ATTENTION = LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
+# model, how many of its layers, method, precision, the micro-batch and whether a step has several
+CASES = {
+    "LoRA, fp32": ("SmolLM2-135M-Instruct", 4, LORA, "fp32", Shape(1, 1024)),
+    "LoRA, two chunks of logits": ("SmolLM2-135M-Instruct", 4, LORA, "bf16", Shape(1, 2048, True)),
+    "full, fp32": ("SmolLM2-135M-Instruct", 4, FullFinetuneArgs(), "fp32", Shape(1, 2048)),
+    "full, fp32 masters": ("SmolLM2-135M-Instruct", 4, FullFinetuneArgs(), "bf16", Shape(1, 2048, True)),
+    "full, bf16 weights": ("qwen3-0.6b", 4, FullFinetuneArgs(), "bf16-true", Shape(1, 2048)),
+    "LoRA on a Llama 3": ("llama-3-8b", 2, LORA, "bf16", Shape(1, 2048)),
+    "LLaMA-Adapter": ("llama-3.2-1b", 4, AdapterFinetuneArgs(), "fp32", Shape(2, 512)),
+    "LLaMA-Adapter v2": ("tinyllama-1.1b", 4, AdapterV2FinetuneArgs(), "bf16", Shape(2, 1024)),
+    "soft caps and windows": ("gemma-2-2b", 2, LORA, "bf16", Shape(1, 1024)),
+    "dropout, a parallel block": ("phi-2", 3, DROPOUT, "bf16", Shape(2, 1024)),
+    "DoRA": ("pythia-6.9b", 2, DORA, "bf16", Shape(1, 1024)),
+    "trained norms, accumulated": ("qwen2-7b", 2, NORMS, "bf16", Shape(4, 512, True)),
+    "experts": ("qwen3-30b-a3b", 1, ATTENTION, "bf16", Shape(1, 1024)),
+}
+
+
+def all_supervised(hidden, head, targets, softcap=None, smoothing=0.0):
+    """loss.py's sum for fake tensors: it chooses positions by their values, which those have not."""
+    rows = hidden.flatten(0, 1).index_select(0, torch.zeros(targets.numel(), dtype=torch.int64))
+    targets = targets.flatten()
+    if loss.is_plain(head):
+        return loss._Chunked.apply(rows, head.weight, head.bias, targets, softcap, smoothing, True), None
+    total = rows.sum(dtype=torch.float32) * 0.0
+    for part, wanted in zip(rows.split(loss.CHUNK), targets.split(loss.CHUNK), strict=True):
+        through = loss._through_head
+        total = total + checkpoint(through, head, part, wanted, softcap, smoothing, use_reentrant=False)
+    return total, None
+
+
+def tracked(source, method, args, precision, shape) -> int:
+    """The peak of two whole training steps under MemTracker, of which the second has the optimizer's state."""
+    with FakeTensorMode():
+        torch.set_default_dtype({"fp32": torch.float32, "bf16": torch.bfloat16}[method.storage(precision)])
+        model = GPT(source.config)
+        torch.set_default_dtype(torch.float32)
+        method.attach(model)
+        method.compute_in(model, precision)
+        for module in [module for module in model.modules() if isinstance(module, MoE)]:
+            Evenly.mix_over(module)
+        trained = {name: p for name, p in method.parameters(model).items() if p.requires_grad}
+        optimizer = make_optimizer(args.train, method, trained)
+        tracker, frozen = MemTracker(), RemovableHandle(OrderedDict())
+        for parameter in model.parameters():
+            if not parameter.requires_grad:  # on which the tracker would put a hook for gradients
+                tracker._param_to_grad_hook_handles[parameter] = (frozen, frozen)
+        tracker.track_external(model, optimizer)
+        tokens = torch.zeros((shape.rows, shape.tokens), dtype=torch.int64)
+        model.train()
+        with tracker:
+            for _ in range(2):
+                for _ in range(1 + shape.accumulated):
+                    model(tokens, targets=tokens)[0].backward()
+                    tracker.reset_mod_stats()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    return sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
+
+
+@pytest.fixture(autouse=True)
+def default_dtype():
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.filterwarnings("ignore")
+def test_memory_is_that_of_whole_training_steps(shared, checkpoints, monkeypatch, case):
+    """Within 2 % of MemTracker under fake tensors (the issue asks for 5 %)."""
+    name, layers, args, precision, shape = CASES[case]
+    source = resolve(checkpoints.get(name, shared / "configs" / name))
+    source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
+    method = method_of(args)
+    method.choose(source.meta_model(), source.adapter_rules)
+    found = predict(source, method, precision, "none", shape).memory
+    monkeypatch.setattr(model_module, "summed_cross_entropy", all_supervised)
+    expected = tracked(source, method, args, precision, shape)
+    print(
+        f"{case}: {found.peak / 2**20:,.0f} MiB predicted, {expected / 2**20:,.0f} tracked, {found.peak / expected - 1:+.2%}"
+    )
+    assert found.peak == pytest.approx(expected, rel=0.02)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "int8"])
+def test_weights_of_a_quantized_base(checkpoints, kind):
+    """As many bytes as the loaded model has."""
+    source = resolve(checkpoints["stories15M"])
+    method = method_of(LORA)
+    method.choose(source.meta_model(), source.adapter_rules)
+    memory = predict(source, method, "fp32", kind, Shape(1, 64)).memory
+    model = source.base_model("fp32", "cpu", kind)
+    total = sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}.values())
+    for module in model.modules():
+        if isinstance(module, QuantizedLinear):
+            state = module.packed.state
+            tensors = [state] if torch.is_tensor(state) else [state.absmax, *([state.state2.absmax] if state.nested else [])]
+            total += sum(tensor.nbytes for tensor in tensors)
+    factors = sum(p.numel() for p in factors_of(source, method)) * 4
+    assert memory.weights - factors == pytest.approx(total, rel=0.01)
+
+
+def factors_of(source, method):
+    model = source.meta_model()
+    method.attach(model)
+    return method.parameters(model).values()
+
+
+def test_the_parameters_of_real_models_are_counted(shared):
+    """As their cards and papers state them."""
+    known = {
+        "llama-3-8b": 8_030_261_248,
+        "gemma-2-2b": 2_614_341_888,
+        "qwen3-30b-a3b": 30_532_122_624,
+        "phi-2": 2_779_683_840,
+    }
+    for name, count in known.items():
+        source, method = resolve(shared / "configs" / name), method_of(LORA)
+        method.choose(source.meta_model(), source.adapter_rules)
+        plan = predict(source, method, "bf16", "none", Shape(1, 128))
+        assert plan.parameters == count
+        assert plan.memory.weights == pytest.approx(2 * count + 4 * plan.trained, rel=1e-3)
+
+
+def test_a_frozen_parameter_has_no_gradient_in_the_plan(tiny):
+    source, method = resolve(tiny), method_of(LORA)
+    method.choose(source.meta_model(), source.adapter_rules)
+    whole = predict(source, method, "fp32", "none", Shape(1, 64))
+    method.frozen = {name for name in method.parameters(attached(source, method)) if name.startswith("blocks.0.")}
+    part = predict(source, method, "fp32", "none", Shape(1, 64))
+    assert part.trained == whole.trained * 2 // 3 and part.memory.gradients == whole.memory.gradients * 2 // 3
+    assert part.memory.activations < whole.memory.activations
+
+
+def attached(source, method):
+    model = source.meta_model()
+    method.attach(model)
+    return model
+
+
 def test_memory_is_that_of_the_process_alone():
     """A parent of 1 GiB starts a child that needs a fifth of it."""
-    child = "import torch; from litft.plan import peak_memory; print(peak_memory(torch.device('cpu')))"
+    child = "import torch; from litft.parallel import peak_memory; print(peak_memory(torch.device('cpu')))"
     parent = f"import subprocess, sys; held = bytearray(b'x') * 2**30; subprocess.run([sys.executable, '-c', {child!r}])"
     done = subprocess.run([sys.executable, "-c", parent], env=ENV, capture_output=True, text=True, check=True)
     assert 0.05 < float(done.stdout) < 0.7

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from litft.prompts import ALPACA, assistant_spans, render, user_content
+from litft.prompts import ALPACA, STYLES, assistant_turns, render, user_content
 
 TALK = [
     {"role": "user", "content": "What is <b>2</b> & 3?"},
@@ -88,20 +88,113 @@ def test_alpaca_is_stanfords_wording():
     )
 
 
-@pytest.mark.parametrize("name", ["Qwen-Qwen2.5-7B-Instruct", "meta-llama-Llama-3.2-3B-Instruct", "alpaca"])
-def test_spans_are_the_answers_with_their_ends(shared, name):
-    source = ALPACA if name == "alpaca" else (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
-    text, spans = assistant_spans(partial(render, source, **TOKENS), TALK)
-    ends = {"Qwen": "<|im_end|>", "meta": "<|eot_id|>", "alpa": "</s>"}
-    said = [text[start:end] for start, end in spans]
-    assert said == [TALK[i]["content"] + ends[name[:4]] for i in (1, 3)]
+SPECIAL = (
+    "<|im_end|> <|eot_id|> <end_of_turn> <|end|> <|return|> <|call|> <|end_of_text|> <｜end▁of▁sentence｜> </s>".split()
+)
+# how a template ends a turn; gpt-oss also has channels, and R1's prompt opens a thought
+ENDS = {
+    "HuggingFaceTB": "<|im_end|>",
+    "NousResearch": "<|im_end|>",
+    "Qwen": "<|im_end|>",
+    "deepseek": "<｜end▁of▁sentence｜>",
+    "google": "<end_of_turn>",
+    "ibm": "<|end_of_text|>",
+    "meta": "<|eot_id|>",
+    "microsoft": "<|end|>",
+    "mistralai": "</s>",
+    "openai": "<|return|>",
+}
+TAGGED = '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
+CALLED = {  # what is said to call a tool; the others leave calls out, or take no tools
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": TAGGED,
+    "Qwen-QwQ-32B": TAGGED,
+    "Qwen-Qwen2.5-7B-Instruct": TAGGED,
+    "meta-llama-Llama-3.1-8B-Instruct": '{"name": "weather", "parameters": {"town": "Köln"}}',
+    "meta-llama-Llama-3.2-3B-Instruct": '{"name": "weather", "parameters": {"town": "Köln"}}',
+    "mistralai-Mistral-Nemo-Instruct-2407": '[TOOL_CALLS][{"name": "weather", '
+    '"arguments": {"town": "Köln"}, "id": "a1b2c3d4e"}]',
+    "openai-gpt-oss-120b": ' to=functions.weather<|channel|>commentary json<|message|>{"town": "Köln"}',
+}
 
 
-def test_a_template_that_rewrites_history_is_refused(shared):
-    source = (shared / "chat_templates" / "Qwen-QwQ-32B.jinja").read_text("utf-8")
-    talk = [dict(m, content=m["content"].replace("Five.", "<think>2+3</think>Five.")) for m in TALK]
-    with pytest.raises(ValueError, match="rewrites earlier turns"):
-        assistant_spans(partial(render, source, **TOKENS), talk)
+def rendering(shared, name):
+    """The template as `assistant_turns` calls it."""
+    source = STYLES.get(name) or (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+    return partial(render, source, **TOKENS)
+
+
+def learned(texts) -> list[str]:
+    return [turn.text[turn.start : turn.end] for _, turns in texts for turn in turns]
+
+
+def of(name: str, text: str) -> str:
+    """What a turn of plain words is in a template."""
+    before = "<|channel|>final<|message|>" if "gpt-oss" in name else ""
+    return before + text + next(end for start, end in ENDS.items() if name.startswith(start))
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learned_is_each_answer_and_its_end(shared, name):
+    """design.md 4.3: with and without a system turn, over several turns, as the model would have said it at inference."""
+    talks = [TALK, TALK[:2]] + ([[SYSTEM, *TALK]] if "gemma" not in name else [])
+    for talk in talks:
+        show = rendering(shared, name)
+        texts = assistant_turns(show, talk, None, SPECIAL)
+        assert learned(texts) == [of(name, m["content"]) for m in talk if m["role"] == "assistant"]
+        for text, turns in texts:
+            for turn in turns:
+                assert text[: turn.start] == show(talk[: turn.message], add_generation_prompt=True)
+        if len(texts) == 1 and not any(word in name for word in ("QwQ", "R1")):  # whose prompts open a thought
+            assert texts[0][0] == show(talk)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_what_is_learned_of_a_tool_conversation(shared, name):
+    show = rendering(shared, name)
+    if name not in CALLED:
+        with pytest.raises(ValueError, match="leaves a tool call out"):
+            assistant_turns(show, TOOL_TALK, [TOOL], SPECIAL)
+        return
+    called, answered = learned(assistant_turns(show, TOOL_TALK, [TOOL], SPECIAL))
+    assert answered == of(name, "21 °C.")
+    assert called == CALLED[name] + ("<|call|>" if "gpt-oss" in name else of(name, ""))
+
+
+@pytest.mark.parametrize("name", STYLES)
+def test_the_styles_render_in_one_text(shared, name):
+    talk = [SYSTEM, *TALK]
+    ((text, turns),) = assistant_turns(rendering(shared, name), talk, None, SPECIAL)
+    assert [text[turn.start : turn.end].rstrip("<|>/setoumdnrif_").strip() for turn in turns] == ["Five.", 'Yes, "sure".']
+    assert text.count("Be brief.") == 1 and text.count("What is <b>2</b> & 3?") == 1
+    with pytest.raises(ValueError, match="leaves a tool call out"):
+        assistant_turns(rendering(shared, name), TOOL_TALK, [TOOL], SPECIAL)
+
+
+def test_thoughts_that_a_template_drops_later_are_learned_where_they_were_had(shared):
+    talk = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in TALK]
+    texts = assistant_turns(rendering(shared, "Qwen-QwQ-32B"), talk, None, SPECIAL)
+    assert learned(texts) == ["<think>\n2+3\n</think>\n\nFive.<|im_end|>", 'Yes, "sure".<|im_end|>']
+    assert "2+3" not in texts[1][0]
+    opened = learned(assistant_turns(rendering(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), talk, None, SPECIAL))
+    assert opened[0] == "2+3\n</think>\n\nFive.<｜end▁of▁sentence｜>"  # its prompt has said <think>
+
+
+def test_a_template_that_ends_no_turn_gives_each_its_own_text():
+    """Or the model would never learn to stop but after the last."""
+    show = partial(
+        render,
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}",
+        **TOKENS,
+    )
+    texts = assistant_turns(show, TALK, None, SPECIAL)
+    assert learned(texts) == ["Five.", 'Yes, "sure".'] and len(texts) == 2
+
+
+def test_a_template_that_leaves_the_words_out_is_refused():
+    show = partial(render, "{% for m in messages %}{{ m.role }}{% endfor %}", **TOKENS)
+    with pytest.raises(ValueError, match="leaves the assistant's words out"):
+        assistant_turns(show, TALK, None, SPECIAL)
 
 
 @pytest.mark.parametrize(

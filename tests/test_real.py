@@ -14,7 +14,7 @@ from conftest import script
 
 import litft
 from litft.args import DataArgs, TrainArgs
-from litft.data.samples import load_data
+from litft.data.load import load_data
 from litft.data.steps import Order, collate
 from litft.train import learning_rate
 
@@ -31,14 +31,14 @@ def run(checkpoints, shared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")
     command = f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir out/smol "
     command += f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} "
-    command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // 4}"
+    command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH}"
     script(*command.split(), cwd=folder)
     return folder / "out" / "smol"
 
 
 def peft_loss(model, samples):
     """Summed loss and count of a micro-batch."""
-    batch = collate(samples)
+    batch = collate([[sample] for sample in samples])
     mask = (torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])).long()
     logits = model(input_ids=batch.tokens, attention_mask=mask, use_cache=False).logits.flatten(0, 1)
     return torch.nn.functional.cross_entropy(logits, batch.targets.flatten(), ignore_index=-100, reduction="sum")
@@ -63,7 +63,7 @@ def train_with_peft(folder, data) -> tuple[float, float]:
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
     before = mean_loss(model, data.val[:VALIDATION])
-    order = Order(len(data.train), 42)
+    order = Order([len(data.train)], 42)
     for step in range(STEPS):
         samples = [data.train[i] for i in order.indices(step * BATCH, (step + 1) * BATCH)]
         optimizer.param_groups[0]["lr"] = learning_rate(TrainArgs(), step, STEPS)
@@ -78,7 +78,7 @@ def train_with_peft(folder, data) -> tuple[float, float]:
 def test_the_loss_falls_as_far_as_with_peft(run, checkpoints, shared):
     folder = checkpoints["SmolLM2-135M-Instruct"]
     _, tokenizer = litft.load(folder)
-    data = load_data(DataArgs(path=str(shared / "data" / "alpaca_2k.json")), tokenizer, 49152, 8192)
+    data = load_data(DataArgs(path=[str(shared / "data" / "alpaca_2k.json")]), tokenizer, 49152, 8192)
     before, after = train_with_peft(folder, data)
     with (run / "metrics.csv").open() as file:
         losses = [float(row["val_loss"]) for row in csv.DictReader(file) if row["val_loss"]]

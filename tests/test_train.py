@@ -1,6 +1,7 @@
 """The one loop: gradients that depend on no layout, schedules, runs that go on where they were killed."""
 
 import csv
+from itertools import product
 
 import pytest
 import torch
@@ -10,12 +11,14 @@ from lightning_fabric import Fabric
 
 import litft
 from litft.args import DataArgs, LoRAArgs, TrainArgs
-from litft.data.samples import Sample, load_data
-from litft.data.steps import Order, layout
+from litft.data.load import load_data
+from litft.data.samples import Sample
+from litft.data.steps import Layout, Order
 from litft.folder import resolve
 from litft.loss import IGNORED
 from litft.peft import LoRA
-from litft.train import accumulate, learning_rate, planned_samples
+from litft.preview import planned_samples
+from litft.train import accumulate, learning_rate
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "seconds")
 
@@ -25,11 +28,11 @@ def ragged(count: int = 8) -> list[Sample]:
     generator = torch.Generator().manual_seed(0)
     samples = []
     for n in range(count):
-        length = 3 + n * n * 57 // (count - 1) ** 2
+        length = 3 + n * n * 57 // max(1, count - 1) ** 2
         ids = torch.randint(512, (length + 1,), generator=generator)
         targets = ids[1:].clone()
         targets[: n % 3] = IGNORED
-        samples.append(Sample(ids[:-1], targets, []))
+        samples.append(Sample(ids[:-1], targets))
     return samples
 
 
@@ -46,11 +49,11 @@ def trainable(folder):
     return model, parameters
 
 
-def gradients(folder, rows: int, count: int = 8) -> tuple[float, dict[str, torch.Tensor]]:
+def gradients(folder, rows: int, count: int = 8, room: int | None = None) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradients of ragged samples in one process, `rows` at a time."""
     model, parameters = trainable(folder)
     fabric = Fabric(accelerator="cpu", devices=1)
-    loss = accumulate(fabric, fabric.setup_module(model), ragged(count), rows)
+    loss = accumulate(fabric, fabric.setup_module(model), ragged(count), Layout(rows, room))
     return float(loss), {name: p.grad for name, p in parameters.items()}
 
 
@@ -62,17 +65,17 @@ def distance(found: dict, expected: dict) -> float:
 
 def test_gradients_do_not_depend_on_micro_batches(tiny):
     loss, expected = gradients(tiny, 8)
-    for rows in (4, 3, 1):
-        other, found = gradients(tiny, rows)
+    for rows, room in ((4, None), (3, None), (1, None), (8, 60), (2, 60), (1, 100), (1, 1000)):
+        other, found = gradients(tiny, rows, room=room)
         assert other == pytest.approx(loss, rel=1e-6)
-        assert distance(found, expected) <= 1e-6, rows
+        assert distance(found, expected) <= 1e-6, (rows, room)
 
 
 def test_the_samples_are_ragged_enough_to_tell(tiny):
     """A mean of micro-batch means, as elsewhere, is off by more than 1e-3 on them."""
     _, expected = gradients(tiny, 8)
     model, parameters = trainable(tiny)
-    for batch in layout(ragged(), 2, 1, 0):
+    for batch in Layout(2).batches(ragged()):
         loss, count = model(batch.tokens, targets=batch.targets)
         (loss / count / 4).backward()
     assert distance({name: p.grad for name, p in parameters.items()}, expected) > 1e-3
@@ -83,6 +86,7 @@ import sys, torch
 sys.path[:0] = [{tests!r}]
 from litft.args import LoRAFinetuneArgs
 from litft.parallel import make_fabric
+from litft.data.steps import Layout
 from litft.train import accumulate
 from test_train import ragged, trainable
 fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
@@ -90,17 +94,21 @@ fabric.launch()
 model, parameters = trainable({folder!r})
 optimizer = torch.optim.SGD(parameters.values(), 0.1)
 wrapped, optimizer = fabric.setup(model, optimizer)
-loss = accumulate(fabric, wrapped, ragged({count}), {rows})
+loss = accumulate(fabric, wrapped, ragged({count}), Layout({rows}, {room}, 2))
 if fabric.global_rank == 0:
     torch.save((float(loss), {{n: p.grad for n, p in parameters.items()}}), {out!r})
 """
 
 
-@pytest.mark.parametrize("count, rows", [(8, 4), (8, 1), (3, 1)], ids=["2x4", "8x1", "one rank is left over"])
-def test_gradients_do_not_depend_on_processes(tiny, tmp_path, count, rows):
+@pytest.mark.parametrize(
+    "count, rows, room",
+    [(8, 4, None), (8, 1, None), (3, 1, None), (8, 2, 64), (1, 1, 64)],
+    ids=["2x4", "8x1", "one rank is left over", "packed", "packed, one rank without"],
+)
+def test_gradients_do_not_depend_on_processes(tiny, tmp_path, count, rows, room):
     loss, expected = gradients(tiny, 8, count)
     out = tmp_path / "gradients.pt"
-    worker = WORKER.format(tests=str(ROOT / "tests"), folder=str(tiny), rows=rows, count=count, out=str(out))
+    worker = WORKER.format(tests=str(ROOT / "tests"), folder=str(tiny), rows=rows, room=room, count=count, out=str(out))
     (tmp_path / "worker.py").write_text(worker)
     script(tmp_path / "worker.py", cwd=tmp_path)
     other, found = torch.load(out, weights_only=True)
@@ -110,22 +118,23 @@ def test_gradients_do_not_depend_on_processes(tiny, tmp_path, count, rows):
 
 def test_every_rank_runs_the_same_number_of_micro_batches():
     samples = ragged(11)
-    for rows in (1, 2, 3, 4, 16):
-        for ranks in (1, 2, 3, 5):
-            batches = [layout(samples, rows, ranks, rank) for rank in range(ranks)]
-            assert len({len(mine) for mine in batches}) == 1
-            assert all(batch.tokens.size(0) <= rows for mine in batches for batch in mine)
-            targets = sum(int((b.targets != IGNORED).sum()) for mine in batches for b in mine)
-            assert targets == sum(sample.supervised for sample in samples)
+    for rows, ranks, room in product((1, 2, 3, 4, 16), (1, 2, 3, 5), (None, 60, 128)):
+        layout = Layout(rows, room, ranks)
+        batches = [layout.batches(samples, rank) for rank in range(ranks)]
+        assert len({len(mine) for mine in batches}) == 1
+        assert all(batch.tokens.size(0) <= rows for mine in batches for batch in mine)
+        assert room is None or all(batch.tokens.size(1) <= room for mine in batches for batch in mine)
+        targets = sum(int((b.targets != IGNORED).sum()) for mine in batches for b in mine)
+        assert targets == sum(sample.supervised for sample in samples)
 
 
 def test_the_order_is_a_permutation_an_epoch():
-    order = Order(10, seed=3)
+    order = Order([10], seed=3)
     stream = order.indices(0, 30)
     assert all(sorted(stream[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
     assert stream[:10] != stream[10:20] != stream[20:]
-    assert Order(10, seed=3).indices(7, 25) == stream[7:25]
-    assert Order(10, seed=4).indices(0, 10) != stream[:10]
+    assert Order([10], seed=3).indices(7, 25) == stream[7:25]
+    assert Order([10], seed=4).indices(0, 10) != stream[:10]
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])
@@ -185,7 +194,7 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted, examples, tiny):
     assert [int(row["step"]) for row in rows] == list(range(49))
     assert [n for n, row in enumerate(rows) if row["val_loss"]] == [0, *range(5, 49, 5), 48]
     _, tokenizer = litft.load(tiny)
-    data = load_data(DataArgs(path=str(examples), val_fraction=0.2), tokenizer, 512, 256)
+    data = load_data(DataArgs(path=[str(examples)], val_fraction=0.2), tokenizer, 512, 256)
     assert int(rows[-1]["tokens"]) == 2 * sum(sample.tokens.numel() for sample in data.train)
     assert float(rows[-1]["epoch"]) == 2 and int(rows[-1]["samples"]) == 48
     assert all(float(row["tokens_per_second"]) > 0 and 0 < float(row["mfu"]) < 1 for row in rows[1:])
@@ -195,8 +204,8 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted, examples, tiny):
 
 def test_the_loss_is_that_of_the_steps_samples_before_its_update(uninterrupted, examples, tiny):
     model, tokenizer = litft.load(tiny)
-    data = load_data(DataArgs(path=str(examples), val_fraction=0.2), tokenizer, 512, 256)
-    first = data.train[Order(len(data.train), 42).indices(0, 1)[0]]
+    data = load_data(DataArgs(path=[str(examples)], val_fraction=0.2), tokenizer, 512, 256)
+    first = data.train[Order([len(data.train)], 42).indices(0, 1)[0]]
     with torch.no_grad():
         loss, count = model(first.tokens[None], targets=first.targets[None])
         val = [model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val]

@@ -1,17 +1,16 @@
-"""Records to samples: rendered, tokenized, masked, truncated; and the split into training and validation."""
+"""Records to samples: rendered, tokenized, masked, and cut to length, with a word on whatever was lost on the way."""
 
-import hashlib
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from litft.args import DataArgs
-from litft.data.records import SUFFIXES, read_records, to_messages
+from litft.data.formats import FORMATS, Example, Record, recognise, renamed, without_end
 from litft.loss import IGNORED
-from litft.prompts import ALPACA, Message, assistant_spans
+from litft.prompts import Message, assistant_turns
 from litft.tokenizer import Tokenizer
 
 
@@ -21,7 +20,7 @@ class Sample:
 
     tokens: Tensor
     targets: Tensor
-    messages: list[Message]
+    answer: tuple[Tensor, Tensor] | None = None  # the tokens before its last answer, as generation reads them; and its own
 
     @cached_property
     def supervised(self) -> int:
@@ -29,119 +28,140 @@ class Sample:
         return int((self.targets != IGNORED).sum())
 
 
+# what happens to examples on the way, and how it is told
+CUT = "cut to the length limit"
+CUT_AWAY = "skipped: no part of an answer lies within the length limit"
+MASKED = "skipped: every turn is masked"
+EMPTY = "skipped: the answer is empty"
+BLANK = "skipped: no text"
+EMPTY_TURN = "with an empty answer, which is not learned"
+UNANSWERED = "ended by a turn without an answer, which is left out"
+END_TEXT = "with an end token written behind an answer, which is left out"
+
+
+# a sample is kept as its token ids (T + 1,), uint32, whose highest bits say what a token is
+LEARNED, SAID = np.uint32(1 << 31), np.uint32(1 << 30)  # the loss counts it; it belongs to an answer
+IDS = np.uint32((1 << 30) - 1)
+
+
 @dataclass
-class Data:
-    """Both splits, and what happened on the way."""
+class Encoded:
+    """What became of a record: its samples, or what is wrong."""
 
-    train: list[Sample]
-    val: list[Sample]
-    truncated: int = 0
-    skipped: int = 0  # no supervised token was left
-
-    @cached_property
-    def digest(self) -> str:
-        """Which training samples these are."""
-        found = hashlib.sha256()
-        for sample in self.train:
-            found.update(sample.tokens.numpy().tobytes() + sample.targets.numpy().tobytes())
-        return found.hexdigest()
+    where: str
+    form: str = ""
+    samples: list[np.ndarray] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    ends: set[int] = field(default_factory=set)  # the tokens that close its answers
+    whole: bool = True  # all its samples are one thing, which no split takes apart
+    error: str | None = None
 
 
-def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int) -> Data:
-    """Read, render and tokenize both splits; `tokenizer` takes on the template, and the tokens that end its answers.
+@dataclass(frozen=True)
+class Encoder:
+    """Turns a record into samples; what it does hangs on nothing but these values. Imports no torch of its own."""
 
-    Raises ValueError naming file and record for unreadable data, and for tokens that the model has no embedding for.
-    """
-    choose_template(args.template, tokenizer)
-    data, ends = Data([], []), set()
-    limit = args.max_seq_length or min(context, 2048)
-    train, val = split_records(args)
-    for records, samples in ((train, data.train), (val, data.val)):
-        for where, record in records:
-            messages = to_messages(record, where, tokenizer.chat_template)
-            sample = make_sample(messages, tokenizer, args.mask_prompt, where)
-            _check_vocabulary(sample, where, tokenizer, vocab_size)
-            if sample.tokens.numel() > limit:
-                data.truncated += 1
-                sample = Sample(sample.tokens[:limit], sample.targets[:limit], messages)
-            elif sample.supervised:
-                ends.add(int(sample.targets[sample.targets != IGNORED][-1]))
-            if sample.supervised:
-                samples.append(sample)
-            else:
-                data.skipped += 1
-    if not data.train:
-        raise ValueError(
-            f"no example has an answer within {limit} tokens: all {data.skipped} were skipped; raise --data.max_seq_length "
-            f"(the model's context is {context})"
-        )
-    # generation must stop at the special tokens that close a turn here, also where no file names them
-    tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
-    return data
+    tokenizer: Tokenizer
+    limit: int  # tokens of a sample that are fed to the network
+    form: str | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    mask_prompt: bool = True
+    last_only: bool = False
+
+    def __call__(self, where: str, record: Record | ValueError) -> Encoded:
+        """Never raises for what is wrong with a record: that is in the result."""
+        encoded = Encoded(where)
+        try:
+            if isinstance(record, ValueError):
+                raise record
+            record = renamed(record, self.columns)
+            encoded.form = self.form or recognise(record, where)
+            if lacking := [name for name in FORMATS[encoded.form].fields if name not in record]:
+                raise ValueError(f"{where}: --data.format {encoded.form} needs the fields {', '.join(lacking)}")
+            example = FORMATS[encoded.form].convert(record, where, self.tokenizer.chat_template)
+            self._encode(example, encoded)
+        except ValueError as error:
+            message = str(error)
+            encoded.error = message if message.startswith(where) else f"{where}: {message}"
+            encoded.samples = []
+        return encoded
+
+    def _encode(self, example: Example, encoded: Encoded) -> None:
+        if example.text is not None:
+            encoded.whole = False
+            encoded.samples = list(self._windows(example))
+            if not encoded.samples:
+                encoded.notes.append(BLANK)
+            return
+        messages, learned = self._chosen(example, encoded)
+        cut = False
+        for ids, spans in self._texts(messages, example.tools):
+            sample = np.array(ids, np.uint32)
+            for turn, start, end in spans:
+                sample[start:end] |= SAID | (LEARNED if turn in learned else np.uint32(0))
+            if not self.mask_prompt:
+                sample |= LEARNED
+            if len(ids) > self.limit + 1:
+                cut, sample = True, sample[: self.limit + 1]
+            elif learned:
+                encoded.ends.add(ids[spans[-1][2] - 1])
+            if (sample[1:] & LEARNED).any():
+                encoded.samples.append(sample)
+        if cut and encoded.samples:
+            encoded.notes.append(CUT)
+        elif not encoded.samples and EMPTY not in encoded.notes:
+            encoded.notes.append(CUT_AWAY if learned else MASKED)
+
+    def _windows(self, example: Example) -> Iterator[np.ndarray]:
+        """A text as consecutive samples of full length; each of its tokens is a target once."""
+        if not example.text.strip():
+            return
+        bos = self.tokenizer.adds_bos and example.begins
+        ids = self.tokenizer.encode(example.text, bos=bos, eos=example.ends and self.tokenizer.eos_id is not None)
+        for start in range(0, len(ids) - 1, self.limit):
+            yield np.array(ids[start : start + self.limit + 1], np.uint32) | LEARNED
+
+    def _chosen(self, example: Example, encoded: Encoded) -> tuple[list[Message], set[int]]:
+        """The messages up to the last answer, and which of them are learned; ValueError where there is no answer."""
+        turns = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
+        if not turns:
+            last = example.messages[-1]["role"]
+            raise ValueError(f"the last message is the {last}'s, and none the assistant's; there is no answer to learn")
+        if turns[-1] + 1 < len(example.messages):
+            encoded.notes.append(UNANSWERED)
+        messages = []
+        for message in example.messages[: turns[-1] + 1]:
+            clean = {name: value for name, value in message.items() if name != "train"}
+            if message["role"] == "assistant" and (bare := without_end(message["content"])) != message["content"]:
+                encoded.notes += [END_TEXT] * (END_TEXT not in encoded.notes)
+                clean["content"] = bare
+            messages.append(clean)
+        empty = {n for n in turns if not messages[n]["content"].strip() and not messages[n].get("tool_calls")}
+        learned = {n for n in (turns[-1:] if self.last_only else turns) if example.messages[n].get("train", True)}
+        if self.mask_prompt and learned & empty:
+            encoded.notes.append(EMPTY_TURN if learned - empty else EMPTY)
+        return messages, learned - empty
+
+    def _texts(self, messages: list[Message], tools: list | None) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
+        """Token ids with the spans of the assistant's turns in them, each (message, start, end)."""
+        for text, turns in assistant_turns(
+            self.tokenizer.apply_chat_template, messages, tools, self.tokenizer.special_texts
+        ):
+            ids, places = self.tokenizer.encode_to(text, [at for turn in turns for at in (turn.start, turn.end)])
+            if not ids:
+                raise ValueError("the chat template renders nothing; pass another --data.template")
+            spans = [(turn.message, *places[2 * n : 2 * n + 2]) for n, turn in enumerate(turns)]
+            index, start, end = spans[-1]
+            if ids[end - 1] not in self.tokenizer.special_ids:  # the template leaves the answer open: end it ourselves
+                ids = [*self.tokenizer.encode(turns[-1].text[: turns[-1].end], bos=False), self.tokenizer.stop_ids[-1]]
+                spans[-1] = (index, start, len(ids))
+            yield ids, spans
 
 
-def choose_template(choice: str, tokenizer: Tokenizer) -> None:
-    """Make `tokenizer` render with the template asked for: auto (its own, else Alpaca), alpaca, or a jinja file."""
-    if choice == "alpaca":
-        tokenizer.use_template(ALPACA)
-    elif choice != "auto":
-        if not Path(choice).is_file():
-            raise ValueError(f"--data.template {choice}: no such file; use auto, alpaca, or the path of a jinja file")
-        tokenizer.use_template(Path(choice).read_text("utf-8"))
-
-
-def split_records(args: DataArgs) -> tuple[list, list]:
-    """Training and validation records: two files, a folder with train.* and val.*, or a fraction held out by seed."""
-    path = Path(args.path)
-    if path.is_dir():
-        files = {
-            name: next((f for s in SUFFIXES if (f := path / f"{name}{s}").is_file()), None) for name in ("train", "val")
-        }
-        if not files["train"]:
-            raise ValueError(f"{path} holds no train.json or train.jsonl; name the file itself with --data.path")
-        train = read_records(files["train"])
-        val_path = Path(args.val_path) if args.val_path else files["val"]
-    else:
-        train, val_path = read_records(path), Path(args.val_path) if args.val_path else None
-    if val_path:
-        return train, read_records(val_path)
-    held_out = min(round(len(train) * args.val_fraction), len(train) - 1)
-    order = torch.randperm(len(train), generator=torch.Generator().manual_seed(args.seed)).tolist()
-    return [train[i] for i in sorted(order[held_out:])], [train[i] for i in sorted(order[:held_out])]
-
-
-def make_sample(messages: list[Message], tokenizer: Tokenizer, mask_prompt: bool, where: str) -> Sample:
-    """Tokenize a conversation as one text; the tokens after each prompt, as inference would see it, are supervised."""
-    if messages[-1]["role"] != "assistant":
-        raise ValueError(f"{where}: the last message is the {messages[-1]['role']}'s; there is no answer to learn")
-    try:
-        text, spans = assistant_spans(tokenizer.apply_chat_template, messages)
-        ids = tokenizer.encode(text, bos=False)
-    except ValueError as error:
-        raise ValueError(f"{where}: {error}") from None
-    if not ids or not spans:
-        raise ValueError(f"{where}: the chat template renders nothing; pass another --data.template")
-    bounds = [tuple(_shared(ids, tokenizer.encode(text[:at], bos=False)) for at in span) for span in spans]
-    if ids[bounds[-1][1] - 1] not in tokenizer.special_ids:  # the template leaves the answer open: end it ourselves
-        ids = [*tokenizer.encode(text[: spans[-1][1]], bos=False), tokenizer.stop_ids[-1]]
-        bounds[-1] = (bounds[-1][0], len(ids))
-    said = torch.zeros(len(ids), dtype=torch.bool)
-    for start, end in bounds if mask_prompt else [(0, len(ids))]:
-        said[start:end] = True
-    tokens = torch.tensor(ids)
-    return Sample(tokens[:-1], torch.where(said, tokens, IGNORED)[1:], messages)
-
-
-def _shared(ids: list[int], prefix: list[int]) -> int:
-    """How many ids a text has in common with a beginning of it: the tokens that end before or at that place."""
-    return next((i for i, (a, b) in enumerate(zip(ids, prefix, strict=False)) if a != b), min(len(ids), len(prefix)))
-
-
-def _check_vocabulary(sample: Sample, where: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-    largest = int(torch.maximum(sample.tokens.max(), sample.targets.max()))
-    if largest >= vocab_size:
-        token = tokenizer.decode([largest], skip_special=False)
-        raise ValueError(
-            f"{where}: token {token!r} has the id {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
-            f"{tokenizer.folder} holds the tokenizer of another model: copy the right one there"
-        )
+def to_sample(kept: np.ndarray) -> Sample:
+    """What is kept of a sample, shifted."""
+    ids = torch.from_numpy((kept & IDS).astype(np.int64))
+    learned = torch.from_numpy((kept & LEARNED) > 0)
+    said = np.flatnonzero(np.diff((kept & SAID) > 0, prepend=False, append=False))  # where answers begin and end
+    answer = (ids[: said[-2]], ids[said[-2] : said[-1]]) if len(said) else None
+    return Sample(ids[:-1], torch.where(learned, ids, IGNORED)[1:], answer)

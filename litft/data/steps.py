@@ -1,78 +1,174 @@
 """What a step is, and how it is laid out.
 
 A step is the next `global_batch_size` samples of a permutation of (seed, epoch): the position in the data is one integer,
-samples seen. Micro-batches and ranks only lay that set out, so losses and gradients depend on neither.
+samples seen. Rows, micro-batches and ranks only lay that set out, so losses and gradients depend on none of them.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+import heapq
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
 from functools import lru_cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from litft.data.samples import Sample
 from litft.loss import IGNORED
 
+RANKED = 2_000_000  # samples of a run that `heaviest` looks at
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows padded on the right: causal attention never looks there, and a padded target is IGNORED."""
+    """Rows of one or more samples, padded on the right: causal attention never looks there, a padded target is IGNORED."""
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
+    positions: Tensor | None = None  # (B, T) int64 within each sample; None: each row holds one
+    documents: Tensor | None = None  # (B, T) int64, which sample of its row a token belongs to; -1: padding
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device."""
-        return MicroBatch(self.tokens.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+        values = (getattr(self, item.name) for item in fields(self))
+        return MicroBatch(*(v if v is None else v.to(device, non_blocking=True) for v in values))
+
+    def inputs(self) -> dict[str, Tensor | None]:
+        """What the model takes besides the tokens."""
+        return {"targets": self.targets, "positions": self.positions, "documents": self.documents}
 
 
 class Order:
-    """The endless stream of sample indices: every epoch a permutation of its own, from (seed, epoch)."""
+    """The endless stream of sample indices: every epoch a permutation of its own, from (seed, epoch).
 
-    def __init__(self, size: int, seed: int) -> None:
-        self.size, self.seed = size, seed
+    sizes: of the sets of samples, which are numbered through. weights: how often an epoch passes over each; of a set with a
+    broken weight, every epoch draws the rest anew.
+    """
+
+    def __init__(self, sizes: Sequence[int], seed: int, weights: Sequence[float] | None = None) -> None:
+        self.sizes, self.seed, self.weights = list(sizes), seed, list(weights or [1.0] * len(sizes))
+        self.size = sum(round(n * weight) for n, weight in zip(self.sizes, self.weights, strict=True))
         self._permutation = lru_cache(maxsize=2)(self._permute)
 
     def _permute(self, epoch: int) -> list[int]:
         # one generator a pair: seeds that differ by one share no epoch
         generator = torch.Generator().manual_seed(self.seed * 1_000_003 + epoch)
-        return torch.randperm(self.size, generator=generator).tolist()
+        parts, start = [], 0
+        for size, weight in zip(self.sizes, self.weights, strict=True):
+            whole, rest = divmod(round(size * weight), size) if size else (0, 0)
+            drawn = torch.randperm(size, generator=generator)[:rest] if rest else torch.zeros(0, dtype=torch.int64)
+            parts += [torch.arange(size).repeat(whole) + start, drawn + start]
+            start += size
+        every = torch.cat(parts)
+        return every[torch.randperm(len(every), generator=generator)].tolist()
 
     def indices(self, start: int, stop: int) -> list[int]:
         """The samples from position `start` to `stop` of the stream."""
         return [self._permutation(at // self.size)[at % self.size] for at in range(start, stop)]
 
 
-def layout(samples: list[Sample], rows: int, ranks: int, rank: int) -> list[MicroBatch]:
-    """This rank's micro-batches of at most `rows` samples; every rank gets the same number, as even as they can be.
+@dataclass(frozen=True)
+class Layout:
+    """How a set of samples becomes micro-batches."""
 
-    Samples of like length go together, which halves the padding.
+    rows: int  # of a micro-batch, at most
+    room: int | None = None  # tokens of a row, into which samples are packed; None: a row is one sample
+    ranks: int = 1
+
+    def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
+        """Every micro-batch of a set of samples as rows of sample numbers, those of rank 0, 1, ... in turn.
+
+        Rows of like length go together, which leaves little padding; every rank gets the same number of micro-batches.
+        """
+        if self.room is None:
+            rows = [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
+        else:
+            rows = pack(lengths, self.room, self.ranks)
+            rows.sort(key=lambda row: -sum(lengths[i] for i in row))
+        count = self.ranks * -(-len(rows) // (self.rows * self.ranks))
+        bounds = [len(rows) * i // count for i in range(count + 1)]
+        return [rows[bounds[i] : bounds[i + 1]] for i in range(count)]
+
+    def batches(self, samples: Sequence[Sample], rank: int = 0) -> list[MicroBatch]:
+        """A rank's micro-batches."""
+        planned = self.plan([sample.tokens.numel() for sample in samples])[rank :: self.ranks]
+        return [collate([[samples[i] for i in row] for row in rows]) for rows in planned]
+
+    def in_blocks(self, samples: Sequence[Sample], size: int, rank: int) -> Iterator[MicroBatch]:
+        """A rank's micro-batches of many samples, for validation: `size` of them are held at once."""
+        for start in range(0, len(samples), size):
+            yield from self.batches([samples[i] for i in range(start, min(start + size, len(samples)))], rank)
+
+
+def heaviest(lengths: np.ndarray, order: Order, layout: Layout, samples: int, size: int) -> list[list[int]]:
+    """The micro-batch with the most tokens, padding included, of a run over `samples` in steps of `size`: rows of numbers.
+
+    Steps are ranked by what their sums and longest samples promise, and the first few laid out.
     """
-    ordered = sorted(samples, key=lambda sample: -sample.tokens.numel())
-    count = ranks * -(-len(ordered) // (rows * ranks))
-    bounds = [len(ordered) * i // count for i in range(count + 1)]
-    return [collate(ordered[bounds[i] : bounds[i + 1]]) for i in range(rank, count, ranks)]
+    numbers = np.array(order.indices(0, min(samples, RANKED)))
+    starts = np.arange(0, len(numbers), size)
+    sums, longest = (ufunc.reduceat(lengths[numbers], starts) for ufunc in (np.add, np.maximum))
+    counts = np.ceil(sums / layout.room) if layout.room else np.minimum(size, len(numbers) - starts)
+    width = np.maximum(longest, sums / counts) if layout.room else longest
+    first = np.argsort(-width * np.minimum(np.ceil(counts / layout.ranks), layout.rows), kind="stable")[:16]
+
+    def batches(step: int) -> Iterator[list[list[int]]]:
+        chosen = numbers[starts[step] : starts[step] + size]
+        for rows in layout.plan(lengths[chosen].tolist()):
+            yield [[int(chosen[i]) for i in row] for row in rows]
+
+    return max((rows for step in first for rows in batches(step)), key=lambda rows: cells(lengths, rows))
 
 
-def collate(samples: list[Sample]) -> MicroBatch:
-    """Samples as rows of one length.
+def cells(lengths: np.ndarray, rows: list[list[int]]) -> int:
+    """Tokens of a micro-batch, padding included."""
+    return len(rows) * max((int(lengths[row].sum()) for row in rows), default=0)
 
-    None of them make one token without a target: a rank that is left over counts nothing, and keeps the collectives in step.
+
+def pack(lengths: Sequence[int], room: int, ranks: int = 1) -> list[list[int]]:
+    """Sample numbers in as few rows of at most `room` tokens as best fit decreasing finds, and these as even as can be.
+
+    Best fit is within 11/9 of the fewest rows (Johnson, 1973). Rows are then filled anew, each sample into the emptiest
+    (Graham, 1969), where that too keeps within `room`: rows of one length need no padding. There are rows for every rank.
     """
-    if not samples:
+    ordered = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # what is left of each row, sorted
+    for i in ordered:
+        at = bisect_left(free, (lengths[i], -1))
+        left, row = free.pop(at) if at < len(free) else (room, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(i)
+        insort(free, (left - lengths[i], row))
+    count = min(-(-len(rows) // ranks) * ranks, len(lengths))
+    filled = [(0, row) for row in range(count)]
+    even: list[list[int]] = [[] for _ in range(count)]
+    for i in ordered:
+        used, row = filled[0]
+        heapq.heapreplace(filled, (used + lengths[i], row))
+        even[row].append(i)
+    return even if max(filled, default=(0, 0))[0] <= max(room, max(lengths, default=0)) else rows
+
+
+def collate(rows: list[list[Sample]]) -> MicroBatch:
+    """Samples one behind the other, row by row.
+
+    No rows make one token without a target: a rank that is left over counts nothing, and keeps the collectives in step.
+    """
+    if not rows:
         return MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED))
-    longest = max(sample.tokens.numel() for sample in samples)
-    tokens = torch.zeros(len(samples), longest, dtype=torch.int64)
-    targets = torch.full((len(samples), longest), IGNORED)
-    for row, sample in enumerate(samples):
-        tokens[row, : sample.tokens.numel()] = sample.tokens
-        targets[row, : sample.targets.numel()] = sample.targets
-    return MicroBatch(tokens, targets)
-
-
-def in_order(samples: list[Sample], rows: int, ranks: int, rank: int) -> Iterator[MicroBatch]:
-    """All samples once, for validation: like `layout`, without holding all batches at once."""
-    block = rows * ranks
-    for start in range(0, len(samples), block):
-        yield from layout(samples[start : start + block], rows, ranks, rank)
+    longest = max(sum(sample.tokens.numel() for sample in row) for row in rows)
+    shape = (len(rows), longest)
+    tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
+    targets, documents = torch.full(shape, IGNORED), torch.full(shape, -1)
+    for row, samples in enumerate(rows):
+        start = 0
+        for number, sample in enumerate(samples):
+            end = start + sample.tokens.numel()
+            tokens[row, start:end], targets[row, start:end] = sample.tokens, sample.targets
+            positions[row, start:end], documents[row, start:end] = torch.arange(end - start), number
+            start = end
+    alone = all(len(samples) == 1 for samples in rows)
+    return MicroBatch(tokens, targets) if alone else MicroBatch(tokens, targets, positions, documents)

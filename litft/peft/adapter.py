@@ -14,7 +14,8 @@ from litft.adapter_files import (
     read_token_ids,
     write_tensors,
 )
-from litft.args import LARGEST_SIZE, AdapterArgs, AdapterV2Args
+from litft.args import AdapterArgs, AdapterV2Args
+from litft.args.checks import LARGEST_SIZE
 from litft.attention import attend_plainly
 from litft.cache import LayerCache
 from litft.config import Config

@@ -1,0 +1,55 @@
+"""Every flag, as typed and documented fields. The text under a field is its --help; a default stands there only."""
+
+from litft.args.checks import impossible_numbers
+from litft.args.finetune import (
+    AdapterFinetuneArgs,
+    AdapterV2FinetuneArgs,
+    DataArgs,
+    EvalArgs,
+    FinetuneArgs,
+    Formats,
+    FullFinetuneArgs,
+    LoRAFinetuneArgs,
+    SaveArgs,
+    TrainArgs,
+)
+from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
+from litft.args.tools import (
+    ChatArgs,
+    ConvertArgs,
+    ExportArgs,
+    GenerateArgs,
+    MergeArgs,
+    ModelArgs,
+    PlanArgs,
+    PrepareArgs,
+    WriteArgs,
+)
+
+GROUPS = ("data", "train", "eval", "save", "lora", "adapter")
+
+__all__ = [
+    "AdapterArgs",
+    "AdapterFinetuneArgs",
+    "AdapterV2Args",
+    "AdapterV2FinetuneArgs",
+    "ChatArgs",
+    "ConvertArgs",
+    "DataArgs",
+    "EvalArgs",
+    "ExportArgs",
+    "FinetuneArgs",
+    "Formats",
+    "FullFinetuneArgs",
+    "GenerateArgs",
+    "LoRAArgs",
+    "LoRAFinetuneArgs",
+    "MergeArgs",
+    "ModelArgs",
+    "PlanArgs",
+    "PrepareArgs",
+    "SaveArgs",
+    "TrainArgs",
+    "WriteArgs",
+    "impossible_numbers",
+]

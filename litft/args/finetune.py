@@ -1,0 +1,248 @@
+"""The flags of fine-tuning: groups that all methods share, and the command of each."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from litft.args.checks import impossible_numbers
+from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
+
+Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
+
+
+@dataclass
+class DataArgs:
+    """The examples."""
+
+    path: list[str] = field(default_factory=list)
+    """Examples: a .json, .jsonl, .csv, .tsv, .parquet or .txt file, also with .gz or .zst behind; a folder with train.* and
+    val.*; or a data set's hub id. Several: a,b. Needed wherever --checkpoint_dir is given."""
+    weights: list[float] = field(default_factory=list)
+    """How often an epoch passes over each of several paths: 1,0.5. Default: once."""
+    subset: str | None = None
+    """Which part of a hub's data set that has several."""
+    format: Formats | None = None
+    """How a record is read. Default: as its fields say."""
+    columns: list[str] = field(default_factory=list)
+    """Fields under other names, OURS=THEIRS: instruction=question,output=reply."""
+    skip_bad: float = 0.0
+    """This part of a file's records may be bad, and is then left out. 0: the first bad record ends the run."""
+    val_path: str | None = None
+    """A file of validation examples. Default: the folder's val.*, or a part held out of `path`."""
+    val_fraction: float = 0.05
+    """The part held out for validation where there is no validation file. 0: no validation."""
+    template: str = "auto"
+    """How a conversation becomes text: auto (the checkpoint's chat template, Alpaca style where it has none), the path of a
+    jinja file, or a style: alpaca, chatml, gemma, guanaco, llama2, llama3, mistral, phi-3, vicuna, zephyr."""
+    mask_prompt: bool = True
+    """Learn from the answers only. false: from every token."""
+    train_on: Literal["all", "last"] = "all"
+    """Learn from all answers of a conversation, or from its last."""
+    max_seq_length: int | None = None
+    """Longer examples are cut, in tokens; longer texts become several. Default: the model's context, at most 2048."""
+    packing: bool = True
+    """Put a step's examples one behind the other, in rows of at most max_seq_length, none seeing another."""
+    new_tokens: list[str] = field(default_factory=list)
+    """Texts that become tokens of their own, with trained rows in the embedding and the head."""
+    seed: int = 42
+    """Chooses what is held out."""
+
+    def problems(self) -> list[str]:
+        """What is wrong with the lists."""
+        wrong = [item for item in self.columns if "=" not in item.strip("=")]
+        found = [f"--data.columns {item}: expected OURS=THEIRS, such as output=reply" for item in wrong]
+        if self.weights and len(self.weights) != len(self.path):
+            found.append(f"--data.weights has {len(self.weights)} numbers for {len(self.path)} paths; give each one")
+        if any(weight < 0 for weight in self.weights) or (self.weights and not any(self.weights)):
+            found.append("--data.weights must not be negative, and not all 0")
+        return found
+
+
+@dataclass
+class TrainArgs:
+    """The optimization."""
+
+    epochs: float | None = None
+    """Passes over the data. Default: 3, or as many as max_steps needs."""
+    max_steps: int | None = None
+    """Stop after this many optimizer steps, even within an epoch."""
+    global_batch_size: int = 16
+    """Examples a step, over all devices and micro-batches."""
+    micro_batch_size: int | None = None
+    """Rows that go through the network at once on one device. Changes speed and memory, not the result. Default: 1 row of
+    packed examples, or 4 of one example."""
+    learning_rate: float = 5e-4
+    """The peak learning rate."""
+    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """How the learning rate falls after the warm-up."""
+    warmup_fraction: float = 0.05
+    """The part of the run over which the learning rate rises to its peak. May be 0."""
+    min_lr_ratio: float = 0.1
+    """Where the schedule ends, as a part of the peak."""
+    weight_decay: float = 0.0
+    """AdamW's decoupled weight decay, of matrices."""
+    max_grad_norm: float = 1.0
+    """Gradients with a larger 2-norm are scaled down to it. 0: no clipping."""
+    freeze: list[str] = field(default_factory=list)
+    """Names or patterns of what is not trained though the method would (blocks.0.*, *.lora_a); saved all the same."""
+    label_smoothing: float = 0.0
+    """This part of each target's probability is spread over the vocabulary."""
+    neftune_alpha: float = 0.0
+    """NEFTune's noise on the embeddings, 5 to 15 in its paper. 0: none."""
+    log_interval: int | None = None
+    """Write metrics.csv every so many steps. Default: 1 on a CPU, 10 on a GPU."""
+
+
+@dataclass
+class EvalArgs:
+    """Validation, before training, at intervals, and at the end."""
+
+    interval: int = 100
+    """Compute the validation loss every so many steps. 0: only before and after."""
+    max_batches: int | None = 16
+    """Use at most so many times global_batch_size validation examples. null: all of them."""
+    exact_match: bool = False
+    """Before and after, answer every validation question greedily and count the answers that are right to the letter."""
+
+
+@dataclass
+class SaveArgs:
+    """Checkpoints to resume from."""
+
+    interval: int = 200
+    """Save the run's state every so many steps. 0: only at the end."""
+    keep_last: int = 2
+    """Delete all but so many of the newest checkpoints."""
+
+
+@dataclass
+class FinetuneArgs:
+    """What every fine-tuning method shares."""
+
+    checkpoint_dir: str | None = None
+    """A Hugging Face model folder, or an adapter folder to go on training. With neither this nor --data.path, the embedded
+    demo is trained, with flags of its own (litft/demo/lora.yaml)."""
+    base_dir: str | None = None
+    """Where an adapter folder's base model lies now, if it has moved."""
+    out_dir: str | None = None
+    """The run's folder. Default: the first free out/<method>[-n]."""
+    resume: bool = False
+    """Continue from the newest complete checkpoint in out_dir (default: of the newest unfinished run)."""
+    overwrite: bool = False
+    """Delete the run that out_dir holds and begin again."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """The dtype of the frozen weights and the computation; what is trained stays fp32. auto: bf16 on a GPU, else fp32."""
+    quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
+    """Keep the frozen Linears in 4 or 8 bits, by bitsandbytes; -dq packs their scales too. A folder that is quantized
+    already stays as it is."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+    devices: int = 1
+    """How many devices (on a CPU: processes)."""
+    strategy: Literal["auto", "ddp"] = "auto"
+    """How several devices work together. auto: ddp where there are several."""
+    seed: int = 42
+    """Seeds initialization, order and dropout."""
+    dry_run: bool = False
+    """Prepare the data, show it and what the run will need, and end before the weights are read."""
+    deterministic: bool = False
+    """Bit-equal repeats on CUDA too, at some cost in speed (a CPU always repeats)."""
+    data: DataArgs = field(default_factory=DataArgs)
+    train: TrainArgs = field(default_factory=TrainArgs)
+    eval: EvalArgs = field(default_factory=EvalArgs)
+    save: SaveArgs = field(default_factory=SaveArgs)
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        t = self.train
+        at_least_one = {
+            "devices": self.devices,
+            "train.global_batch_size": t.global_batch_size,
+            "train.micro_batch_size": t.micro_batch_size,
+            "train.max_steps": t.max_steps,
+            "train.log_interval": t.log_interval,
+            "data.max_seq_length": self.data.max_seq_length,
+            "eval.max_batches": self.eval.max_batches,
+            "save.keep_last": self.save.keep_last,
+        }
+        not_negative = {
+            "train.learning_rate": t.learning_rate,
+            "train.weight_decay": t.weight_decay,
+            "train.max_grad_norm": t.max_grad_norm,
+            "train.neftune_alpha": t.neftune_alpha,
+            "eval.interval": self.eval.interval,
+            "save.interval": self.save.interval,
+        }
+        parts = {
+            "train.warmup_fraction": t.warmup_fraction,
+            "train.min_lr_ratio": t.min_lr_ratio,
+            "train.label_smoothing": t.label_smoothing,
+            "data.val_fraction": self.data.val_fraction,
+            "data.skip_bad": self.data.skip_bad,
+        }
+        found = impossible_numbers(self)
+        found += [f"--{n} {v}: must be at least 1" for n, v in at_least_one.items() if v is not None and v < 1]
+        found += [f"--{n} {v}: must not be negative" for n, v in not_negative.items() if v < 0]
+        found += [f"--{n} {v}: must lie between 0 and 1" for n, v in parts.items() if not 0 <= v <= 1]
+        if t.epochs is not None and t.epochs <= 0:
+            found.append(f"--train.epochs {t.epochs}: must be above 0")
+        if self.resume and self.overwrite:
+            found.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
+        found += self.data.problems()
+        if self.checkpoint_dir and not self.data.path:
+            found.append("--data.path is missing: name the file of examples to learn from")
+        if self.data.path and not self.checkpoint_dir:
+            found.append("--checkpoint_dir is missing: name the folder of the model to train")
+        return found
+
+
+@dataclass
+class LoRAFinetuneArgs(FinetuneArgs):
+    """Fine-tune with LoRA: small trained factors beside frozen weights."""
+
+    lora: LoRAArgs = field(default_factory=LoRAArgs)
+
+    def problems(self) -> list[str]:
+        """As for every method, and LoRA's own."""
+        return super().problems() + self.lora.problems()
+
+
+@dataclass
+class AdapterFinetuneArgs(FinetuneArgs):
+    """Fine-tune with LLaMA-Adapter: learned prefixes that attention sees, through gates that begin at zero."""
+
+    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=2e-2))
+    adapter: AdapterArgs = field(default_factory=AdapterArgs)
+
+    def problems(self) -> list[str]:
+        """As for every method, and the adapter's own."""
+        return super().problems() + self.adapter.problems()
+
+
+@dataclass
+class AdapterV2FinetuneArgs(FinetuneArgs):
+    """Fine-tune with LLaMA-Adapter v2: prefixes, a scale and a bias on every Linear, trained norms."""
+
+    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=1e-3))
+    adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
+
+    def problems(self) -> list[str]:
+        """As for every method, and the adapter's own."""
+        return super().problems() + self.adapter.problems()
+
+
+@dataclass
+class FullFinetuneArgs(FinetuneArgs):
+    """Fine-tune the whole model."""
+
+    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=5e-5))
+    precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
+    """What the network computes in; weights and optimizer stay fp32. bf16-true: the weights are bf16 too, rounded by chance
+    so that no update is lost. auto: on a GPU bf16, or bf16-true where memory does not suffice; on a CPU fp32."""
+
+    def problems(self) -> list[str]:
+        """As for every method; and there is nothing frozen to quantize."""
+        found = super().problems()
+        if self.quantize != "none":
+            reason = "full fine-tuning changes every weight by less than 4 or 8 bits can hold"
+            found.append(f"--quantize {self.quantize}: {reason}; use finetune/lora.py, or leave it out")
+        return found

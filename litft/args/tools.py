@@ -1,0 +1,212 @@
+"""The flags of what comes before and after fine-tuning: looking, generating, merging, converting."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from litft.args.checks import impossible_numbers
+from litft.args.finetune import DataArgs
+from litft.args.methods import AdapterV2Args, LoRAArgs
+
+
+@dataclass
+class PrepareArgs:
+    """Tokenize a data set into the cache, and show what became of it: counts, lengths, packing, samples."""
+
+    checkpoint_dir: str | None = None
+    """The model's folder, of which the tokenizer and config.json are read."""
+    base_dir: str | None = None
+    """Where an adapter folder's base model lies now, if it has moved."""
+    global_batch_size: int = 16
+    """Examples a step, which are packed together."""
+    show: int = 3
+    """How many examples to show as the model reads them."""
+    data: DataArgs = field(default_factory=DataArgs)
+
+    def problems(self) -> list[str]:
+        """What is missing, or impossible."""
+        found = impossible_numbers(self) + self.data.problems()
+        for name, value in (("checkpoint_dir", self.checkpoint_dir), ("data.path", self.data.path)):
+            found += [] if value else [f"--{name} is missing"]
+        found += [f"--{n} {v}: must be at least {low}" for n, v, low in self._bounds() if v is not None and v < low]
+        return found
+
+    def _bounds(self) -> list[tuple[str, int | None, int]]:
+        sizes = [("global_batch_size", self.global_batch_size, 1), ("data.max_seq_length", self.data.max_seq_length, 1)]
+        return [*sizes, ("show", self.show, 0)]
+
+
+@dataclass
+class PlanArgs:
+    """Say what training a model will need, from its config.json alone: parameters, memory by kind, FLOPs, hours."""
+
+    checkpoint_dir: str | None = None
+    """A folder with the model's config.json."""
+    method: Literal["lora", "adapter", "adapter_v2", "full"] = "lora"
+    """How it is trained."""
+    precision: Literal["bf16", "bf16-true", "fp32"] = "bf16"
+    """What the network computes in; bf16-true, of full fine-tuning, keeps the weights in it too."""
+    quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
+    """Keep the frozen Linears in 4 or 8 bits."""
+    max_seq_length: int | None = None
+    """Tokens of a row. Default: the model's context, at most 2048."""
+    micro_batch_size: int = 1
+    """Rows at once on one device."""
+    accumulate: bool = True
+    """Whether a step has several micro-batches."""
+    devices: int = 1
+    """How many chips work together; each holds all of the weights."""
+    chip: str = "H100"
+    """The name of a chip, for the hours: H100, A100, L4, RTX 4090, ..."""
+    tokens: int = 10_000_000
+    """How many tokens are trained on, for the hours."""
+    lora: LoRAArgs = field(default_factory=LoRAArgs)
+    adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
+
+    def problems(self) -> list[str]:
+        """What is missing, or impossible."""
+        found = impossible_numbers(self) + self.lora.problems() + self.adapter.problems()
+        found += [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a folder with a config.json"]
+        for name in ("max_seq_length", "micro_batch_size", "devices", "tokens"):
+            value = getattr(self, name)
+            found += [f"--{name} {value}: must be at least 1"] if value is not None and value < 1 else []
+        if self.method == "full" and self.quantize != "none":
+            found.append(f"--quantize {self.quantize}: full fine-tuning changes every weight; use another method")
+        if self.method != "full" and self.precision == "bf16-true":
+            found.append(
+                "--precision bf16-true is of full fine-tuning; the other methods keep frozen weights in bf16 anyway"
+            )
+        return found
+
+
+@dataclass
+class ModelArgs:
+    """Which model to run."""
+
+    checkpoint_dir: str | None = None
+    """A model folder, an adapter folder, or a run's folder. Default: the newest finished run under out/."""
+    base_dir: str | None = None
+    """Where an adapter folder's base model lies now, if it has moved."""
+    precision: Literal["auto", "bf16", "fp32"] = "auto"
+    """The dtype of weights and computation. auto: bf16 on a GPU, else fp32."""
+    quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
+    """Keep the Linears in 4 or 8 bits, by bitsandbytes."""
+    accelerator: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run."""
+    max_new_tokens: int = 256
+    """Stop an answer after so many tokens."""
+    temperature: float = 0.8
+    """Higher is more varied; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Choose among the k likeliest tokens only."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that together have this probability."""
+    seed: int | None = None
+    """Makes the sampling repeatable."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        found = impossible_numbers(self)
+        if self.max_new_tokens < 1:
+            found.append(f"--max_new_tokens {self.max_new_tokens}: must be at least 1")
+        if self.temperature < 0:
+            found.append(f"--temperature {self.temperature}: must not be negative; 0 is greedy")
+        if self.top_k is not None and self.top_k < 1:
+            found.append(f"--top_k {self.top_k}: must be at least 1")
+        if not 0 < self.top_p <= 1:
+            found.append(f"--top_p {self.top_p}: must lie in (0, 1]")
+        return found
+
+
+@dataclass
+class GenerateArgs(ModelArgs):
+    """Complete one prompt, or a file of prompts; the completion alone goes to stdout."""
+
+    prompt: str | None = None
+    """The prompt."""
+    prompts: str | None = None
+    """A .jsonl file with a `prompt` (or `messages`) a line, in place of --prompt."""
+    out: str | None = None
+    """Where to write the completions of --prompts, one JSON object a line. Default: stdout."""
+    template: Literal["auto", "none"] = "auto"
+    """auto: put the prompt into the model's chat template. none: continue the bare text."""
+
+    def problems(self) -> list[str]:
+        """As for every model, and that there is just one source of prompts."""
+        found = super().problems()
+        if (self.prompt is None) == (self.prompts is None):
+            found.append("give either --prompt TEXT or --prompts FILE.jsonl")
+        if self.out and not self.prompts:
+            found.append("--out needs --prompts: a single completion goes to stdout")
+        return found
+
+
+@dataclass
+class ChatArgs(ModelArgs):
+    """Chat with a model; without a terminal, one message a line on stdin and the answers alone on stdout."""
+
+    system: str | None = None
+    """A system message to begin with."""
+    debug: bool = False
+    """Show on stderr the text that the model reads."""
+
+
+@dataclass
+class WriteArgs:
+    """Where and how a model folder is written."""
+
+    checkpoint_dir: str | None = None
+    """What to read."""
+    out_dir: str | None = None
+    """Where to write; must not exist or be empty."""
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """The dtype to write; sums are made in fp32. auto: the base's own."""
+    shard_gb: float = 5.0
+    """Start another file after so many GB (10^9 bytes). Memory stays near one such shard."""
+
+    def problems(self) -> list[str]:
+        """The target is needed."""
+        found = impossible_numbers(self)
+        if not self.out_dir:
+            found.append("--out_dir is missing: name the folder to write to")
+        if self.shard_gb <= 0:
+            found.append(f"--shard_gb {self.shard_gb}: must be above 0")
+        return found
+
+
+@dataclass
+class ConvertArgs(WriteArgs):
+    """Rewrite a model folder as clean safetensors in one dtype, and compare every tensor afterwards."""
+
+    def problems(self) -> list[str]:
+        """The source is needed too."""
+        missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the model folder to convert"]
+        return missing + super().problems()
+
+
+@dataclass
+class MergeArgs(WriteArgs):
+    """Merge an adapter into its base: a model folder of its own."""
+
+    checkpoint_dir: str | None = None
+    """The adapter's folder, or its run's. Default: the newest finished run under out/."""
+    base_dir: str | None = None
+    """Where the base model lies now, if it has moved."""
+    dequantized_base: bool = False
+    """Add to the weights that the adapter was trained on, rounded by --quantize, rather than to the original ones."""
+
+
+@dataclass
+class ExportArgs(MergeArgs):
+    """Write a folder to open out of a run, finished or not, or of one of its checkpoints."""
+
+    checkpoint_dir: str | None = None
+    """A run's folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished run under out/."""
+    merge: bool = True
+    """Write the whole model. false: the adapter by itself, as PEFT reads it."""
+
+    def problems(self) -> list[str]:
+        """As for every model, and what has no meaning without merging."""
+        found = super().problems()
+        if not self.merge and (self.dequantized_base or self.precision != "auto"):
+            found.append("--merge false writes the adapter as it is: leave --dequantized_base and --precision out")
+        return found

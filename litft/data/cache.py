@@ -1,0 +1,144 @@
+"""Files tokenized once: in parallel, into a cache that every later run, resumed or not, only maps into memory.
+
+It lies under $XDG_CACHE_HOME/litft (default ~/.cache/litft) and may be deleted whenever no run reads it. An entry's name is
+a hash of all that decides its contents: file, tokenizer, template, mask, length limit, this code.
+"""
+
+import fcntl
+import hashlib
+import os
+import shutil
+import signal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import lru_cache
+from importlib.metadata import version
+from itertools import chain, islice
+from multiprocessing import get_context
+from pathlib import Path
+
+from tqdm import tqdm
+
+from litft.data.files import Records
+from litft.data.locate import File, HubSplit
+from litft.data.samples import Encoded, Encoder
+from litft.data.store import NAMED, Report, Store, Writer
+
+CHUNK = 250  # records that a process tokenizes at once; where there are more than eight of these, several do
+PROCESSES = 16  # at most: one process reads and writes, which is about a sixteenth of the work
+
+
+def prepare(file: File | HubSplit, encoder: Encoder, allowed: float) -> Store:
+    """The file's samples, out of the cache or put there; of several processes one works and the others wait.
+
+    allowed: the part of the records that may be bad. Raises ValueError that lists them where there are more.
+    """
+    folder = cache_folder() / _key(file, encoder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / "report.json").is_file():
+                _write(file, encoder, allowed, folder)
+    except OSError as error:
+        if error.filename and not str(error.filename).startswith(str(cache_folder())):
+            raise
+        raise ValueError(
+            f"the cache of tokenized data, {folder}: {error.strerror}; XDG_CACHE_HOME names another place"
+        ) from None
+    store = Store(folder)
+    _check_bad(file.label, store.report, allowed)
+    return store
+
+
+def cache_folder() -> Path:
+    """Where tokenized data is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "litft"
+
+
+def _key(file: File | HubSplit, encoder: Encoder) -> str:
+    """What decides the samples, hashed."""
+    policy = (encoder.limit, encoder.form, sorted(encoder.columns.items()), encoder.mask_prompt, encoder.last_only)
+    parts = (repr(file), file.digest(), encoder.tokenizer.digest(), repr(policy), _code())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+@lru_cache
+def _code() -> str:
+    """The version of everything between a record and its tokens."""
+    here = Path(__file__).parent
+    ours = [*sorted(here.glob("*.py")), here.parent / "prompts.py", here.parent / "tokenizer.py"]
+    theirs = [f"{name} {version(name)}" for name in ("jinja2", "tokenizers", "sentencepiece")]
+    return hashlib.sha256(b"".join([path.read_bytes() for path in ours]) + repr(theirs).encode()).hexdigest()
+
+
+def _write(file: File | HubSplit, encoder: Encoder, allowed: float, folder: Path) -> None:
+    """Fill the cache's entry, under its name only when complete."""
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed: the lock is ours
+    writer = Writer(partial, encoder.tokenizer.special_ids)
+    try:
+        with tqdm(desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3) as bar:
+            for encoded in encode(file.records(), encoder):
+                writer.add(encoded)
+                bar.update()
+                if writer.report.bad[0] == NAMED and not allowed:  # enough to mend at once
+                    break
+        _check_bad(file.label, writer.report, allowed)
+        writer.close()
+        partial.rename(folder)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _check_bad(name: str, report: Report, allowed: float) -> None:
+    count, first = report.bad
+    if count > allowed * report.records:
+        more = f"\nand {count - len(first):,} more" if count > len(first) else ""
+        share = f"\n{count:,} of {report.records:,} records of {name} are bad" if count > 1 or allowed else ""
+        remedy = "; --data.skip_bad allows a share of them" if share else ""
+        raise ValueError("\n".join(first) + more + share + remedy)
+
+
+def encode(records: Records, encoder: Encoder) -> Iterator[Encoded]:
+    """What becomes of each record, in order; many records are shared out among processes."""
+    chunks = iter(lambda: list(islice(records, CHUNK)), [])
+    first = list(islice(chunks, 9))
+    workers = min(len(os.sched_getaffinity(0)), PROCESSES)
+    if len(first) < 9 or workers == 1:
+        yield from (encoder(where, record) for chunk in chain(first, chunks) for where, record in chunk)
+    else:
+        yield from _in_parallel(chain(first, chunks), encoder, workers)
+
+
+def _in_parallel(chunks: Iterable[list], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+    # forked: the tokenizer need not travel, and the script that started us need not be run again
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (encoder,))
+    try:
+        waiting = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers))
+        while waiting:
+            yield from waiting.popleft().result()
+            waiting.extend(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 1))
+    except BrokenProcessPool:
+        raise ValueError(
+            "a process that tokenizes was killed, as the system does where memory runs out; free some"
+        ) from None
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_encoder: Encoder  # of a process of the pool
+
+
+def _begin(encoder: Encoder) -> None:
+    global _encoder
+    _encoder = encoder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's to answer
+
+
+def _encode_chunk(chunk: list) -> list[Encoded]:
+    return [_encoder(where, record) for where, record in chunk]

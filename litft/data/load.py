@@ -1,0 +1,121 @@
+"""From the flags to both splits of tokenized samples, checked against the model that will read them."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from litft.args import DataArgs
+from litft.data.cache import prepare
+from litft.data.locate import locate
+from litft.data.samples import BLANK, CUT, CUT_AWAY, EMPTY, MASKED, Encoder
+from litft.data.store import Report, Samples, Store
+from litft.prompts import STYLES
+from litft.tokenizer import Tokenizer
+
+
+@dataclass
+class Data:
+    """Both splits, and what happened on the way."""
+
+    train: Samples
+    val: Samples
+    weights: list[float]  # how often an epoch passes over each of the training stores
+    reports: dict[str, Report]  # by what the file is called
+    limit: int  # tokens of the longest sample
+
+    def count(self, *notes: str) -> int:
+        """Examples of both splits that one of these things happened to."""
+        return sum(report.notes.get(note, [0])[0] for report in self.reports.values() for note in notes)
+
+    @property
+    def truncated(self) -> int:
+        """Examples cut to the length limit."""
+        return self.count(CUT, CUT_AWAY)
+
+    @property
+    def skipped(self) -> int:
+        """Examples of which nothing is learned."""
+        return self.count(CUT_AWAY, MASKED, EMPTY, BLANK)
+
+    @cached_property
+    def special(self) -> set[int]:
+        """Special tokens that occur."""
+        return {token for report in self.reports.values() for token in report.special}
+
+    @cached_property
+    def duplicates(self) -> np.ndarray:
+        """Numbers of the training samples that are a validation sample too, token for token."""
+        return np.flatnonzero(np.isin(self.train.digests, self.val.digests))
+
+    @cached_property
+    def digest(self) -> str:
+        """Which training samples these are, in which order."""
+        found = hashlib.sha256(json.dumps([self.weights, *(s.report.content for s in self.train.stores)]).encode())
+        found.update(self.train.which.tobytes() + self.train.chosen.tobytes())
+        return found.hexdigest()
+
+
+def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int) -> Data:
+    """Both splits; `tokenizer` takes on the template, and the tokens that end its answers.
+
+    No other process is spoken to, so it can run before they meet. Raises ValueError naming file and record for unreadable
+    data, and for tokens that the model has no embedding for.
+    """
+    choose_template(args.template, tokenizer)
+    limit = args.max_seq_length or min(context, 2048)
+    columns = dict(item.split("=", 1) for item in args.columns)
+    encoder = Encoder(tokenizer, limit, args.format, columns, args.mask_prompt, args.train_on == "last")
+    train, val = locate(args)
+    stores = {file: prepare(file, encoder, args.skip_bad) for file in dict.fromkeys([*train, *val])}
+    for store in stores.values():
+        _check_vocabulary(store.report, tokenizer, vocab_size)
+    halves = [(stores[file], *split(stores[file], 0.0 if val else args.val_fraction, args.seed)) for file in train]
+    held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [(s, out) for s, _, out in halves]
+    weights = args.weights or [1.0] * len(train)
+    reports = {file.label: store.report for file, store in stores.items()}
+    data = Data(Samples.of([(s, kept) for s, kept, _ in halves]), Samples.of(held_out), weights, reports, limit)
+    if not len(data.train):
+        raise ValueError(
+            f"no example has an answer within {limit} tokens: all {data.skipped} were skipped; raise --data.max_seq_length "
+            f"(the model's context is {context})"
+        )
+    # generation must stop at the special tokens that close a turn here, also where no file names them
+    ends = {token for report in reports.values() for token in report.ends}
+    tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
+    return data
+
+
+def choose_template(choice: str, tokenizer: Tokenizer) -> None:
+    """Make `tokenizer` render with the template asked for: auto (its own, else Alpaca), a style by name, or a jinja file."""
+    if choice in STYLES:
+        tokenizer.use_template(STYLES[choice])
+    elif choice != "auto":
+        if not Path(choice).is_file():
+            raise ValueError(
+                f"--data.template {choice}: no such file; use auto, {', '.join(STYLES)}, or a jinja file's path"
+            )
+        tokenizer.use_template(Path(choice).read_text("utf-8"))
+
+
+def split(store: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers of a store's samples that are kept, and of those held out: a part of its units, chosen by the seed."""
+    units = int(store.units[-1]) + 1 if len(store.units) else 0
+    count = max(0, min(round(units * fraction), units - 1))
+    order = torch.randperm(units, generator=torch.Generator().manual_seed(seed)).numpy()
+    out = np.isin(store.units, order[:count])
+    return np.flatnonzero(~out), np.flatnonzero(out)
+
+
+def _check_vocabulary(report: Report, tokenizer: Tokenizer, vocab_size: int) -> None:
+    largest, where = report.largest
+    if largest >= vocab_size:
+        token = tokenizer.decode([largest], skip_special=False)
+        raise ValueError(
+            f"{where}: token {token!r} has the id {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
+            f"{tokenizer.folder} holds the tokenizer of another model: copy the right one there"
+        )

@@ -1,0 +1,117 @@
+"""Where examples come from: files, folders with both splits, data sets of the Hugging Face hub."""
+
+import hashlib
+import re
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from litft.args import DataArgs
+from litft.data.files import PACKED, READERS, Records, existing, read_records, suffixes
+
+SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+class File(NamedTuple):
+    """A file of examples."""
+
+    name: str
+
+    @property
+    def label(self) -> str:
+        """How it is called where it is spoken of."""
+        return self.name
+
+    def records(self) -> Records:
+        """Its records, with labels."""
+        return read_records(Path(self.name))
+
+    def digest(self) -> str:
+        """The hash of what it holds."""
+        return _digest([existing(Path(self.name))])
+
+
+class HubSplit(NamedTuple):
+    """A split of a data set on the hub, which `datasets` downloads once."""
+
+    name: str  # owner/name
+    subset: str | None
+    split: str
+
+    @property
+    def label(self) -> str:
+        """How it is called where it is spoken of."""
+        return f"{self.name}, {self.split}"
+
+    def dataset(self) -> Any:
+        """The data set's rows."""
+        return _hub(self.name, self.subset)[self.split]
+
+    def records(self) -> Records:
+        """Its records, with labels."""
+        for index, record in enumerate(self.dataset()):
+            yield f"{self.label} {index}", record
+
+    def digest(self) -> str:
+        """The hash of what it holds."""
+        return _digest([Path(file["filename"]) for file in self.dataset().cache_files])
+
+
+def _digest(paths: list[Path]) -> str:
+    found = hashlib.sha256()
+    for path in paths:
+        with path.open("rb") as file:
+            while block := file.read(1 << 22):
+                found.update(block)
+    return found.hexdigest()
+
+
+def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[File | HubSplit]]:
+    """What is trained on, an entry a path, and what is validated on, which may be nothing.
+
+    Raises ValueError for a path that is no file, no folder with a training file, and no data set on the hub.
+    """
+    train, val = [], []
+    for path in args.path:
+        found = _splits(path, args.subset)
+        if "train" not in found:
+            raise ValueError(f"{path} holds no train.json, train.jsonl, ...; name the file itself with --data.path")
+        train.append(found["train"])
+        val += [found["val"]] if "val" in found and not args.val_path else []
+    return train, [File(args.val_path)] if args.val_path else val
+
+
+def _splits(path: str, subset: str | None) -> dict[str, File | HubSplit]:
+    """The training and validation parts that a path names."""
+    if Path(path).is_dir():
+        files = [*Path(path).iterdir()]
+        names = {split: [f"{stem}{end}" for stem in stems for end in _endings()] for split, stems in SPLITS.items()}
+        first = {
+            split: next((f for n in known for f in files if f.name.lower() == n), None) for split, known in names.items()
+        }
+        return {split: File(str(file)) for split, file in first.items() if file}
+    if Path(path).exists() or not _HUB_ID.fullmatch(path) or suffixes(Path(path))[0] in READERS:
+        return {"train": File(path)}
+    parts = _hub(path, subset)
+    first = {split: next((name for name in names if name in parts), None) for split, names in SPLITS.items()}
+    return {split: HubSplit(path, subset, name) for split, name in first.items() if name}
+
+
+def _endings() -> list[str]:
+    return [suffix + packed for packed in PACKED for suffix in READERS]
+
+
+def _hub(name: str, subset: str | None) -> Any:
+    """All splits of a data set; ValueError where it cannot be had."""
+    try:
+        datasets = import_module("datasets")
+    except ImportError:
+        raise ValueError(
+            f"{name} is no file or folder here; to read it from the hub as a data set, pip install 'litft[data]'"
+        ) from None
+    try:
+        return datasets.load_dataset(name, subset)
+    except Exception as error:  # whatever the network, the hub and the files' own readers raise
+        reason = " ".join(str(error).split())[:300]
+        raise ValueError(f"{name} is no file or folder here, and no data set on the hub ({reason})") from None

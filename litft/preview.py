@@ -1,0 +1,233 @@
+"""What a run would do, shown before it does it: its data, samples as the model reads them, its plan.
+
+The commands `prepare_data` and `plan`, the `--dry_run` of every fine-tuning script, and what a run says as it begins.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from litft.args import (
+    AdapterFinetuneArgs,
+    AdapterV2FinetuneArgs,
+    FinetuneArgs,
+    FullFinetuneArgs,
+    LoRAFinetuneArgs,
+    PlanArgs,
+    PrepareArgs,
+    TrainArgs,
+)
+from litft.data.load import Data, load_data
+from litft.data.samples import Sample
+from litft.data.steps import Layout, Order, cells, heaviest
+from litft.data.store import Report
+from litft.flops import peak_flops, peak_of
+from litft.folder import resolve
+from litft.job import Job
+from litft.loss import IGNORED
+from litft.parallel import memory_there, pick_accelerator
+from litft.peft import method_of
+from litft.plan import Plan, Shape, predict
+from litft.tokenizer import Tokenizer
+
+BARS = 10  # of the histogram
+SHARE = 0.4  # of a chip's peak that training reaches where all goes well
+GREEN, OFF = "\033[32m", "\033[0m"
+MARKS = "⟦", "⟧"  # where there is no colour
+
+
+class Preview:
+    """A run as its flags and its data plan it."""
+
+    def __init__(self, args: FinetuneArgs, data: Data, ranks: int) -> None:
+        self.args, self.data = args, data
+        self.size = args.train.global_batch_size
+        self.layout = layout_of(args, data.limit, ranks)
+        self.order = Order(data.train.sizes, args.seed, data.weights)
+        self.samples = planned_samples(args.train, self.order.size)
+        self.steps = -(-self.samples // self.size)
+        self.heaviest = heaviest(data.train.lengths, self.order, self.layout, self.samples, self.size)
+
+    def shape(self) -> Shape:
+        """The largest micro-batch, and whether it is one of several of its step."""
+        rows = self.heaviest
+        several = any(len(self._planned(step)) > self.layout.ranks for step in range(min(self.steps, 16)))
+        return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several)
+
+    def _planned(self, step: int) -> list[list[list[int]]]:
+        chosen = self.order.indices(step * self.size, min((step + 1) * self.size, self.samples))
+        return self.layout.plan(self.data.train.lengths[chosen].tolist())
+
+    def flops(self, plan: Plan) -> float:
+        """Of the whole run."""
+        train = self.data.train
+        return plan.flops.of(train.lengths, train.supervised) * self.samples / max(1, len(train))
+
+    def plan_lines(self, job: Job, precision: str, device: torch.device, peak: float | None) -> Iterator[str]:
+        """What the run needs, on the machine at hand."""
+        plan = predict(job.source, job.method, precision, job.quantize, self.shape())
+        chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+        what = f"{job.source.folder} in {precision if job.quantize == 'none' else job.quantize}"
+        yield f"{what}: {plan.title_line(job.method.title)}"
+        yield f"memory: {plan.memory.line()}"
+        yield time_line(self.flops(plan), "the run", chip, peak, self.layout.ranks)
+        if plan.memory.peak > (there := memory_there(device)):
+            yield f"warning: that is more than the {there / 2**30:.1f} GiB there are; lower --train.micro_batch_size"
+
+    def lines(self) -> Iterator[str]:
+        """The data, in a line a file and a line on how they are laid out."""
+        data = self.data
+        for name, report in data.reports.items():
+            yield f"{name}: {file_line(report)}"
+        yield (
+            f"{len(data.train):,} training and {len(data.val):,} validation examples; {self.steps:,} steps of {self.size} "
+            f"on {self.layout.ranks} device{'s' * (self.layout.ranks > 1)}"
+        )
+        yield self.packing_line()
+        if not len(data.val):
+            yield "nothing is held out for validation; --data.val_fraction or --data.val_path changes that"
+        if len(data.duplicates):
+            yield (
+                f"warning: {len(data.duplicates):,} training examples are in the validation part too, token for token; "
+                "validation will look better than it is"
+            )
+
+    def packing_line(self) -> str:
+        """How full the rows are, over the first 200 steps."""
+        lengths, fed, slots, rows = self.data.train.lengths, 0, 0, 0
+        steps = range(min(self.steps, 200))
+        for step in steps:
+            chosen = lengths[self.order.indices(step * self.size, min((step + 1) * self.size, self.samples))]
+            fed += int(chosen.sum())
+            for batch in self.layout.plan(chosen.tolist()):
+                slots, rows = slots + cells(chosen, batch), rows + len(batch)
+        kind = f"packed into rows of at most {self.data.limit:,}" if self.layout.room else "each padded in a row of its own"
+        return f"{kind} tokens: {rows / len(steps):.1f} rows a step, {fed / slots:.1%} of what is computed are tokens"
+
+
+def layout_of(args: FinetuneArgs, limit: int, ranks: int) -> Layout:
+    """How the flags lay out samples of at most `limit` tokens."""
+    if args.data.packing:
+        return Layout(args.train.micro_batch_size or 1, limit, ranks)
+    return Layout(args.train.micro_batch_size or 4, None, ranks)
+
+
+def planned_samples(train: TrainArgs, size: int) -> int:
+    """How many samples the run will see, the position in the data at which it ends."""
+    by_steps = train.max_steps * train.global_batch_size if train.max_steps else None
+    epochs = train.epochs or (None if by_steps else 3.0)
+    by_epochs = max(1, round(epochs * size)) if epochs else None
+    return min(n for n in (by_steps, by_epochs) if n)
+
+
+def file_line(report: Report) -> str:
+    """A file's counts."""
+    formats = ", ".join(f"{name} {count:,}" if len(report.formats) > 1 else name for name, count in report.formats.items())
+    parts = [f"{report.records:,} records ({formats}), {report.tokens:,} tokens, {report.supervised:,} of them learned"]
+    parts += [f"{count:,} {note}" for note, (count, _) in report.notes.items()]
+    parts += [f"{report.bad[0]:,} bad, which are left out"] if report.bad[0] else []
+    return "; ".join(parts)
+
+
+def details(data: Data) -> Iterator[str]:
+    """Which records something happened to: the first few of each kind."""
+    for name, report in data.reports.items():
+        for note, (count, places) in report.notes.items():
+            found = ", ".join(place.removeprefix(f"{name}, ") for place in places)
+            yield f"  {note}: {found}{' ...' if count > len(places) else ''}"
+        yield from (f"  bad: {message}" for message in report.bad[1])
+
+
+def histogram(lengths: np.ndarray) -> Iterator[str]:
+    """How many samples have how many tokens."""
+    edges = np.unique(np.linspace(lengths.min() - 1, lengths.max(), BARS + 1).astype(int))
+    counts, _ = np.histogram(lengths, edges + 1)
+    for low, high, count in zip(edges[:-1] + 1, edges[1:], counts, strict=True):
+        yield f"  {low:7,} to {high:7,} tokens {'█' * round(40 * count / counts.max()):<40} {count:,}"
+
+
+def shown(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
+    """A sample as the model reads it, with what is learned in colour, or between marks."""
+    counted = (sample.targets != IGNORED).tolist()
+    ids = [*sample.tokens.tolist(), *sample.targets[-1:].tolist() * counted[-1]]
+    learned = [False, *counted[:-1], *[True] * counted[-1]]
+    begin, end = (GREEN, OFF) if colour else MARKS
+    text, before = "", 0
+    for at in range(1, len(ids) + 1):
+        if at == len(ids) or learned[at] != learned[at - 1]:
+            whole = tokenizer.decode(ids[:at], skip_special=False)
+            text += f"{begin}{whole[before:]}{end}" if learned[at - 1] else whole[before:]
+            before = len(whole)
+    return text
+
+
+def samples_lines(preview: Preview, tokenizer: Tokenizer, count: int) -> Iterator[str]:
+    """The first samples of the run."""
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    train = preview.data.train
+    for number in preview.order.indices(0, min(count, preview.samples)):
+        sample = train[number]
+        yield f"\n--- training example {number}: {sample.tokens.numel():,} tokens, {sample.supervised:,} learned"
+        yield shown(sample, tokenizer, colour)
+
+
+def data_report(preview: Preview, tokenizer: Tokenizer, count: int) -> Iterator[str]:
+    """All there is to know of the data before it is trained on."""
+    yield from preview.lines()
+    yield from details(preview.data)
+    yield "training examples by length:"
+    yield from histogram(preview.data.train.lengths)
+    yield from samples_lines(preview, tokenizer, count)
+
+
+def time_line(flops: float, what: str, chip: str, peak: float | None, devices: int) -> str:
+    """What so many FLOPs come to on so many chips that can do `peak` a second."""
+    time = f"{duration(flops / (peak * SHARE * devices))} at {SHARE:.0%} of its peak" if peak else "whose peak is not known"
+    return f"{what}: {flops / 1e12:,.0f} TFLOPs; on {devices} x {chip}, {time}"
+
+
+def duration(seconds: float) -> str:
+    """In the unit that fits."""
+    size, unit = next((row for row in ((86400, "days"), (3600, "hours"), (60, "minutes")) if seconds >= row[0]), (1, "s"))
+    return f"{seconds / size:.2g} {unit}"
+
+
+def dry_run(args: FinetuneArgs, job: Job, data: Data) -> None:
+    """What a run would do."""
+    device = torch.device(pick_accelerator(args.accelerator))
+    preview, precision = Preview(args, data, args.devices), job.precision(device)
+    for line in data_report(preview, job.tokenizer, count=3):
+        print(line)
+    print()
+    for line in preview.plan_lines(job, precision, device, peak_flops(device, precision)):
+        print(line)
+
+
+def prepare_data(args: PrepareArgs) -> None:
+    """Tokenize the data into the cache, and show what became of it."""
+    finetuning = LoRAFinetuneArgs(checkpoint_dir=args.checkpoint_dir, base_dir=args.base_dir, data=args.data)
+    finetuning.train.global_batch_size = args.global_batch_size
+    source = resolve(args.checkpoint_dir, args.base_dir)
+    job = Job(finetuning, source)
+    data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
+    for line in data_report(Preview(finetuning, data, 1), job.tokenizer, args.show):
+        print(line)
+
+
+def plan(args: PlanArgs) -> None:
+    """Say what a method needs for a model, from its config.json alone."""
+    makes = {"lora": LoRAFinetuneArgs, "adapter": AdapterFinetuneArgs, "adapter_v2": AdapterV2FinetuneArgs}
+    own = {"lora": {"lora": args.lora}, "adapter": {"adapter": args.adapter}, "adapter_v2": {"adapter": args.adapter}}
+    finetuning = makes.get(args.method, FullFinetuneArgs)(**own.get(args.method, {}))
+    source, method = resolve(args.checkpoint_dir), method_of(finetuning)
+    method.choose(source.meta_model(), source.adapter_rules)
+    tokens = args.max_seq_length or min(source.config.context, 2048)
+    found = predict(source, method, args.precision, args.quantize, Shape(args.micro_batch_size, tokens, args.accumulate))
+    flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
+    what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"
+    print(f"{source.folder}: {found.title_line(method.title)}")
+    print(f"memory: {found.memory.line()}")
+    print(time_line(flops, what, args.chip, peak_of(args.chip, args.precision), args.devices))

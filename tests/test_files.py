@@ -1,0 +1,149 @@
+"""Files of examples in every format and packing, as streams, and what is said about those that cannot be read."""
+
+import csv
+import gzip
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from litft.data.files import read_records
+
+RECORDS = [
+    {"instruction": "Say hi,\nplease.", "output": 'He said "hi"\tthere.'},
+    {"instruction": "", "output": "Grüße \u2028 \U0001f600"},
+    {"instruction": "x" * 200_000, "output": "[{,]}"},
+]
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    """A file of the format that its name says."""
+    suffix, packing = (path.suffix, "") if path.suffix not in (".gz", ".zst") else (Path(path.stem).suffix, path.suffix)
+    if suffix == ".parquet":
+        parquet = pytest.importorskip("pyarrow.parquet")
+        arrow = pytest.importorskip("pyarrow")
+        parquet.write_table(arrow.Table.from_pylist(records), path, row_group_size=2)
+        return path
+    if suffix in (".csv", ".tsv"):
+        with path.open("w", encoding="utf-8", newline="") as file:
+            table = csv.DictWriter(file, list(records[0]), delimiter="\t" if suffix == ".tsv" else ",")
+            table.writeheader()
+            table.writerows(records)
+        data = path.read_bytes()
+    elif suffix == ".jsonl":
+        data = "\n".join(json.dumps(record, ensure_ascii=False) for record in records).encode()
+    else:
+        data = json.dumps(records, ensure_ascii=False, indent=1).encode()
+    if packing == ".gz":
+        data = gzip.compress(data)
+    elif packing == ".zst":
+        data = pytest.importorskip("zstandard").compress(data)
+    path.write_bytes(data)
+    return path
+
+
+SUFFIXES = [".json", ".jsonl", ".csv", ".tsv", ".parquet", ".json.gz", ".jsonl.gz", ".jsonl.zst", ".csv.zst", ".JSON"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_every_format_gives_the_same_records(tmp_path, suffix):
+    assert [record for _, record in read_records(write(tmp_path / f"a{suffix}", RECORDS))] == RECORDS
+
+
+def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
+    assert [record["text"] for _, record in read_records(tmp_path / "a.jsonl")] == ["a", "b"]
+
+
+@pytest.mark.parametrize("size", [10, 1 << 20, 5 << 20])
+def test_a_text_comes_whole_in_parts(tmp_path, size):
+    """Characters of several bytes lie across the blocks' borders."""
+    text = ("Ein grüßender Bär 🐻.\n" * (size // 20 + 1))[: size // 2] + "ü" * (size // 4)
+    (tmp_path / "a.txt").write_text(text, "utf-8")
+    records = [record for _, record in read_records(tmp_path / "a.txt")]
+    assert "".join(record["text"] for record in records) == text
+    assert [record["begins"] for record in records] == [True] + [False] * (len(records) - 1)
+    assert [record["ends"] for record in records] == [False] * (len(records) - 1) + [True]
+    assert size < 1 << 21 or len(records) > 1
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".json.gz"])
+def test_a_file_larger_than_memory_is_streamed(tmp_path, suffix):
+    """64 MB go through 12 MB."""
+    path = write(tmp_path / f"a{suffix}", [{"text": f"{n} " + "x" * 16_000} for n in range(4000)])
+    tracemalloc.start()
+    count = sum(1 for _ in read_records(path))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert count == 4000 and peak < 12e6
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (
+            "a.json",
+            '[{"text": "a"},\n {"text" "b"}]',
+            r"a.json, line 2: no valid JSON \(Expecting ':' delimiter, column 10\)",
+        ),
+        ("a.json", '[{"text": "a"} {"text": "b"}]', "line 1: no valid JSON .Expecting ',' delimiter, column 16"),
+        ("a.json", '{"text": "a"}\n{"text": "b"}', "one object a line is .jsonl: rename the file"),
+        ("a.json", '[{"text": "a"}', "line 1: no valid JSON"),
+        ("a.json", '[{"text": "a"}] x', "line 1: no valid JSON .Extra data, column 17"),
+        ("a.json", "[" * 5000, "no valid JSON"),
+        ("a.json", "[]", "holds no examples"),
+        ("a.json", "", "holds no examples"),
+        ("a.jsonl", "\n\n", "holds no examples"),
+        ("a.txt", "\n \n", "holds no examples"),
+        ("a.json", '{"text": "a"}', "expected an array of examples, found an object"),
+        ("a.docx", "a,b", r"cannot read .docx; use .json, .jsonl, .csv"),
+        ("a", "a,b", "cannot read a file without suffix"),
+        ("a.csv", "a,a\n1,2", "two columns have the same name"),
+        ("a.csv", 'a,b\n1,"2', "no valid table"),
+        ("a.jsonl.gz", "plain", "is no whole .gz file"),
+        ("a.jsonl.zst", "plain", "is no whole .zst file|needs zstandard"),
+        ("a.parquet", "plain", "is no whole Parquet file|needs pyarrow"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_with_the_place(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=message) as error:
+        list(read_records(tmp_path / name))
+    assert str(tmp_path / name) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.jsonl", '{"text": "a"}\n\n{"x": }\n{"text": "b"}', "line 3: no valid JSON"),
+        ("a.jsonl", '{"text": "a"}\n3\n{"text": "b"}', "line 2: an example must be an object with fields, found a number"),
+        ("a.json", '[{"text": "a"}, null, {"text": "b"}]', "record 1: an example must be an object with fields, found null"),
+        ("a.csv", "text,b\na,1\nx\nb,1\n", "line 3: 1 cells below 2 names"),
+    ],
+)
+def test_what_stands_behind_a_bad_record_is_read(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    first, bad, last = (record for _, record in read_records(tmp_path / name))
+    assert (first["text"], last["text"]) == ("a", "b")
+    assert isinstance(bad, ValueError) and message in str(bad)
+
+
+def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path):
+    (tmp_path / "a.json").write_bytes(b'[{"instruction": "\xff\xfe"}]')
+    with pytest.raises(ValueError, match=r"a.json is no UTF-8 text \(at byte 18\)"):
+        list(read_records(tmp_path / "a.json"))
+    (tmp_path / "a.txt").write_bytes(b"x" * 1_500_000 + b"\xc3")
+    with pytest.raises(ValueError, match=r"a.txt is no UTF-8 text \(at byte 1500000\)"):
+        list(read_records(tmp_path / "a.txt"))
+
+
+def test_half_a_packed_file_is_named(tmp_path):
+    whole = write(tmp_path / "a.jsonl.gz", RECORDS * 20).read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"is no whole .gz file"):
+        list(read_records(tmp_path / "a.jsonl.gz"))
+    whole = write(tmp_path / "a.jsonl.zst", RECORDS * 20).read_bytes()
+    (tmp_path / "a.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"is no whole .zst file"):
+        list(read_records(tmp_path / "a.jsonl.zst"))

@@ -1,0 +1,137 @@
+"""Records of every format become the same conversation, and a bad one is named."""
+
+import json
+
+import pytest
+
+from litft.args import Formats
+from litft.data.files import read_records
+from litft.data.formats import FORMATS, to_example
+
+ASKED = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
+SYSTEM = {"role": "system", "content": "Be brief."}
+PARTS = [
+    dict(m, content=[{"type": "text", "text": m["content"][:2]}, {"type": "text", "value": m["content"][2:]}]) for m in ASKED
+]
+TOOL = {"name": "add", "parameters": {"type": "object"}}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+CALLED = [
+    {"role": "user", "content": "1+2?"},
+    {"role": "assistant", "content": "", "tool_calls": [CALL]},
+    {"role": "tool", "content": "3"},
+    {"role": "assistant", "content": "Three."},
+]
+SPOKEN = [
+    {"from": "human", "value": "1+2?"},
+    {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
+    {"from": "observation", "value": "3"},
+    {"from": "gpt", "value": "Three."},
+]
+ARGUMENTS_AS_TEXT = {"type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    "form, record, expected",
+    [
+        ("messages", {"messages": ASKED}, ASKED),
+        ("messages", {"messages": PARTS}, ASKED),
+        ("messages", {"messages": [SYSTEM, *ASKED]}, [SYSTEM, *ASKED]),
+        ("messages", {"messages": [CALLED[0], dict(CALLED[1], content=None, tool_calls=[ARGUMENTS_AS_TEXT])]}, CALLED[:2]),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}]}, ASKED),
+        ("sharegpt", {"conversations": ["Add 1 and 2.", "3"], "source": "lima"}, ASKED),
+        ("sharegpt", {"conversations": SPOKEN, "tools": json.dumps([TOOL]), "system": "Be brief."}, [SYSTEM, *CALLED]),
+        ("alpaca", {"instruction": "Add 1 and 2.", "input": "", "output": "3"}, ASKED),
+        ("alpaca", {"instruction": "Add 1 and 2.", "output": "3", "system": "Be brief."}, [SYSTEM, *ASKED]),
+        ("dolly", {"instruction": "Add 1 and 2.", "context": "", "response": "3", "category": "qa"}, ASKED),
+        ("prompt", {"prompt": "Add 1 and 2.", "completion": "3"}, ASKED),
+        ("prompt", {"prompt": ASKED[:1], "completion": ASKED[1:]}, ASKED),
+        ("question", {"question": "Add 1 and 2.", "answer": "3"}, ASKED),
+        ("text", {"text": "### Human: Add 1 and 2.### Assistant: 3"}, ASKED),
+        ("text", {"text": "### Human: Add 1 and 2.\n### Assistant: 3"}, ASKED),
+    ],
+)
+def test_a_format_is_recognised_and_becomes_messages(form, record, expected):
+    assert to_example(record, "here", "").messages == expected
+    assert to_example(record, "here", "", form).messages == expected
+
+
+def test_every_format_can_be_asked_for_by_name():
+    assert tuple(FORMATS) == Formats.__args__
+
+
+def test_dialogues_and_plain_text():
+    example = to_example({"dialogue": "A: hi", "summary": "They greet."}, "here", "")
+    assert example.messages[0]["content"].endswith("A: hi") and example.messages[1]["content"] == "They greet."
+    assert to_example({"text": "Once upon a time"}, "here", "").text == "Once upon a time"
+    tools = to_example({"conversations": SPOKEN, "tools": json.dumps([TOOL])}, "here", "").tools
+    assert tools == [{"type": "function", "function": TOOL}]
+
+
+def test_an_input_stands_as_the_template_wants_it():
+    record = {"instruction": "Add.", "input": "1, 2", "output": "3"}
+    assert to_example(record, "here", "").messages[0]["content"] == "Add.\n\n1, 2"
+    assert to_example(record, "here", "### Response:").messages[0]["content"] == "Add.\n\n### Input:\n1, 2"
+
+
+def test_turns_that_are_not_learned_are_marked():
+    for mark in ({"train": False}, {"loss_weight": 0.0}, {"weight": 0}):
+        messages = to_example({"messages": [ASKED[0], ASKED[1] | mark]}, "here", "").messages
+        assert messages[1]["train"] is False and "train" not in messages[0]
+
+
+def test_empty_columns_of_other_formats_do_not_decide():
+    record = {"messages": None, "instruction": "Add 1 and 2.", "output": "3", "input": None}
+    assert to_example(record, "here", "").messages == ASKED
+
+
+@pytest.mark.parametrize(
+    "record, message",
+    [
+        ({"foo": 1}, "no known format has the fields 'foo'.*--data.columns OURS=THEIRS"),
+        ({"instruction": "a", "output": 3}, "field 'output' must be text, found a number"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "message 0 has the role 'robot'; known: system"),
+        ({"messages": [{"role": "user", "content": None}]}, "message 0 has no text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "a part of type 'image_url', and litft reads",
+        ),
+        ({"messages": [{"role": "user", "content": "a", "weight": 0.5}]}, "weight is 0.5, and litft counts a turn"),
+        (
+            {"messages": [{"role": "assistant", "content": None, "tool_calls": 3}]},
+            "tool_calls must be a list, found a number",
+        ),
+        ({"messages": ASKED, "tools": "{"}, "tools: no valid JSON"),
+        ({"messages": ASKED, "tools": {"a": 1}}, "tools must be a list of objects"),
+        ({"conversations": [{"from": "cat", "value": "a"}]}, "turn 0 is from 'cat'; known: human"),
+        ({"conversations": [{"from": "gpt"}]}, "turn 0 must have text as its 'value', found null"),
+        ({"conversations": [{"from": "function_call", "value": "add"}]}, "turn 0: no valid JSON"),
+        ({"conversations": []}, "at least one turn"),
+        ({"prompt": 1, "completion": "a"}, "field 'prompt' must be text, found a number"),
+    ],
+)
+def test_a_bad_record_is_named_with_the_reason(record, message):
+    with pytest.raises(ValueError, match=message) as error:
+        to_example(record, "data.json, record 7", "")
+    assert str(error.value).startswith("data.json, record 7")
+
+
+@pytest.mark.parametrize(
+    "name, form, count, turns",
+    [
+        ("alpaca_2k.json", "alpaca", 2000, 4000),
+        ("sharegpt_500.json", "sharegpt", 500, None),
+        ("messages_500.jsonl", "messages", 500, 1000),
+        ("samsum_1400.jsonl", "prompt", 1400, 2800),
+        ("tool_calls_300.json", "sharegpt", 300, None),
+        ("gsm8k_500.jsonl", "question", 500, 1000),
+        ("wikitext2_valid.txt", "text", 1, 0),
+    ],
+)
+def test_real_files(shared, name, form, count, turns):
+    from litft.data.formats import recognise
+
+    records = list(read_records(shared / "data" / name))
+    assert len(records) == count and {recognise(record, where) for where, record in records} == {form}
+    messages = [to_example(record, where, "").messages for where, record in records]
+    assert turns is None or sum(map(len, messages)) == turns
