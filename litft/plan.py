@@ -62,10 +62,11 @@ class Memory:
         return self.weights + self.optimizer + max(at_loss, self.gradients + self.rounding)
 
     def line(self) -> str:
-        """In words, in GiB."""
+        """In words, in GiB, or in MiB where it is little."""
+        unit, size = ("GiB", 2**30) if self.peak >= 2**30 else ("MiB", 2**20)
         kinds = ("weights", "gradients", "optimizer", "activations", "logits")
-        parts = ", ".join(f"{kind} {getattr(self, kind) / 2**30:.2f}" for kind in kinds)
-        return f"{self.peak / 2**30:.2f} GiB at its peak, with micro-batches of {self.shape} ({parts})"
+        parts = ", ".join(f"{kind} {getattr(self, kind) / size:.2f}" for kind in kinds)
+        return f"{self.peak / size:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts})"
 
 
 @dataclass(frozen=True)

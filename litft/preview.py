@@ -20,7 +20,7 @@ from litft.args import (
     PrepareArgs,
     TrainArgs,
 )
-from litft.data.load import Data, load_data
+from litft.data.load import Data, load_data, unknown_tokens
 from litft.data.samples import Sample
 from litft.data.steps import Layout, Order, cells, heaviest
 from litft.data.store import Report
@@ -42,8 +42,9 @@ MARKS = "⟦", "⟧"  # where there is no colour
 class Preview:
     """A run as its flags and its data plan it."""
 
-    def __init__(self, args: FinetuneArgs, data: Data, ranks: int) -> None:
+    def __init__(self, args: FinetuneArgs, data: Data, tokenizer: Tokenizer, ranks: int) -> None:
         self.args, self.data = args, data
+        self.unknown = unknown_tokens(tokenizer)
         self.size = args.train.global_batch_size
         self.layout = layout_of(args, data.limit, ranks)
         self.order = Order(data.train.sizes, args.seed, data.weights)
@@ -89,6 +90,10 @@ class Preview:
         yield self.packing_line()
         if not len(data.val):
             yield "nothing is held out for validation; --data.val_fraction or --data.val_path changes that"
+        if self.unknown:
+            texts = ",".join(self.unknown)
+            remedy = f"--data.new_tokens '{texts}' makes them tokens"
+            yield f"warning: the tokenizer does not know the template's {texts}; {remedy}"
         if len(data.duplicates):
             yield (
                 f"warning: {len(data.duplicates):,} training examples are in the validation part too, token for token; "
@@ -168,7 +173,7 @@ def samples_lines(preview: Preview, tokenizer: Tokenizer, count: int) -> Iterato
     """The first samples of the run."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     train = preview.data.train
-    for number in preview.order.indices(0, min(count, preview.samples)):
+    for number in preview.order.indices(0, min(count, preview.order.size)):
         sample = train[number]
         yield f"\n--- training example {number}: {sample.tokens.numel():,} tokens, {sample.supervised:,} learned"
         yield shown(sample, tokenizer, colour)
@@ -198,7 +203,7 @@ def duration(seconds: float) -> str:
 def dry_run(args: FinetuneArgs, job: Job, data: Data) -> None:
     """What a run would do."""
     device = torch.device(pick_accelerator(args.accelerator))
-    preview, precision = Preview(args, data, args.devices), job.precision(device)
+    preview, precision = Preview(args, data, job.tokenizer, args.devices), job.precision(device)
     for line in data_report(preview, job.tokenizer, count=3):
         print(line)
     print()
@@ -213,7 +218,7 @@ def prepare_data(args: PrepareArgs) -> None:
     source = resolve(args.checkpoint_dir, args.base_dir)
     job = Job(finetuning, source)
     data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
-    for line in data_report(Preview(finetuning, data, 1), job.tokenizer, args.show):
+    for line in data_report(Preview(finetuning, data, job.tokenizer, 1), job.tokenizer, args.show):
         print(line)
 
 

@@ -188,6 +188,11 @@ class Tokenizer:
         """The special tokens as they stand in a text."""
         return tuple(filter(None, (self.decode([i], skip_special=False).strip() for i in sorted(self.special_ids))))
 
+    @cached_property
+    def control_text(self) -> re.Pattern | None:
+        """Finds the text of a special token."""
+        return re.compile("|".join(map(re.escape, self.special_texts))) if self.special_texts else None
+
     def digest(self) -> str:
         """Which tokenizer and template this is: the same text gives the same tokens where it is equal."""
         own = [self.special, self.chat_template, self.adds_bos, self.stop_ids]

@@ -121,7 +121,7 @@ class Run:
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.peak = peak_flops(fabric.device, self.precision)
         self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
-        self.preview = Preview(args, data, fabric.world_size)
+        self.preview = Preview(args, data, job.tokenizer, fabric.world_size)
         self.layout, self.order = self.preview.layout, self.preview.order
         self.samples, self.steps = self.preview.samples, self.preview.steps
         self.scores: dict[str, list[float]] = {"validation loss": [], "exact match": []}

@@ -17,7 +17,7 @@ from litft.args import DataArgs
 from litft.data import cache
 from litft.data.files import read_records
 from litft.data.load import load_data
-from litft.data.samples import EMPTY, END_TEXT, IDS, MASKED, UNANSWERED, Encoder, to_sample
+from litft.data.samples import CONTROL, EMPTY, END_TEXT, IDS, MASKED, UNANSWERED, Encoder, to_sample
 from litft.folder import DEMO
 from litft.loss import IGNORED
 from litft.prompts import STYLES
@@ -150,6 +150,8 @@ QUESTION, ANSWER = {"role": "user", "content": "one"}, {"role": "assistant", "co
         ([QUESTION, ANSWER | {"content": " "}], {}, None, [EMPTY]),
         ([QUESTION, ANSWER | {"content": "two<|endoftext|>\n"}], {}, "two", [END_TEXT]),
         ([QUESTION, ANSWER | {"content": "two</s>"}], {}, "two", [END_TEXT]),
+        ([QUESTION, ANSWER | {"content": "two</s>two"}], {}, "two two", [CONTROL]),
+        ([QUESTION | {"content": "<s>"}, ANSWER], {}, "two", [CONTROL]),
     ],
 )
 def test_which_turns_are_learned(tiny, messages, settings, learned, notes):

@@ -73,7 +73,8 @@ def test_nothing_is_unpickled_but_weights_and_nothing_evaluated():
 
 
 def test_entry_scripts_hold_one_call():
-    for path in [*(ROOT / "finetune").glob("*.py"), *(ROOT / "generate").glob("*.py"), ROOT / "scripts" / "merge_lora.py"]:
+    scripts = [ROOT / "scripts" / f"{name}.py" for name in ("merge_lora", "prepare_data", "plan", "convert_to_hf")]
+    for path in [*(ROOT / "finetune").glob("*.py"), *(ROOT / "generate").glob("*.py"), *scripts]:
         tree = ast.parse(path.read_text("utf-8"))
         assert f"python {path.relative_to(ROOT)}" in ast.get_docstring(tree)
         assert len(tree.body) == 3 and len(path.read_text().splitlines()) < 15

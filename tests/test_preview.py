@@ -38,7 +38,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tiny, data, tmp_path):
     assert "packed into rows of at most 128 tokens" in text and "of what is computed are tokens" in text
     assert text.count("--- training example") == 3 and "once upon a time</s>⟧" in text
     assert "58,336 parameters; lora trains 11,712 (20.08%)" in text
-    assert "GiB at its peak, with micro-batches of 1 x" in text and "of its peak" in text
+    assert "MiB at its peak, with micro-batches of 1 x" in text and "of its peak" in text
     assert not list(tmp_path.iterdir())
 
 
@@ -46,7 +46,7 @@ def test_what_the_run_itself_says(tiny, data, tmp_path):
     words = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", data, "--train.max_steps", "2"]
     text = script(*words, cwd=tmp_path).stdout
     assert "42 records (alpaca 40, messages 2)" in text and "6 skipped: the answer is empty" in text
-    assert "packed into rows of at most 256 tokens" in text and "GiB at its peak" in text
+    assert "packed into rows of at most 256 tokens" in text and "MiB at its peak" in text
 
 
 def test_a_terminal_gets_colour_and_a_file_gets_marks(tiny, data, tmp_path):
@@ -94,6 +94,14 @@ def test_a_template_that_cannot_show_what_is_to_be_learned_is_named(checkpoints,
     words = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--data.path", path]
     done = script("scripts/prepare_data.py", *words, cwd=tmp_path, code=2)
     assert "record 0: the chat template leaves a tool call out; pass another --data.template" in done.stderr
+
+
+def test_a_styles_tokens_that_the_tokenizer_lacks_are_told(tiny, data, tmp_path):
+    words = ["scripts/prepare_data.py", "--checkpoint_dir", tiny, "--data.path", data, "--data.template", "chatml"]
+    text = script(*words, cwd=tmp_path).stdout
+    assert "does not know the template's <|im_start|>,<|im_end|>; --data.new_tokens" in text
+    text = script(*words, "--data.new_tokens", "<|im_start|>,<|im_end|>", cwd=tmp_path).stdout
+    assert "does not know" not in text
 
 
 def test_duplicates_of_validation_samples_are_told(tiny, tmp_path):

@@ -113,6 +113,14 @@ def test_the_guide_to_converting(clone):
     assert {path.name for path in (folder / "out").iterdir()} >= {"clean", "run", "early", "adapter"}
 
 
+def test_the_guide_to_data(clone):
+    printed = run_guide("prepare_data.md", *clone)
+    assert "60 records (alpaca)" in printed[0] and "MiB at its peak" in printed[1]
+    assert "2 records (question)" in printed[2] and "on 1 device" in printed[2]
+    assert printed[3].count("⟦") == 1 and "Good morning!" in printed[3].partition("⟦")[2]
+    assert "full trains" in printed[4] and "1 x A100" in printed[4]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["finetune_lora", "finetune_adapter", "finetune_full", "quantize"])
 def test_the_guides_to_methods(clone, name):

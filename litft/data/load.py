@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -100,6 +101,12 @@ def choose_template(choice: str, tokenizer: Tokenizer) -> None:
                 f"--data.template {choice}: no such file; use auto, {', '.join(STYLES)}, or a jinja file's path"
             )
         tokenizer.use_template(Path(choice).read_text("utf-8"))
+
+
+def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
+    """Control tokens that the template writes and the tokenizer does not know: they are spelled out in pieces."""
+    written = dict.fromkeys(re.findall(r"<\|\w+\|>|<(?:start|end)_of_turn>", tokenizer.chat_template))
+    return [text for text in written if tokenizer.token_id(text) is None]
 
 
 def split(store: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:

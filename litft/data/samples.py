@@ -36,6 +36,7 @@ EMPTY = "skipped: the answer is empty"
 BLANK = "skipped: no text"
 EMPTY_TURN = "with an empty answer, which is not learned"
 UNANSWERED = "ended by a turn without an answer, which is left out"
+CONTROL = "with the text of a control token inside, which is read as that token"
 END_TEXT = "with an end token written behind an answer, which is left out"
 
 
@@ -88,12 +89,14 @@ class Encoder:
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
         if example.text is not None:
+            self._note_controls([example.text], encoded)
             encoded.whole = False
             encoded.samples = list(self._windows(example))
             if not encoded.samples:
                 encoded.notes.append(BLANK)
             return
         messages, learned = self._chosen(example, encoded)
+        self._note_controls([message["content"] for message in messages], encoded)
         cut = False
         for ids, spans in self._texts(messages, example.tools):
             sample = np.array(ids, np.uint32)
@@ -111,6 +114,10 @@ class Encoder:
             encoded.notes.append(CUT)
         elif not encoded.samples and EMPTY not in encoded.notes:
             encoded.notes.append(CUT_AWAY if learned else MASKED)
+
+    def _note_controls(self, texts: list[str], encoded: Encoded) -> None:
+        if self.tokenizer.control_text and any(map(self.tokenizer.control_text.search, texts)):
+            encoded.notes.append(CONTROL)
 
     def _windows(self, example: Example) -> Iterator[np.ndarray]:
         """A text as consecutive samples of full length; each of its tokens is a target once."""
