@@ -210,7 +210,8 @@ def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny, shared):
     template = str(shared / "chat_templates" / "Qwen-QwQ-32B.jinja")
     data = load(path, tokenizer, val_fraction=0.25, template=template)
     assert (len(data.train), len(data.val)) == (60, 20)
-    assert not {tuple(s.targets.tolist()) for s in data.train} & {tuple(s.targets.tolist()) for s in data.val}
+    kept, out = ({said(sample, tokenizer) for sample in half} for half in (data.train, data.val))
+    assert len(kept) == 30 and len(out) == 10 and not kept & out
 
 
 def test_a_duplicate_of_a_validation_sample_is_found(tmp_path, tiny):
