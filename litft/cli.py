@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, get_args, get_origin
+from typing import Any, Literal, NamedTuple, NoReturn, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
@@ -271,4 +271,6 @@ def _describe(kind: Any) -> str:
         return words[kind]
     if get_origin(kind) is list:
         return "a list a,b,c"
-    return " or ".join(words.get(part, str(part)) for part in get_args(kind))
+    if get_origin(kind) is Literal:
+        return " or ".join(get_args(kind))
+    return " or ".join(words.get(part) or _describe(part) for part in get_args(kind))

@@ -65,7 +65,8 @@ class Preview:
     def flops(self, plan: Plan) -> float:
         """Of the whole run."""
         train = self.data.train
-        return plan.flops.of(train.lengths, train.supervised) * self.samples / max(1, len(train))
+        numbers = self.order.indices(0, min(self.samples, 200_000))
+        return plan.flops.of(train.lengths[numbers], train.supervised[numbers]) * self.samples / len(numbers)
 
     def plan_lines(self, job: Job, precision: str, device: torch.device, peak: float | None) -> Iterator[str]:
         """What the run needs, on the machine at hand."""
@@ -83,11 +84,18 @@ class Preview:
         data = self.data
         for name, report in data.reports.items():
             yield f"{name}: {file_line(report)}"
+        yield f"the chat template is {data.template}"
         yield (
-            f"{len(data.train):,} training and {len(data.val):,} validation examples; {self.steps:,} steps of {self.size} "
-            f"on {self.layout.ranks} device{'s' * (self.layout.ranks > 1)}"
+            f"{len(data.train):,} training and {len(data.val):,} validation examples; {_count(self.steps, 'step')} of "
+            f"{self.size}, {self.samples / self.order.size:.3g} epochs of {self.order.size:,}, on "
+            f"{_count(self.layout.ranks, 'device')}"
         )
         yield self.packing_line()
+        if data.limit > data.context and data.train.lengths.max() > data.context:
+            reason = (
+                f"the longest example has {data.train.lengths.max():,} tokens, and the model was made for {data.context:,}"
+            )
+            yield f"warning: {reason}; lower --data.max_seq_length"
         if not len(data.val):
             yield "nothing is held out for validation; --data.val_fraction or --data.val_path changes that"
         if self.unknown:
@@ -109,8 +117,8 @@ class Preview:
             fed += int(chosen.sum())
             for batch in self.layout.plan(chosen.tolist()):
                 slots, rows = slots + cells(chosen, batch), rows + len(batch)
-        kind = f"packed into rows of at most {self.data.limit:,}" if self.layout.room else "each padded in a row of its own"
-        return f"{kind} tokens: {rows / len(steps):.1f} rows a step, {fed / slots:.1%} of what is computed are tokens"
+        room = f"packed into rows of at most {self.data.limit:,} tokens" if self.layout.room else "a row for each example"
+        return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / slots:.1%} padding"
 
 
 def layout_of(args: FinetuneArgs, limit: int, ranks: int) -> Layout:
@@ -131,10 +139,16 @@ def planned_samples(train: TrainArgs, size: int) -> int:
 def file_line(report: Report) -> str:
     """A file's counts."""
     formats = ", ".join(f"{name} {count:,}" if len(report.formats) > 1 else name for name, count in report.formats.items())
-    parts = [f"{report.records:,} records ({formats}), {report.tokens:,} tokens, {report.supervised:,} of them learned"]
+    parts = [
+        f"{_count(report.records, 'record')} ({formats}), {report.tokens:,} tokens, {report.supervised:,} of them learned"
+    ]
     parts += [f"{count:,} {note}" for note, (count, _) in report.notes.items()]
     parts += [f"{report.bad[0]:,} bad, which are left out"] if report.bad[0] else []
     return "; ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def details(data: Data) -> Iterator[str]:
@@ -144,6 +158,8 @@ def details(data: Data) -> Iterator[str]:
             found = ", ".join(place.removeprefix(f"{name}, ") for place in places)
             yield f"  {note}: {found}{' ...' if count > len(places) else ''}"
         yield from (f"  bad: {message}" for message in report.bad[1])
+        if (more := report.bad[0] - len(report.bad[1])) > 0:
+            yield f"  bad: {more:,} more"
 
 
 def histogram(lengths: np.ndarray) -> Iterator[str]:
@@ -171,7 +187,7 @@ def shown(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
 
 def samples_lines(preview: Preview, tokenizer: Tokenizer, count: int) -> Iterator[str]:
     """The first samples of the run."""
-    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     train = preview.data.train
     for number in preview.order.indices(0, min(count, preview.order.size)):
         sample = train[number]
@@ -228,8 +244,12 @@ def plan(args: PlanArgs) -> None:
     own = {"lora": {"lora": args.lora}, "adapter": {"adapter": args.adapter}, "adapter_v2": {"adapter": args.adapter}}
     finetuning = makes.get(args.method, FullFinetuneArgs)(**own.get(args.method, {}))
     source, method = resolve(args.checkpoint_dir), method_of(finetuning)
+    if source.adapter:
+        raise ValueError(f"{source.adapter} is an adapter; name its base, {source.base}, and the method's flags")
     method.choose(source.meta_model(), source.adapter_rules)
     tokens = args.max_seq_length or min(source.config.context, 2048)
+    if source.config.learned_positions and tokens > source.config.context:
+        raise ValueError(f"--max_seq_length {tokens}: this model has learned {source.config.context} positions and no more")
     found = predict(source, method, args.precision, args.quantize, Shape(args.micro_batch_size, tokens, args.accumulate))
     flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 Message = dict[str, Any]
@@ -22,6 +22,7 @@ _TEMPLATE_ERRORS = (
     AttributeError,
     ValueError,
     ArithmeticError,
+    MemoryError,
     RecursionError,
 )
 
@@ -29,13 +30,22 @@ STYLES = {path.stem: path.read_text("utf-8") for path in sorted((Path(__file__).
 ALPACA = STYLES["alpaca"]  # of a checkpoint that has no template
 
 
+class _Generation(Extension):
+    """transformers' tag around what the model says: rendered as what stands in it. Spans come from `assistant_turns`."""
+
+    tags = frozenset({"generation"})
+
+    def parse(self, parser: Any) -> Any:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @lru_cache(maxsize=8)
 def _compile(source: str) -> jinja2.Template:
     """With transformers' settings, so that a template renders here as it does there."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
     return environment.from_string(source)
 
 
@@ -53,14 +63,18 @@ def render(
 ) -> str:
     """The template's text for `messages`, each {"role": ..., "content": ...}; `tokens` are bos_token and the like.
 
+    A template that asks for today's date gets it, or the `day` (ISO 8601) given among the tokens.
+
     Raises ValueError where the template is broken or refuses the messages (a system turn it has no place for, say).
     """
+    day = datetime.date.fromisoformat(tokens.pop("day", None) or datetime.date.today().isoformat())
     given = dict(messages=messages, add_generation_prompt=add_generation_prompt, documents=None, **tokens)
+    given["strftime_now"] = day.strftime
     try:
         return _compile(source).render(tools=tools, **given)
     except _TEMPLATE_ERRORS as error:
         if tools is None and "tools" in source:  # some templates count the tools without asking whether there are any
-            return render(source, messages, [], add_generation_prompt, **tokens)
+            return render(source, messages, [], add_generation_prompt, day=day.isoformat(), **tokens)
         raise ValueError(f"the chat template cannot render this conversation: {error}") from None
 
 
@@ -115,8 +129,11 @@ def _turn(render: Render, messages: list[Message], tools: list | None, special: 
     *earlier, message = messages
     before, text = render(earlier, tools=tools, add_generation_prompt=True), render(messages, tools=tools)
     words, calls = message["content"] or "", message.get("tool_calls")
-    if calls and not _shows_calls(render, messages, tools, text):
+    if calls and not (_shows(render, messages, tools, text, tool_calls=None) and _shows_all(render, messages, tools, text)):
         raise _LeftOut("the chat template leaves a tool call out; pass another --data.template")
+    for thought in ("reasoning_content", "thinking"):
+        if message.get(thought) and not _shows(render, messages, tools, text, **{thought: None}):
+            raise ValueError(f"the chat template leaves the assistant's {thought} out; pass another --data.template")
     head, found, tail = render([*earlier, {**message, "content": _MARK}], tools=tools).partition(_MARK)
     if not text.startswith(before):
         # the prompt opens a thought that finished turns do not show, or has the system's words, which they have not
@@ -131,13 +148,20 @@ def _turn(render: Render, messages: list[Message], tools: list | None, special: 
     return Turn(len(earlier), text, len(before), _end(text, tail if found and not calls else "", special))
 
 
-def _shows_calls(render: Render, messages: list[Message], tools: list | None, text: str) -> bool:
-    """Whether `text` has what the last message calls: it is another one without."""
+def _shows(render: Render, messages: list[Message], tools: list | None, text: str, **others: Any) -> bool:
+    """Whether `text` is another one where the last message has these values instead; None: without that field."""
     *earlier, message = messages
+    changed = {name: value for name, value in {**message, **others}.items() if value is not None or name not in others}
     try:
-        return text != render([*earlier, {k: v for k, v in message.items() if k != "tool_calls"}], tools=tools)
+        return text != render([*earlier, changed], tools=tools)
     except ValueError:
         return True
+
+
+def _shows_all(render: Render, messages: list[Message], tools: list | None, text: str) -> bool:
+    """Whether each of several calls is shown: some templates look at the first alone."""
+    calls = messages[-1]["tool_calls"]
+    return len(calls) == 1 or _shows(render, messages, tools, text, tool_calls=calls[:-1])
 
 
 def _end(text: str, tail: str, special: Collection[str]) -> int:

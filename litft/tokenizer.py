@@ -152,6 +152,7 @@ class Tokenizer:
         self.special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         added = _added_tokens(config)
         self._has_new = False
+        self.day: str | None = None  # that templates write for today; None: today
         if (path := folder / "tokenizer.json").is_file():
             self._backend = _Fast(path)
         elif (path := folder / "tokenizer.model").is_file():
@@ -167,6 +168,8 @@ class Tokenizer:
         self.stop_ids = _stop_ids(folder, self.eos_id)
         if not self.stop_ids:
             raise ValueError(f"{folder}: neither tokenizer_config.json nor generation_config.json names an end token (eos)")
+        if "eos_token" not in self.special:  # GPT-2's own folder knows its id alone
+            self.special["eos_token"] = self._backend.decode(self.stop_ids[:1], skip_special=False)
         self.own_template = _own_template(folder, config)
         self.chat_template = ""
         self.use_template(self.own_template or ALPACA)
@@ -183,6 +186,11 @@ class Tokenizer:
         """The id of a token given as text; None where it is not one."""
         return self._backend.token_id(token)
 
+    @property
+    def tells_date(self) -> bool:
+        """Whether the template writes today's date."""
+        return "strftime_now" in self.chat_template
+
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens as they stand in a text."""
@@ -195,7 +203,7 @@ class Tokenizer:
 
     def digest(self) -> str:
         """Which tokenizer and template this is: the same text gives the same tokens where it is equal."""
-        own = [self.special, self.chat_template, self.adds_bos, self.stop_ids]
+        own = [self.special, self.chat_template, self.adds_bos, self.stop_ids, self.day if self.tells_date else None]
         return hashlib.sha256(self._backend.state() + json.dumps(own).encode()).hexdigest()
 
     def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
@@ -241,7 +249,8 @@ class Tokenizer:
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False
     ) -> str:
         """The conversation as the text the model reads; encode it with `bos=False`."""
-        return render(self.chat_template, messages, tools, add_generation_prompt, **self.special)
+        day = {"day": self.day} if self.day else {}
+        return render(self.chat_template, messages, tools, add_generation_prompt, **day, **self.special)
 
     def choices(self) -> dict[str, Any]:
         """What a run has decided beside the folder's files."""

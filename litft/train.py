@@ -54,6 +54,8 @@ def finetune(args: FinetuneArgs) -> Path | None:
     if source.config.learned_positions and limit and limit > context:
         raise ValueError(f"--data.max_seq_length {limit}: this model has learned {context} positions and no more; lower it")
     data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), context)
+    if job.tokenizer.tells_date:  # a resumed run goes on with its first day
+        args = replace(args, data=replace(args.data, date=job.tokenizer.day))
     if args.dry_run:
         dry_run(args, job, data)
         return None
@@ -143,7 +145,8 @@ class Run:
         if self.main:
             self._open_folder(begun)
         model, optimizer = fabric.setup(self.model, optimizer)
-        self._say(self._headline(begun))
+        if self.main:
+            self._say(self._headline(begun))
         if begun == 0:
             self._evaluate(0, final=True)
         self._loop(model, optimizer, begun)

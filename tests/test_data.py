@@ -187,6 +187,15 @@ def test_a_text_becomes_windows_in_which_each_token_is_a_target_once(tmp_path, t
     assert len(held.val) == round(len(data.train) / 2)
 
 
+@pytest.mark.parametrize("text", ["Once upon", "<s>Once upon", "Once upon</s>", "<s>Once upon</s>"])
+def test_a_text_has_one_beginning_and_one_end(tiny, text):
+    """design.md 4.3: also one that brings them."""
+    tokenizer = Tokenizer(tiny)
+    (kept,) = encoded({"text": text}, tokenizer).samples
+    ids = (kept & IDS).tolist()
+    assert ids == tokenizer.encode("Once upon", eos=True) and ids.count(tokenizer.bos_id) == 1
+
+
 def test_splits(tmp_path, tiny):
     _, tokenizer = litft.load(tiny)
     records = [{"instruction": str(n), "input": "", "output": str(n)} for n in range(20)]
@@ -358,12 +367,13 @@ def test_another_version_of_the_code_tokenizes_anew(tmp_path, tiny, own_cache, m
     assert len(entries(own_cache)) == 2
 
 
-def test_many_records_are_tokenized_in_parallel_to_the_same_samples(shared, checkpoints):
+def test_many_records_are_tokenized_in_parallel_to_the_same_samples(shared, checkpoints, tmp_path):
     encoder = Encoder(Tokenizer(checkpoints["SmolLM2-135M-Instruct"]), 512)
     records = list(read_records(shared / "data" / "alpaca_2k.json"))[:600]
     alone = [encoder(where, record) for where, record in records]
     chunks = iter([records[start : start + 50] for start in range(0, 600, 50)])
-    together = list(cache._in_parallel(chunks, encoder, 2))
+    with (tmp_path / "lock").open("w") as lock:
+        together = list(cache._in_parallel(chunks, encoder, 2, lock))
     assert [found.where for found in together] == [found.where for found in alone]
     for one, other in zip(alone, together, strict=True):
         assert all(map(np.array_equal, one.samples, other.samples)) and len(one.samples) == len(other.samples)
@@ -401,11 +411,48 @@ def test_a_process_killed_while_it_prepares_leaves_nothing_in_the_way(tmp_path, 
     while not list(own_cache.glob("*.partial/tokens.bin")):
         assert process.poll() is None
         time.sleep(0.01)
-    os.killpg(process.pid, signal.SIGKILL)
+    os.kill(process.pid, signal.SIGKILL)  # it alone: those that it has forked must go by themselves
     process.wait()
     assert list(own_cache.glob("*.partial"))
     assert len(load(path, Tokenizer(tiny)).train) == 6000
     assert len(entries(own_cache)) == 1 and not list(own_cache.glob("*.partial"))
+
+
+@pytest.mark.parametrize("damage", ["tokens cut", "tokens gone", "no report", "half a report", "empty report", "no units"])
+def test_a_damaged_entry_is_made_anew(tmp_path, tiny, own_cache, damage):
+    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}] * 9)
+    whole = load(path, Tokenizer(tiny))
+    (entry,) = (own_cache / name for name in entries(own_cache))
+    report, tokens = entry / "report.json", entry / "tokens.bin"
+    {
+        "tokens cut": lambda: tokens.write_bytes(tokens.read_bytes()[:-200]),
+        "tokens gone": tokens.unlink,
+        "no report": report.unlink,
+        "half a report": lambda: report.write_text(report.read_text()[:50]),
+        "empty report": lambda: report.write_text("{}"),
+        "no units": lambda: (entry / "units.npy").write_bytes(b""),
+    }[damage]()
+    again = load(path, Tokenizer(tiny))
+    assert again.digest == whole.digest and again.train[8].tokens.tolist() == whole.train[8].tokens.tolist()
+
+
+def test_a_whole_cache_that_is_read_only_serves(tmp_path, tiny, own_cache):
+    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    whole = load(path, Tokenizer(tiny))
+    for lock in own_cache.glob("*.lock"):
+        lock.unlink()
+        lock.mkdir()  # which not even root can open for writing
+    assert load(path, Tokenizer(tiny)).digest == whole.digest
+
+
+def test_a_day_that_the_template_writes_is_part_of_the_data(tmp_path, tiny, own_cache):
+    template = tmp_path / "dated.jinja"
+    template.write_text("{{ strftime_now('%d %b %Y') }}\n" + STYLES["vicuna"])
+    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    tokenizer = Tokenizer(tiny)
+    days = [load(path, tokenizer, template=str(template), date=day) for day in ("2026-01-01", "2026-06-01", "2026-01-01")]
+    assert days[0].digest == days[2].digest != days[1].digest and len(entries(own_cache)) == 2
+    assert "01 Jan 2026" in tokenizer.decode(days[0].train[0].tokens.tolist())
 
 
 def test_a_cache_that_cannot_be_written_says_where_else(tmp_path, tiny, monkeypatch):

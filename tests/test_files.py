@@ -51,6 +51,12 @@ def test_every_format_gives_the_same_records(tmp_path, suffix):
     assert [record for _, record in read_records(write(tmp_path / f"a{suffix}", RECORDS))] == RECORDS
 
 
+def test_arrows_union_of_fields_is_taken_apart(tmp_path):
+    """What one record's tools have, another's have not."""
+    records = [{"tools": [{"name": "f", "arguments": {"x": 1}}]}, {"tools": [{"name": "g", "arguments": {"y": "a"}}]}]
+    assert [record for _, record in read_records(write(tmp_path / "a.parquet", records))] == records
+
+
 def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
     (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + b'{"text": "a"}\r\n\r\n{"text": "b"}\r\n')
     assert [record["text"] for _, record in read_records(tmp_path / "a.jsonl")] == ["a", "b"]

@@ -79,9 +79,31 @@ def test_turns_that_are_not_learned_are_marked():
         assert messages[1]["train"] is False and "train" not in messages[0]
 
 
+def test_turns_of_one_speaker_are_one_turn():
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "b", "weight": 1},
+        {"from": "gpt", "value": "c", "weight": 0},
+    ]
+    said = to_example({"conversations": turns}, "here", "").messages[-1]
+    assert said == {"role": "assistant", "content": "b\n\nc", "train": False}
+
+
+def test_nothing_that_is_said_goes_missing():
+    guanaco = to_example({"text": "### System: Be nice\n### Human: a### Assistant: b"}, "here", "")
+    assert guanaco.messages[0] == {"role": "system", "content": "Be nice"}
+    lists = to_example({"prompt": ASKED[:1], "completion": ASKED[1:], "system": "Be brief."}, "here", "")
+    assert lists.messages == [SYSTEM, *ASKED]
+    thought = {"role": "assistant", "content": "3", "reasoning_content": "1+2"}
+    assert to_example({"messages": [ASKED[0], thought]}, "here", "").messages[-1] == thought
+    with pytest.raises(ValueError, match="field 'system' must be text"):
+        to_example({"instruction": "a", "output": "b", "system": 3}, "here", "")
+
+
 def test_empty_columns_of_other_formats_do_not_decide():
-    record = {"messages": None, "instruction": "Add 1 and 2.", "output": "3", "input": None}
-    assert to_example(record, "here", "").messages == ASKED
+    for empty in (None, ""):
+        record = {"messages": empty, "instruction": "Add 1 and 2.", "output": "3", "input": empty, "system": empty}
+        assert to_example(record, "here", "").messages == ASKED
 
 
 @pytest.mark.parametrize(

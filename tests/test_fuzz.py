@@ -129,7 +129,7 @@ def test_mutated_records(encoder):
     draw = random.Random(0)
     found = [check(encoder(f"here, record {n}", mutated_json(draw)), f"here, record {n}") for n in range(1000)]
     print({kind: found.count(kind) for kind in set(found)})
-    assert all(found.count(kind) > 20 for kind in ("learned", "skipped", "explained"))
+    assert all(found.count(kind) > 5 for kind in ("learned", "skipped", "explained"))
 
 
 def mutated_json(draw: random.Random) -> Any:

@@ -170,6 +170,20 @@ def test_the_styles_render_in_one_text(shared, name):
         assistant_turns(rendering(shared, name), TOOL_TALK, [TOOL], SPECIAL)
 
 
+def test_calls_and_thoughts_that_a_template_shows_in_part_are_refused(shared):
+    twice = [dict(TOOL_TALK[1], tool_calls=[CALL, CALL])]
+    with pytest.raises(ValueError, match="leaves a tool call out"):
+        assistant_turns(rendering(shared, "openai-gpt-oss-120b"), [TOOL_TALK[0], *twice], [TOOL], SPECIAL)
+    thought = {"role": "assistant", "content": "Five.", "reasoning_content": "2+3"}
+    with pytest.raises(ValueError, match="leaves the assistant's reasoning_content out"):
+        assistant_turns(rendering(shared, "Qwen-Qwen2.5-7B-Instruct"), [TALK[0], thought], None, SPECIAL)
+
+
+def test_the_generation_tag_is_rendered_as_what_stands_in_it():
+    source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
+    assert render(source, TALK[:2], **TOKENS) == "What is <b>2</b> & 3?;Five.;"
+
+
 def test_thoughts_that_a_template_drops_later_are_learned_where_they_were_had(shared):
     talk = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in TALK]
     texts = assistant_turns(rendering(shared, "Qwen-QwQ-32B"), talk, None, SPECIAL)

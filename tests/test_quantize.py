@@ -194,7 +194,9 @@ def test_memory_stays_near_the_quantized_size(tmp_path):
     whole = sum(path.stat().st_size for path in tmp_path.glob("*.safetensors"))
     for kind, part in (("nf4", 0.27), ("int8", 0.51)):
         words = [sys.executable, "-c", LOADS, str(tmp_path), kind]
-        done = subprocess.run(words, env=ENV | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
+        # below a threshold, which grows to 32 MB, glibc keeps what is freed, now and then a GB of it: not ours
+        env = ENV | {"PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": "1000000"}
+        done = subprocess.run(words, env=env, capture_output=True, text=True, check=True)
         before, kept, peak = map(int, re.findall(r"\d+", done.stdout)[-3:])
         print(f"{kind}: {whole / 1e9:.2f} GB on disk, {kept / 1e9:.2f} kept, a peak of {(peak - before) / 1e9:.2f} more")
         assert kept <= part * whole

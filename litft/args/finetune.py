@@ -1,6 +1,7 @@
 """The flags of fine-tuning: groups that all methods share, and the command of each."""
 
 from dataclasses import dataclass, field
+from datetime import date
 from typing import Literal
 
 from litft.args.checks import impossible_numbers
@@ -41,20 +42,39 @@ class DataArgs:
     """Longer examples are cut, in tokens; longer texts become several. Default: the model's context, at most 2048."""
     packing: bool = True
     """Put a step's examples one behind the other, in rows of at most max_seq_length, none seeing another."""
+    date: str | None = None
+    """The day that a template writes where it writes today's, 2026-11-21. Default: today, and of a resumed run its first."""
     new_tokens: list[str] = field(default_factory=list)
     """Texts that become tokens of their own, with trained rows in the embedding and the head."""
     seed: int = 42
     """Chooses what is held out."""
 
     def problems(self) -> list[str]:
-        """What is wrong with the lists."""
+        """Everything wrong with the values that can be seen before anything is loaded."""
         wrong = [item for item in self.columns if "=" not in item.strip("=")]
         found = [f"--data.columns {item}: expected OURS=THEIRS, such as output=reply" for item in wrong]
         if self.weights and len(self.weights) != len(self.path):
             found.append(f"--data.weights has {len(self.weights)} numbers for {len(self.path)} paths; give each one")
         if any(weight < 0 for weight in self.weights) or (self.weights and not any(self.weights)):
             found.append("--data.weights must not be negative, and not all 0")
+        if any(weight > 1000 for weight in self.weights):
+            found.append("--data.weights must be at most 1000")
+        if not 0 <= self.val_fraction < 1:
+            found.append(f"--data.val_fraction {self.val_fraction}: must be at least 0, and less than 1")
+        if not 0 <= self.skip_bad <= 1:
+            found.append(f"--data.skip_bad {self.skip_bad}: must lie between 0 and 1")
+        if self.max_seq_length is not None and self.max_seq_length < 1:
+            found.append(f"--data.max_seq_length {self.max_seq_length}: must be at least 1")
+        if self.date is not None and not _is_day(self.date):
+            found.append(f"--data.date {self.date}: expected a day such as 2026-11-21")
         return found
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 @dataclass
@@ -160,7 +180,6 @@ class FinetuneArgs:
             "train.micro_batch_size": t.micro_batch_size,
             "train.max_steps": t.max_steps,
             "train.log_interval": t.log_interval,
-            "data.max_seq_length": self.data.max_seq_length,
             "eval.max_batches": self.eval.max_batches,
             "save.keep_last": self.save.keep_last,
         }
@@ -176,8 +195,6 @@ class FinetuneArgs:
             "train.warmup_fraction": t.warmup_fraction,
             "train.min_lr_ratio": t.min_lr_ratio,
             "train.label_smoothing": t.label_smoothing,
-            "data.val_fraction": self.data.val_fraction,
-            "data.skip_bad": self.data.skip_bad,
         }
         found = impossible_numbers(self)
         found += [f"--{n} {v}: must be at least 1" for n, v in at_least_one.items() if v is not None and v < 1]

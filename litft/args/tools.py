@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from litft.args.checks import impossible_numbers
+from litft.args.checks import LARGEST, impossible_numbers
 from litft.args.finetune import DataArgs
 from litft.args.methods import AdapterV2Args, LoRAArgs
 
@@ -31,8 +31,7 @@ class PrepareArgs:
         return found
 
     def _bounds(self) -> list[tuple[str, int | None, int]]:
-        sizes = [("global_batch_size", self.global_batch_size, 1), ("data.max_seq_length", self.data.max_seq_length, 1)]
-        return [*sizes, ("show", self.show, 0)]
+        return [("global_batch_size", self.global_batch_size, 1), ("show", self.show, 0)]
 
 
 @dataclass
@@ -69,6 +68,10 @@ class PlanArgs:
         for name in ("max_seq_length", "micro_batch_size", "devices", "tokens"):
             value = getattr(self, name)
             found += [f"--{name} {value}: must be at least 1"] if value is not None and value < 1 else []
+        if (self.max_seq_length or 1) * self.micro_batch_size > LARGEST:
+            found.append(
+                f"--max_seq_length {self.max_seq_length} x --micro_batch_size {self.micro_batch_size}: too many tokens"
+            )
         if self.method == "full" and self.quantize != "none":
             found.append(f"--quantize {self.quantize}: full fine-tuning changes every weight; use another method")
         if self.method != "full" and self.precision == "bf16-true":

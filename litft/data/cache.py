@@ -4,11 +4,13 @@ It lies under $XDG_CACHE_HOME/litft (default ~/.cache/litft) and may be deleted 
 a hash of all that decides its contents: file, tokenizer, template, mask, length limit, this code.
 """
 
+import ctypes
 import fcntl
 import hashlib
 import os
 import shutil
 import signal
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -18,6 +20,7 @@ from importlib.metadata import version
 from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
+from typing import TextIO
 
 from tqdm import tqdm
 
@@ -26,7 +29,9 @@ from litft.data.locate import File, HubSplit
 from litft.data.samples import Encoded, Encoder
 from litft.data.store import NAMED, Report, Store, Writer
 
+SKIP = "--data.skip_bad allows a share of bad ones"
 CHUNK = 250  # records that a process tokenizes at once; where there are more than eight of these, several do
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h: end with the process that forked us
 PROCESSES = 16  # at most: one process reads and writes, which is about a sixteenth of the work
 
 
@@ -36,21 +41,31 @@ def prepare(file: File | HubSplit, encoder: Encoder, allowed: float) -> Store:
     allowed: the part of the records that may be bad. Raises ValueError that lists them where there are more.
     """
     folder = cache_folder() / _key(file, encoder)
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_suffix(".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / "report.json").is_file():
-                _write(file, encoder, allowed, folder)
-    except OSError as error:
-        if error.filename and not str(error.filename).startswith(str(cache_folder())):
-            raise
-        raise ValueError(
-            f"the cache of tokenized data, {folder}: {error.strerror}; XDG_CACHE_HOME names another place"
-        ) from None
-    store = Store(folder)
+    store = Store.opened(folder)
+    if store is None:
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with folder.with_suffix(".lock").open("w") as lock:
+                _wait(lock, file.label)
+                if Store.opened(folder) is None:
+                    _write(file, encoder, allowed, folder, lock)
+        except OSError as error:
+            if error.filename and not str(error.filename).startswith(str(cache_folder())):
+                raise
+            remedy = "XDG_CACHE_HOME names another place"
+            raise ValueError(f"the cache of tokenized data, {folder}: {error.strerror}; {remedy}") from None
+        store = Store(folder)
     _check_bad(file.label, store.report, allowed)
     return store
+
+
+def _wait(lock: TextIO, label: str) -> None:
+    """Until no other process holds the lock."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        print(f"another process is tokenizing {label}; waiting for it", file=sys.stderr, flush=True)
+        fcntl.flock(lock, fcntl.LOCK_EX)
 
 
 def cache_folder() -> Path:
@@ -74,18 +89,19 @@ def _code() -> str:
     return hashlib.sha256(b"".join([path.read_bytes() for path in ours]) + repr(theirs).encode()).hexdigest()
 
 
-def _write(file: File | HubSplit, encoder: Encoder, allowed: float, folder: Path) -> None:
+def _write(file: File | HubSplit, encoder: Encoder, allowed: float, folder: Path, lock: TextIO) -> None:
     """Fill the cache's entry, under its name only when complete."""
     partial = folder.with_suffix(".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed: the lock is ours
+    for left in (partial, folder):  # of a process that was killed, or damaged: the lock is ours
+        shutil.rmtree(left, ignore_errors=True)
     writer = Writer(partial, encoder.tokenizer.special_ids)
     try:
         with tqdm(desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3) as bar:
-            for encoded in encode(file.records(), encoder):
+            for encoded in encode(file.records(), encoder, lock):
                 writer.add(encoded)
                 bar.update()
                 if writer.report.bad[0] == NAMED and not allowed:  # enough to mend at once
-                    break
+                    raise ValueError("\n".join(writer.report.bad[1]) + f"\nreading {file.label} ended here; {SKIP}")
         _check_bad(file.label, writer.report, allowed)
         writer.close()
         partial.rename(folder)
@@ -98,12 +114,11 @@ def _check_bad(name: str, report: Report, allowed: float) -> None:
     count, first = report.bad
     if count > allowed * report.records:
         more = f"\nand {count - len(first):,} more" if count > len(first) else ""
-        share = f"\n{count:,} of {report.records:,} records of {name} are bad" if count > 1 or allowed else ""
-        remedy = "; --data.skip_bad allows a share of them" if share else ""
-        raise ValueError("\n".join(first) + more + share + remedy)
+        share = f"\n{count:,} of {report.records:,} records of {name} are bad; {SKIP}" if count > 1 or allowed else ""
+        raise ValueError("\n".join(first) + more + share)
 
 
-def encode(records: Records, encoder: Encoder) -> Iterator[Encoded]:
+def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded]:
     """What becomes of each record, in order; many records are shared out among processes."""
     chunks = iter(lambda: list(islice(records, CHUNK)), [])
     first = list(islice(chunks, 9))
@@ -111,12 +126,12 @@ def encode(records: Records, encoder: Encoder) -> Iterator[Encoded]:
     if len(first) < 9 or workers == 1:
         yield from (encoder(where, record) for chunk in chain(first, chunks) for where, record in chunk)
     else:
-        yield from _in_parallel(chain(first, chunks), encoder, workers)
+        yield from _in_parallel(chain(first, chunks), encoder, workers, lock)
 
 
-def _in_parallel(chunks: Iterable[list], encoder: Encoder, workers: int) -> Iterator[Encoded]:
+def _in_parallel(chunks: Iterable[list], encoder: Encoder, workers: int, lock: TextIO) -> Iterator[Encoded]:
     # forked: the tokenizer need not travel, and the script that started us need not be run again
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (encoder,))
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (encoder, lock, os.getpid()))
     try:
         waiting = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers))
         while waiting:
@@ -133,9 +148,14 @@ def _in_parallel(chunks: Iterable[list], encoder: Encoder, workers: int) -> Iter
 _encoder: Encoder  # of a process of the pool
 
 
-def _begin(encoder: Encoder) -> None:
+def _begin(encoder: Encoder, lock: TextIO, parent: int) -> None:
     global _encoder
     _encoder = encoder
+    lock.close()  # or a killed run would leave it with us
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it has died before it could be said
+            os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's to answer
 

@@ -266,10 +266,17 @@ def _parquet(path: Path, file: BinaryIO) -> Records:
         index = 0
         for batch in source.iter_batches(batch_size=256):
             for record in batch.to_pylist():
-                yield f"{path}, row {index}", record
+                yield f"{path}, row {index}", {name: without_nulls(value) for name, value in record.items()}
                 index += 1
     except (OSError, ValueError, TypeError, KeyError) as error:  # pyarrow's own are among these
         raise ValueError(f"{path} is no whole Parquet file ({str(error)[:200]}); get it again") from None
+
+
+def without_nulls(value: Any) -> Any:
+    """A nested value without the entries that are there because others of their kind have them: Arrow's structs do so."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    return [without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(path: Path, file: BinaryIO) -> Records:

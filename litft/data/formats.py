@@ -20,6 +20,7 @@ SHAREGPT = {
     "system": "system",
 }
 WEIGHTS = ("train", "loss_weight", "weight")  # a turn's fields that say whether the loss counts it
+KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # texts of a message that templates may show
 # what some files put behind every answer: the chat template ends it with the model's own token
 ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
 
@@ -60,7 +61,7 @@ def recognise(record: Record, where: str) -> str:
     """The name of a record's format; ValueError where none has its fields."""
     for filled in (True, False):  # a table has columns of other formats too, which are empty
         for name, form in FORMATS.items():
-            if all(field in record and (record[field] is not None or not filled) for field in form.fields):
+            if all(field in record and (record[field] not in (None, "") or not filled) for field in form.fields):
                 return name
     known = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
     found = ", ".join(map(repr, record))[:200] or "none"
@@ -88,6 +89,8 @@ def without_end(text: str) -> str:
     """An answer without the end token that a file has written behind it."""
     bare = text.rstrip()
     end = next((end for end in ENDS if bare.endswith(end)), None)
+    if end == "</s>" and "<s>" in bare:  # HTML that strikes something out
+        end = None
     return bare.removesuffix(end) if end else text
 
 
@@ -99,10 +102,16 @@ def text_of(record: Record, name: str, where: str) -> str:
     return value or ""
 
 
-def _turns(record: Record, asked: str, answer: str) -> list[Message]:
+def _turns(record: Record, where: str, asked: str, answer: str) -> list[Message]:
     """A question and its answer, behind the record's own system prompt where it has one."""
-    system = [{"role": "system", "content": record["system"]}] if isinstance(record.get("system"), str) else []
+    system = _system(record, where)
     return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def _system(record: Record, where: str) -> list[Message]:
+    """The record's own system prompt, where it has one."""
+    text = text_of(record, "system", where)
+    return [{"role": "system", "content": text}] if text.strip() else []
 
 
 def _asked_and_answered(asked: str, answer: str, context: str | None = None, prefix: str = "") -> Callable:
@@ -110,11 +119,12 @@ def _asked_and_answered(asked: str, answer: str, context: str | None = None, pre
 
     def convert(record: Record, where: str, template: str) -> Example:
         if isinstance(record.get(asked), list) and isinstance(record.get(answer), list):
-            return Example(check_messages(record[asked] + record[answer], where), read_tools(record.get("tools"), where))
+            messages = check_messages(_system(record, where) + record[asked] + record[answer], where)
+            return Example(messages, read_tools(record.get("tools"), where))
         question = prefix + text_of(record, asked, where)
         if context:
             question = user_content(question, text_of(record, context, where), template)
-        return Example(_turns(record, question, text_of(record, answer, where)))
+        return Example(_turns(record, where, question, text_of(record, answer, where)))
 
     return convert
 
@@ -143,7 +153,7 @@ def _message(message: Any, where: str) -> Message:
     if not isinstance(content, str):
         raise ValueError(f"{where} has no text as its 'content'")
     checked = {"role": message["role"], "content": content}
-    checked |= {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
+    checked |= {name: message[name] for name in KEPT if isinstance(message.get(name), str)}
     if calls:
         checked["tool_calls"] = calls
     if not _counts(message, where):
@@ -215,7 +225,7 @@ def _conversations(record: Record, where: str, template: str) -> Example:
     turns = record["conversations"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: 'conversations' must be a list with at least one turn")
-    system = [{"role": "system", "content": record["system"]}] if isinstance(record.get("system"), str) else []
+    system = _system(record, where)
     if all(isinstance(turn, str) for turn in turns):
         return Example([*system, *({"role": ("user", "assistant")[n % 2], "content": t} for n, t in enumerate(turns))])
     messages: list[Message] = system
@@ -223,8 +233,11 @@ def _conversations(record: Record, where: str, template: str) -> Example:
         message = _shared_turn(turn, f"{where}: turn {number}")
         last = messages[-1] if messages else {}
         if message["role"] == last.get("role") == "assistant":  # what was said, and then called
-            last["content"] += message["content"]
-            last.setdefault("tool_calls", []).extend(message.get("tool_calls", []))
+            last["content"] = "\n\n".join(filter(None, (last["content"], message["content"])))
+            if "train" in message:
+                last["train"] = False
+            if calls := last.get("tool_calls", []) + message.get("tool_calls", []):
+                last["tool_calls"] = calls
         else:
             messages.append(message)
     return Example(messages, read_tools(record.get("tools"), where))
@@ -255,12 +268,14 @@ _GUANACO = re.compile(r"###\s*(Human|Assistant)\s*:")
 def _text(record: Record, where: str, template: str) -> Example:
     """guanaco's `### Human: ... ### Assistant: ...`, else plain text."""
     text, begins, ends = text_of(record, "text", where), *(record.get(name) is not False for name in ("begins", "ends"))
-    _, *found = _GUANACO.split(text)
+    before, *found = _GUANACO.split(text)
     speakers, said = found[::2], found[1::2]
     if not (text.lstrip().startswith("###") and "Assistant" in speakers):
         return Example([], text=text, begins=begins, ends=ends)
     roles = {"Human": "user", "Assistant": "assistant"}
-    return Example([{"role": roles[who], "content": what.strip()} for who, what in zip(speakers, said, strict=True)])
+    system = re.sub(r"^\s*#+\s*System\s*:", "", before).strip()
+    messages = [{"role": "system", "content": system}] if system else []
+    return Example(messages + [{"role": roles[w], "content": what.strip()} for w, what in zip(speakers, said, strict=True)])
 
 
 FORMATS: dict[str, Format] = {

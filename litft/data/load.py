@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from dataclasses import dataclass
+from datetime import date
 from functools import cached_property
 from pathlib import Path
 
@@ -28,6 +29,8 @@ class Data:
     weights: list[float]  # how often an epoch passes over each of the training stores
     reports: dict[str, Report]  # by what the file is called
     limit: int  # tokens of the longest sample
+    template: str  # whose it is
+    context: int  # tokens that the model was made for
 
     def count(self, *notes: str) -> int:
         """Examples of both splits that one of these things happened to."""
@@ -67,7 +70,8 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     No other process is spoken to, so it can run before they meet. Raises ValueError naming file and record for unreadable
     data, and for tokens that the model has no embedding for.
     """
-    choose_template(args.template, tokenizer)
+    template = choose_template(args.template, tokenizer)
+    tokenizer.day = args.date or (date.today().isoformat() if tokenizer.tells_date else None)
     limit = args.max_seq_length or min(context, 2048)
     columns = dict(item.split("=", 1) for item in args.columns)
     encoder = Encoder(tokenizer, limit, args.format, columns, args.mask_prompt, args.train_on == "last")
@@ -79,20 +83,32 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [(s, out) for s, _, out in halves]
     weights = args.weights or [1.0] * len(train)
     reports = {file.label: store.report for file, store in stores.items()}
-    data = Data(Samples.of([(s, kept) for s, kept, _ in halves]), Samples.of(held_out), weights, reports, limit)
+    data = Data(
+        Samples.of([(s, kept) for s, kept, _ in halves]), Samples.of(held_out), weights, reports, limit, template, context
+    )
+    if not sum(round(n * weight) for n, weight in zip(data.train.sizes, weights, strict=True)) and len(data.train):
+        raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
     if not len(data.train):
-        raise ValueError(
-            f"no example has an answer within {limit} tokens: all {data.skipped} were skipped; raise --data.max_seq_length "
-            f"(the model's context is {context})"
-        )
+        raise ValueError(_nothing_left(data, context))
     # generation must stop at the special tokens that close a turn here, also where no file names them
     ends = {token for report in reports.values() for token in report.ends}
     tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
     return data
 
 
-def choose_template(choice: str, tokenizer: Tokenizer) -> None:
-    """Make `tokenizer` render with the template asked for: auto (its own, else Alpaca), a style by name, or a jinja file."""
+def _nothing_left(data: Data, context: int) -> str:
+    notes = {note: count for report in data.reports.values() for note, (count, _) in report.notes.items()}
+    if CUT_AWAY in notes:
+        remedy = f"all {data.skipped} were skipped; raise --data.max_seq_length (the model's context is {context})"
+        return f"no example has an answer within {data.limit} tokens: {remedy}"
+    return f"nothing is left to learn from: {'; '.join(f'{count:,} {note}' for note, count in notes.items())}"
+
+
+def choose_template(choice: str, tokenizer: Tokenizer) -> str:
+    """Make `tokenizer` render with the template asked for: auto (its own, else Alpaca), a style by name, or a jinja file.
+
+    Returns whose it is, in words.
+    """
     if choice in STYLES:
         tokenizer.use_template(STYLES[choice])
     elif choice != "auto":
@@ -100,12 +116,18 @@ def choose_template(choice: str, tokenizer: Tokenizer) -> None:
             raise ValueError(
                 f"--data.template {choice}: no such file; use auto, {', '.join(STYLES)}, or a jinja file's path"
             )
-        tokenizer.use_template(Path(choice).read_text("utf-8"))
+        try:
+            tokenizer.use_template(Path(choice).read_text("utf-8"))
+        except UnicodeDecodeError:
+            raise ValueError(f"--data.template {choice} is no UTF-8 text; name a jinja file") from None
+    if choice == "auto":
+        return "the checkpoint's own" if tokenizer.own_template else "Alpaca style, since the checkpoint has none"
+    return choice
 
 
 def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
     """Control tokens that the template writes and the tokenizer does not know: they are spelled out in pieces."""
-    written = dict.fromkeys(re.findall(r"<\|\w+\|>|<(?:start|end)_of_turn>", tokenizer.chat_template))
+    written = dict.fromkeys(re.findall(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>", tokenizer.chat_template))
     return [text for text in written if tokenizer.token_id(text) is None]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from litft.args import DataArgs
-from litft.data.files import PACKED, READERS, Records, existing, read_records, suffixes
+from litft.data.files import PACKED, READERS, Records, existing, read_records, suffixes, without_nulls
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -51,7 +51,7 @@ class HubSplit(NamedTuple):
     def records(self) -> Records:
         """Its records, with labels."""
         for index, record in enumerate(self.dataset()):
-            yield f"{self.label} {index}", record
+            yield f"{self.label} {index}", {name: without_nulls(value) for name, value in record.items()}
 
     def digest(self) -> str:
         """The hash of what it holds."""
@@ -87,10 +87,10 @@ def _splits(path: str, subset: str | None) -> dict[str, File | HubSplit]:
     if Path(path).is_dir():
         files = [*Path(path).iterdir()]
         names = {split: [f"{stem}{end}" for stem in stems for end in _endings()] for split, stems in SPLITS.items()}
-        first = {
-            split: next((f for n in known for f in files if f.name.lower() == n), None) for split, known in names.items()
-        }
-        return {split: File(str(file)) for split, file in first.items() if file}
+        found = {split: sorted(f.name for f in files if f.name.lower() in known) for split, known in names.items()}
+        if several := next((several for several in found.values() if len(several) > 1), None):
+            raise ValueError(f"{path} holds {' and '.join(several)}; which is meant? name the files with --data.path")
+        return {split: File(str(Path(path) / one[0])) for split, one in found.items() if one}
     if Path(path).exists() or not _HUB_ID.fullmatch(path) or suffixes(Path(path))[0] in READERS:
         return {"train": File(path)}
     parts = _hub(path, subset)

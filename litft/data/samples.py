@@ -123,8 +123,9 @@ class Encoder:
         """A text as consecutive samples of full length; each of its tokens is a target once."""
         if not example.text.strip():
             return
-        bos = self.tokenizer.adds_bos and example.begins
-        ids = self.tokenizer.encode(example.text, bos=bos, eos=example.ends and self.tokenizer.eos_id is not None)
+        ids = self.tokenizer.encode(example.text, bos=None if example.begins else False)
+        if example.ends and ids[-1] not in self.tokenizer.stop_ids:  # the text has neither where it brings its own
+            ids.append(self.tokenizer.eos_id if self.tokenizer.eos_id is not None else self.tokenizer.stop_ids[-1])
         for start in range(0, len(ids) - 1, self.limit):
             yield np.array(ids[start : start + self.limit + 1], np.uint32) | LEARNED
 
@@ -136,9 +137,11 @@ class Encoder:
             raise ValueError(f"the last message is the {last}'s, and none the assistant's; there is no answer to learn")
         if turns[-1] + 1 < len(example.messages):
             encoded.notes.append(UNANSWERED)
-        messages = []
+        messages, template = [], self.tokenizer.chat_template
         for message in example.messages[: turns[-1] + 1]:
             clean = {name: value for name, value in message.items() if name != "train"}
+            if message["role"] == "developer" and "developer" not in template:
+                clean["role"] = "system"  # OpenAI's newer name of it
             if message["role"] == "assistant" and (bare := without_end(message["content"])) != message["content"]:
                 encoded.notes += [END_TEXT] * (END_TEXT not in encoded.notes)
                 clean["content"] = bare

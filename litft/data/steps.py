@@ -17,7 +17,7 @@ from torch import Tensor
 from litft.data.samples import Sample
 from litft.loss import IGNORED
 
-RANKED = 2_000_000  # samples of a run that `heaviest` looks at
+RANKED, LAID_OUT = 2_000_000, 200_000  # samples of a run that `heaviest` looks at, and that it lays out
 
 
 @dataclass(frozen=True)
@@ -104,14 +104,15 @@ class Layout:
 def heaviest(lengths: np.ndarray, order: Order, layout: Layout, samples: int, size: int) -> list[list[int]]:
     """The micro-batch with the most tokens, padding included, of a run over `samples` in steps of `size`: rows of numbers.
 
-    Steps are ranked by what their sums and longest samples promise, and the first few laid out.
+    Of long runs, steps are ranked by what their sums and longest samples promise, and the first thousands laid out.
     """
     numbers = np.array(order.indices(0, min(samples, RANKED)))
     starts = np.arange(0, len(numbers), size)
     sums, longest = (ufunc.reduceat(lengths[numbers], starts) for ufunc in (np.add, np.maximum))
     counts = np.ceil(sums / layout.room) if layout.room else np.minimum(size, len(numbers) - starts)
     width = np.maximum(longest, sums / counts) if layout.room else longest
-    first = np.argsort(-width * np.minimum(np.ceil(counts / layout.ranks), layout.rows), kind="stable")[:16]
+    promised = width * np.minimum(np.ceil(counts / layout.ranks), layout.rows)
+    first = np.argsort(-promised, kind="stable")[: max(16, LAID_OUT // size)]
 
     def batches(step: int) -> Iterator[list[list[int]]]:
         chosen = numbers[starts[step] : starts[step] + size]

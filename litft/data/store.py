@@ -115,6 +115,17 @@ class Store:
             np.load(folder / f"{name}.npy") for name in ("offsets", "supervised", "units", "digests")
         )
 
+    @classmethod
+    def opened(cls, folder: Path) -> "Store | None":
+        """The store of a folder; None where it holds none, or not all of one."""
+        try:
+            store = cls(folder)
+            count, size = store.report.samples, (folder / "tokens.bin").stat().st_size
+            whole = size == 4 * store.offsets[-1] and len(store.offsets) == count + 1
+            return store if whole and all(len(a) == count for a in (store.supervised, store.units, store.digests)) else None
+        except (OSError, ValueError, TypeError, EOFError, IndexError):
+            return None
+
     @cached_property
     def _tokens(self) -> np.ndarray:
         path = self.folder / "tokens.bin"
