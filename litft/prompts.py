@@ -59,7 +59,7 @@ def _raise(message: str) -> NoReturn:
 
 
 def render(
-    source: str, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **tokens: str
+    source: str, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **tokens: Any
 ) -> str:
     """The template's text for `messages`, each {"role": ..., "content": ...}; `tokens` are bos_token and the like.
 
@@ -127,8 +127,11 @@ def _turns(render: Render, messages: list[Message], tools: list | None, special:
 def _turn(render: Render, messages: list[Message], tools: list | None, special: Collection[str]) -> Turn:
     """The last of the messages."""
     *earlier, message = messages
-    before, text = render(earlier, tools=tools, add_generation_prompt=True), render(messages, tools=tools)
     words, calls = message["content"] or "", message.get("tool_calls")
+    # some prompts close the thought at once unless it is asked for
+    thinking = {"enable_thinking": True} if "</think>" in words else {}
+    before = render(earlier, tools=tools, add_generation_prompt=True, **thinking)
+    text = render(messages, tools=tools)
     if calls and not (_shows(render, messages, tools, text, tool_calls=None) and _shows_all(render, messages, tools, text)):
         raise _LeftOut("the chat template leaves a tool call out; pass another --data.template")
     for thought in ("reasoning_content", "thinking"):

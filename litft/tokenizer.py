@@ -246,11 +246,11 @@ class Tokenizer:
         return self._backend.decode([int(i) for i in ids], skip_special)
 
     def apply_chat_template(
-        self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False
+        self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **variables: Any
     ) -> str:
-        """The conversation as the text the model reads; encode it with `bos=False`."""
+        """The conversation as the text the model reads; encode it with `bos=False`. `variables` are the template's own."""
         day = {"day": self.day} if self.day else {}
-        return render(self.chat_template, messages, tools, add_generation_prompt, **day, **self.special)
+        return render(self.chat_template, messages, tools, add_generation_prompt, **day, **self.special, **variables)
 
     def choices(self) -> dict[str, Any]:
         """What a run has decided beside the folder's files."""

@@ -187,7 +187,8 @@ def test_the_generation_tag_is_rendered_as_what_stands_in_it():
 def test_thoughts_that_a_template_drops_later_are_learned_where_they_were_had(shared):
     talk = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in TALK]
     texts = assistant_turns(rendering(shared, "Qwen-QwQ-32B"), talk, None, SPECIAL)
-    assert learned(texts) == ["<think>\n2+3\n</think>\n\nFive.<|im_end|>", 'Yes, "sure".<|im_end|>']
+    assert learned(texts) == ["2+3\n</think>\n\nFive.<|im_end|>", 'Yes, "sure".<|im_end|>']  # the prompt opens the thought
+    assert texts[0][0].count("<think>") == texts[0][0].count("</think>") == 1
     assert "2+3" not in texts[1][0]
     opened = learned(assistant_turns(rendering(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), talk, None, SPECIAL))
     assert opened[0] == "2+3\n</think>\n\nFive.<｜end▁of▁sentence｜>"  # its prompt has said <think>
