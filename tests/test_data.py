@@ -286,6 +286,10 @@ def test_a_format_and_columns_by_name(tmp_path, tiny):
     path = write(tmp_path / "a.json", [{"text": "one", "label": "two"}])
     ((sample),) = load(path, tokenizer, columns=["prompt=text", "completion=label"]).train
     assert said(sample, tokenizer).split() == ["two</s>"]
+    with pytest.raises(ValueError, match=r"--data.columns foo=...: no format has that field; known: answer, "):
+        load(path, tokenizer, columns=["foo=text"])
+    with pytest.raises(ValueError, match=r"is a folder; name a file of examples in it"):
+        load(path, tokenizer, val_path=str(tmp_path), columns=["prompt = text", "completion=label"])
     with pytest.raises(ValueError, match=r"record 0: --data.format alpaca needs the fields instruction, output"):
         load(path, tokenizer, format="alpaca")
 
@@ -343,7 +347,7 @@ def test_what_decides_the_tokens_decides_the_entry(tmp_path, tiny, own_cache):
     load(path, Tokenizer(tiny))
     assert entries(own_cache) == {first}
     changes = [{"mask_prompt": False}, {"train_on": "last"}, {"max_seq_length": 250}, {"template": "vicuna"}]
-    changes += [{"columns": ["x=y"]}, {"format": "messages"}]
+    changes += [{"columns": ["context=y"]}, {"format": "messages"}]
     for number, change in enumerate(changes, 2):
         load(path, Tokenizer(tiny), **change)
         assert len(entries(own_cache)) == number, change

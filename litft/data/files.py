@@ -47,6 +47,8 @@ def read_records(path: Path) -> Records:
 
 def existing(path: Path) -> Path:
     """The same path; ValueError where there is no file."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; name a file of examples in it")
     if not path.is_file():
         raise ValueError(f"{path} does not exist; name a file of examples, or for training a folder with both splits")
     return path

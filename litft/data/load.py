@@ -13,6 +13,7 @@ import torch
 
 from litft.args import DataArgs
 from litft.data.cache import prepare
+from litft.data.formats import FORMATS
 from litft.data.locate import locate
 from litft.data.samples import BLANK, CUT, CUT_AWAY, EMPTY, MASKED, Encoder
 from litft.data.store import Report, Samples, Store
@@ -73,8 +74,7 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     template = choose_template(args.template, tokenizer)
     tokenizer.day = args.date or (date.today().isoformat() if tokenizer.tells_date else None)
     limit = args.max_seq_length or min(context, 2048)
-    columns = dict(item.split("=", 1) for item in args.columns)
-    encoder = Encoder(tokenizer, limit, args.format, columns, args.mask_prompt, args.train_on == "last")
+    encoder = Encoder(tokenizer, limit, args.format, _columns(args), args.mask_prompt, args.train_on == "last")
     train, val = locate(args)
     stores = {file: prepare(file, encoder, args.skip_bad) for file in dict.fromkeys([*train, *val])}
     for store in stores.values():
@@ -94,6 +94,16 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     ends = {token for report in reports.values() for token in report.ends}
     tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
     return data
+
+
+def _columns(args: DataArgs) -> dict[str, str]:
+    """Our name of each field that has another in the files; ValueError for one that no format has."""
+    pairs = (item.split("=", 1) for item in args.columns)
+    columns = {ours.strip(): theirs.strip() for ours, theirs in pairs}
+    known = sorted({name for form in FORMATS.values() for name in form.fields + form.optional})
+    if unknown := [ours for ours in columns if ours not in known]:
+        raise ValueError(f"--data.columns {unknown[0]}=...: no format has that field; known: {', '.join(known)}")
+    return columns
 
 
 def _nothing_left(data: Data, context: int) -> str:
