@@ -72,7 +72,7 @@ CHAT_TEMPLATE = """\
 """
 
 RECIPE = """\
-# LoRA on the embedded demo: from no right answer to more than nine in ten, in less than a minute on two CPU cores
+# LoRA on the embedded demo: from no right answer to more than nine in ten, in a minute on two CPU cores
 train: {epochs: 6, global_batch_size: 32, micro_batch_size: 8,
         learning_rate: 0.002, warmup_fraction: 0.05, lr_schedule: cosine}
 lora: {r: 16, alpha: 32, dropout: 0.0, targets: [all-linear]}
