@@ -35,7 +35,7 @@ def attend(
     if q.size(2) == 1 and window is not None:  # decoding: the newest token sees the last keys, no mask needed
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
     if documents is not None and cache is None and q.device.type == "cpu":
-        return _attend_each(q, k, v, documents, window, softcap, sinks, scale)
+        return _attend_each(q, k, v, documents, window=window, softcap=softcap, sinks=sinks, scale=scale)
     if softcap is not None or sinks is not None:
         return attend_plainly(q, k, v, visible(q, k, documents, window), softcap, sinks, scale)
     grouped = q.size(1) != k.size(1)
@@ -46,14 +46,13 @@ def attend(
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
 
 
-def _attend_each(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, *settings: Any) -> Tensor:
+def _attend_each(q: Tensor, k: Tensor, v: Tensor, documents: Tensor, **settings: Any) -> Tensor:
     """Document after document: no kernel of the CPU skips what a mask hides, and most of a packed row is hidden."""
-    window, softcap, sinks, scale = settings
     rows = []
     for row, ids in enumerate(documents):
         lengths = ids.unique_consecutive(return_counts=True)[1].tolist()
         parts = zip(*(x[row : row + 1].split(lengths, dim=2) for x in (q, k, v)), strict=True)
-        rows.append(torch.cat([attend(*part, None, window, softcap, sinks, None, scale) for part in parts], dim=2))
+        rows.append(torch.cat([attend(*part, **settings) for part in parts], dim=2))
     return torch.cat(rows)
 
 

@@ -89,6 +89,12 @@ class Source:
         with torch.device("meta"):
             return GPT(self.config)
 
+    def check_length(self, flag: str, tokens: int | None) -> None:
+        """ValueError where the model has no positions for so many tokens."""
+        context = self.config.context
+        if self.config.learned_positions and tokens and tokens > context:
+            raise ValueError(f"{flag} {tokens}: this model has learned {context} positions and no more; lower it")
+
     def check(self) -> None:
         """Compare the weight files' names and shapes with the config, without reading data."""
         check_weights(self.meta_model(), self.checkpoint, self.stored_rules)

@@ -58,8 +58,7 @@ def pick_full_precision(precision: str, device: torch.device, parameters: int) -
     precision, asked = pick_precision(precision, device), precision
     if asked != "auto" or device.type != "cuda":
         return precision
-    memory = torch.cuda.get_device_properties(device).total_memory
-    return "bf16" if 18 * parameters < 0.9 * memory else "bf16-true"
+    return "bf16" if 18 * parameters < 0.9 * memory_there(device) else "bf16-true"
 
 
 def memory_there(device: torch.device) -> int:

@@ -20,7 +20,7 @@ from litft.args import (
     PrepareArgs,
     TrainArgs,
 )
-from litft.data.load import Data, load_data, unknown_tokens
+from litft.data.load import Data, length_limit, load_data, unknown_tokens
 from litft.data.samples import Sample
 from litft.data.steps import Layout, Order, cells, heaviest
 from litft.data.store import Report
@@ -43,7 +43,7 @@ class Preview:
     """A run as its flags and its data plan it."""
 
     def __init__(self, args: FinetuneArgs, data: Data, tokenizer: Tokenizer, ranks: int) -> None:
-        self.args, self.data = args, data
+        self.data = data
         self.unknown = unknown_tokens(tokenizer)
         self.size = args.train.global_batch_size
         self.layout = layout_of(args, data.limit, ranks)
@@ -55,12 +55,13 @@ class Preview:
     def shape(self) -> Shape:
         """The largest micro-batch, and whether it is one of several of its step."""
         rows = self.heaviest
-        several = any(len(self._planned(step)) > self.layout.ranks for step in range(min(self.steps, 16)))
+        steps = range(min(self.steps, 16))
+        several = any(len(self.layout.plan(self._lengths(step).tolist())) > self.layout.ranks for step in steps)
         return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several)
 
-    def _planned(self, step: int) -> list[list[list[int]]]:
-        chosen = self.order.indices(step * self.size, min((step + 1) * self.size, self.samples))
-        return self.layout.plan(self.data.train.lengths[chosen].tolist())
+    def _lengths(self, step: int) -> np.ndarray:
+        """Of a step's samples."""
+        return self.data.train.lengths[self.order.indices(step * self.size, min((step + 1) * self.size, self.samples))]
 
     def flops(self, plan: Plan) -> float:
         """Of the whole run."""
@@ -110,13 +111,11 @@ class Preview:
 
     def packing_line(self) -> str:
         """How full the rows are, over the first 200 steps."""
-        lengths, fed, slots, rows = self.data.train.lengths, 0, 0, 0
-        steps = range(min(self.steps, 200))
-        for step in steps:
-            chosen = lengths[self.order.indices(step * self.size, min((step + 1) * self.size, self.samples))]
-            fed += int(chosen.sum())
-            for batch in self.layout.plan(chosen.tolist()):
-                slots, rows = slots + cells(chosen, batch), rows + len(batch)
+        fed, slots, rows, steps = 0, 0, 0, range(min(self.steps, 200))
+        for lengths in map(self._lengths, steps):
+            fed += int(lengths.sum())
+            for batch in self.layout.plan(lengths.tolist()):
+                slots, rows = slots + cells(lengths, batch), rows + len(batch)
         room = f"packed into rows of at most {self.data.limit:,} tokens" if self.layout.room else "a row for each example"
         return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / slots:.1%} padding"
 
@@ -240,16 +239,18 @@ def prepare_data(args: PrepareArgs) -> None:
 
 def plan(args: PlanArgs) -> None:
     """Say what a method needs for a model, from its config.json alone."""
-    makes = {"lora": LoRAFinetuneArgs, "adapter": AdapterFinetuneArgs, "adapter_v2": AdapterV2FinetuneArgs}
-    own = {"lora": {"lora": args.lora}, "adapter": {"adapter": args.adapter}, "adapter_v2": {"adapter": args.adapter}}
-    finetuning = makes.get(args.method, FullFinetuneArgs)(**own.get(args.method, {}))
-    source, method = resolve(args.checkpoint_dir), method_of(finetuning)
+    finetuning = {
+        "lora": LoRAFinetuneArgs(lora=args.lora),
+        "adapter": AdapterFinetuneArgs(adapter=args.adapter),
+        "adapter_v2": AdapterV2FinetuneArgs(adapter=args.adapter),
+        "full": FullFinetuneArgs(),
+    }
+    source, method = resolve(args.checkpoint_dir), method_of(finetuning[args.method])
     if source.adapter:
         raise ValueError(f"{source.adapter} is an adapter; name its base, {source.base}, and the method's flags")
     method.choose(source.meta_model(), source.adapter_rules)
-    tokens = args.max_seq_length or min(source.config.context, 2048)
-    if source.config.learned_positions and tokens > source.config.context:
-        raise ValueError(f"--max_seq_length {tokens}: this model has learned {source.config.context} positions and no more")
+    source.check_length("--max_seq_length", args.max_seq_length)
+    tokens = length_limit(args.max_seq_length, source.config.context)
     found = predict(source, method, args.precision, args.quantize, Shape(args.micro_batch_size, tokens, args.accumulate))
     flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"

@@ -59,22 +59,25 @@ def _raise(message: str) -> NoReturn:
 
 
 def render(
-    source: str, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **tokens: Any
+    source: str,
+    messages: list[Message],
+    tools: list | None = None,
+    add_generation_prompt: bool = False,
+    day: str | None = None,
+    **variables: Any,
 ) -> str:
-    """The template's text for `messages`, each {"role": ..., "content": ...}; `tokens` are bos_token and the like.
+    """The template's text for `messages`, each {"role": ..., "content": ...}; `variables` are bos_token and the like.
 
-    A template that asks for today's date gets it, or the `day` (ISO 8601) given among the tokens.
-
-    Raises ValueError where the template is broken or refuses the messages (a system turn it has no place for, say).
+    day: what a template gets that asks for today's date (ISO 8601), default today's. Raises ValueError where the template
+    is broken or refuses the messages (a system turn it has no place for, say).
     """
-    day = datetime.date.fromisoformat(tokens.pop("day", None) or datetime.date.today().isoformat())
-    given = dict(messages=messages, add_generation_prompt=add_generation_prompt, documents=None, **tokens)
-    given["strftime_now"] = day.strftime
+    today = datetime.date.fromisoformat(day) if day else datetime.date.today()
+    given = dict(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, documents=None, **variables)
     try:
-        return _compile(source).render(tools=tools, **given)
+        return _compile(source).render(strftime_now=today.strftime, **given)
     except _TEMPLATE_ERRORS as error:
         if tools is None and "tools" in source:  # some templates count the tools without asking whether there are any
-            return render(source, messages, [], add_generation_prompt, day=day.isoformat(), **tokens)
+            return render(source, messages, [], add_generation_prompt, day, **variables)
         raise ValueError(f"the chat template cannot render this conversation: {error}") from None
 
 

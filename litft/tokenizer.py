@@ -249,8 +249,7 @@ class Tokenizer:
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **variables: Any
     ) -> str:
         """The conversation as the text the model reads; encode it with `bos=False`. `variables` are the template's own."""
-        day = {"day": self.day} if self.day else {}
-        return render(self.chat_template, messages, tools, add_generation_prompt, **day, **self.special, **variables)
+        return render(self.chat_template, messages, tools, add_generation_prompt, self.day, **self.special, **variables)
 
     def choices(self) -> dict[str, Any]:
         """What a run has decided beside the folder's files."""

@@ -50,10 +50,8 @@ def finetune(args: FinetuneArgs) -> Path | None:
     job = Job(args, source)
     if job.quantize != "none":
         bitsandbytes()  # where it is missing, that is said before the data is read
-    context, limit = source.config.context, args.data.max_seq_length
-    if source.config.learned_positions and limit and limit > context:
-        raise ValueError(f"--data.max_seq_length {limit}: this model has learned {context} positions and no more; lower it")
-    data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), context)
+    source.check_length("--data.max_seq_length", args.data.max_seq_length)
+    data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
     if job.tokenizer.tells_date:  # a resumed run goes on with its first day
         args = replace(args, data=replace(args.data, date=job.tokenizer.day))
     if args.dry_run:

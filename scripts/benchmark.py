@@ -95,6 +95,7 @@ class Litft(Contender):
     def __init__(self, args: BenchmarkArgs, adapter: Path, device: str) -> None:
         from lightning_fabric import Fabric
 
+        from litft.data.load import length_limit
         from litft.data.steps import Layout
         from litft.folder import resolve
 
@@ -105,7 +106,7 @@ class Litft(Contender):
         super().__init__(args, list(method.parameters(model).values()))
         self.fabric = Fabric(accelerator=device, devices=1)
         self.model = self.fabric.setup_module(model).train()
-        limit = args.data.max_seq_length or min(source.config.context, 2048)
+        limit = length_limit(args.data.max_seq_length, source.config.context)
         self.layout = Layout(args.micro_batch_size, limit if args.data.packing else None)
 
     def accumulate(self, samples: list):

@@ -17,7 +17,7 @@ from litft.args import DataArgs
 from litft.data import cache
 from litft.data.files import read_records
 from litft.data.load import load_data
-from litft.data.samples import CONTROL, EMPTY, END_TEXT, IDS, MASKED, UNANSWERED, Encoder, to_sample
+from litft.data.samples import CONTROL, CUT, CUT_AWAY, EMPTY, END_TEXT, IDS, MASKED, UNANSWERED, Encoder, to_sample
 from litft.folder import DEMO
 from litft.loss import IGNORED
 from litft.prompts import STYLES
@@ -127,7 +127,7 @@ def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
     long = {"instruction": "once upon a time " * 30, "input": "", "output": "a"}
     path = write(tmp_path / "a.jsonl", [record, long, {"instruction": "a", "input": "", "output": "b"}])
     data = load(path, tokenizer, max_seq_length=150)
-    assert (len(data.train), data.truncated, data.skipped) == (2, 2, 1)
+    assert (len(data.train), data.count(CUT, CUT_AWAY), data.skipped) == (2, 2, 1)
     assert max(sample.tokens.numel() for sample in data.train) == 150
     assert min(sample.supervised for sample in data.train) > 0
     assert data.train.lengths.tolist() == [sample.tokens.numel() for sample in data.train]

@@ -186,9 +186,7 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
 
 
 def factors_of(source, method):
-    model = source.meta_model()
-    method.attach(model)
-    return method.parameters(model).values()
+    return method.parameters(attached(source, method)).values()
 
 
 def test_the_parameters_of_real_models_are_counted(shared):

@@ -27,11 +27,8 @@ class PrepareArgs:
         found = impossible_numbers(self) + self.data.problems()
         for name, value in (("checkpoint_dir", self.checkpoint_dir), ("data.path", self.data.path)):
             found += [] if value else [f"--{name} is missing"]
-        found += [f"--{n} {v}: must be at least {low}" for n, v, low in self._bounds() if v is not None and v < low]
-        return found
-
-    def _bounds(self) -> list[tuple[str, int | None, int]]:
-        return [("global_batch_size", self.global_batch_size, 1), ("show", self.show, 0)]
+        bounds = (("global_batch_size", self.global_batch_size, 1), ("show", self.show, 0))
+        return found + [f"--{name} {value}: must be at least {low}" for name, value, low in bounds if value < low]
 
 
 @dataclass

@@ -75,8 +75,7 @@ def cache_folder() -> Path:
 
 def _key(file: File | HubSplit, encoder: Encoder) -> str:
     """What decides the samples, hashed."""
-    policy = (encoder.limit, encoder.form, sorted(encoder.columns.items()), encoder.mask_prompt, encoder.last_only)
-    parts = (repr(file), file.digest(), encoder.tokenizer.digest(), repr(policy), _code())
+    parts = (repr(file), file.digest(), encoder.digest, _code())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 

@@ -8,6 +8,7 @@ import csv
 import gzip
 import io
 import json
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -159,6 +160,9 @@ def _text_lines(path: Path, file: BinaryIO) -> Iterator[str]:
     yield "".join(pieces)
 
 
+_SPACE = re.compile(r"[ \t\r\n]*")
+
+
 class _Values:
     """JSON values in a file's text, of which no more is held than the value at hand needs."""
 
@@ -179,7 +183,7 @@ class _Values:
     def mark(self) -> str:
         """The next character that is no space, not taken yet; "" at the end."""
         while True:
-            self.at += len(self.text) - self.at - len(self.text[self.at :].lstrip(" \t\r\n"))
+            self.at = _SPACE.match(self.text, self.at).end()
             if self.at < len(self.text) or not self.more():
                 return self.text[self.at : self.at + 1]
 
@@ -196,7 +200,7 @@ class _Values:
                 raise self.wrong(str(error)) from None
             else:
                 if end < len(self.text) or not self.more():  # a number may go on
-                    self.at = end if end < len(self.text) else len(self.text)
+                    self.at = min(end, len(self.text))
                     return value
 
     def wrong(self, message: str, at: int | None = None) -> ValueError:
@@ -268,17 +272,21 @@ def _parquet(path: Path, file: BinaryIO) -> Records:
         index = 0
         for batch in source.iter_batches(batch_size=256):
             for record in batch.to_pylist():
-                yield f"{path}, row {index}", {name: without_nulls(value) for name, value in record.items()}
+                yield f"{path}, row {index}", of_arrow(record)
                 index += 1
     except (OSError, ValueError, TypeError, KeyError) as error:  # pyarrow's own are among these
         raise ValueError(f"{path} is no whole Parquet file ({str(error)[:200]}); get it again") from None
 
 
-def without_nulls(value: Any) -> Any:
-    """A nested value without the entries that are there because others of their kind have them: Arrow's structs do so."""
+def of_arrow(record: Record) -> Record:
+    """A record without the nested entries that are there because others of their kind have them: Arrow's structs do so."""
+    return {name: _without_nulls(value) for name, value in record.items()}
+
+
+def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
+        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _plain(path: Path, file: BinaryIO) -> Records:

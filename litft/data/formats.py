@@ -54,7 +54,10 @@ def to_example(record: Record, where: str, template: str, form: str | None = Non
 
     template: the jinja source, whose style decides how an instruction and its input become one message.
     """
-    return FORMATS[form or recognise(record, where)].convert(record, where, template)
+    form = form or recognise(record, where)
+    if lacking := [name for name in FORMATS[form].fields if name not in record]:
+        raise ValueError(f"{where}: --data.format {form} needs the fields {', '.join(lacking)}")
+    return FORMATS[form].convert(record, where, template)
 
 
 def recognise(record: Record, where: str) -> str:
@@ -72,11 +75,8 @@ def recognise(record: Record, where: str) -> str:
 def renamed(record: Record, columns: dict[str, str]) -> Record:
     """A record whose fields are called as the formats call them; columns: our name to the file's."""
     taken = set(columns.values())
-    return {**{name: value for name, value in record.items() if name not in taken}, **_present(record, columns)}
-
-
-def _present(record: Record, columns: dict[str, str]) -> Record:
-    return {ours: record[theirs] for ours, theirs in columns.items() if theirs in record}
+    others = {name: value for name, value in record.items() if name not in taken}
+    return others | {ours: record[theirs] for ours, theirs in columns.items() if theirs in record}
 
 
 def kind(value: Any) -> str:
@@ -102,12 +102,6 @@ def text_of(record: Record, name: str, where: str) -> str:
     return value or ""
 
 
-def _turns(record: Record, where: str, asked: str, answer: str) -> list[Message]:
-    """A question and its answer, behind the record's own system prompt where it has one."""
-    system = _system(record, where)
-    return [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
-
-
 def _system(record: Record, where: str) -> list[Message]:
     """The record's own system prompt, where it has one."""
     text = text_of(record, "system", where)
@@ -124,7 +118,8 @@ def _asked_and_answered(asked: str, answer: str, context: str | None = None, pre
         question = prefix + text_of(record, asked, where)
         if context:
             question = user_content(question, text_of(record, context, where), template)
-        return Example(_turns(record, where, question, text_of(record, answer, where)))
+        said = {"role": "assistant", "content": text_of(record, answer, where)}
+        return Example([*_system(record, where), {"role": "user", "content": question}, said])
 
     return convert
 

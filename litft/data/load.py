@@ -15,7 +15,8 @@ from litft.args import DataArgs
 from litft.data.cache import prepare
 from litft.data.formats import FORMATS
 from litft.data.locate import locate
-from litft.data.samples import BLANK, CUT, CUT_AWAY, EMPTY, MASKED, Encoder
+from litft.data.samples import BLANK, CUT_AWAY, EMPTY, MASKED, Encoder
+from litft.data.steps import Order
 from litft.data.store import Report, Samples, Store
 from litft.prompts import STYLES
 from litft.tokenizer import Tokenizer
@@ -36,11 +37,6 @@ class Data:
     def count(self, *notes: str) -> int:
         """Examples of both splits that one of these things happened to."""
         return sum(report.notes.get(note, [0])[0] for report in self.reports.values() for note in notes)
-
-    @property
-    def truncated(self) -> int:
-        """Examples cut to the length limit."""
-        return self.count(CUT, CUT_AWAY)
 
     @property
     def skipped(self) -> int:
@@ -73,7 +69,7 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     """
     template = choose_template(args.template, tokenizer)
     tokenizer.day = args.date or (date.today().isoformat() if tokenizer.tells_date else None)
-    limit = args.max_seq_length or min(context, 2048)
+    limit = length_limit(args.max_seq_length, context)
     encoder = Encoder(tokenizer, limit, args.format, _columns(args), args.mask_prompt, args.train_on == "last")
     train, val = locate(args)
     stores = {file: prepare(file, encoder, args.skip_bad) for file in dict.fromkeys([*train, *val])}
@@ -86,7 +82,7 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     data = Data(
         Samples.of([(s, kept) for s, kept, _ in halves]), Samples.of(held_out), weights, reports, limit, template, context
     )
-    if not sum(round(n * weight) for n, weight in zip(data.train.sizes, weights, strict=True)) and len(data.train):
+    if len(data.train) and not Order(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
     if not len(data.train):
         raise ValueError(_nothing_left(data, context))
@@ -94,6 +90,11 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     ends = {token for report in reports.values() for token in report.ends}
     tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
     return data
+
+
+def length_limit(asked: int | None, context: int) -> int:
+    """Tokens of the longest sample: as asked for, or the model's context, at most 2048."""
+    return asked or min(context, 2048)
 
 
 def _columns(args: DataArgs) -> dict[str, str]:

@@ -2,12 +2,13 @@
 
 import hashlib
 import re
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from litft.args import DataArgs
-from litft.data.files import PACKED, READERS, Records, existing, read_records, suffixes, without_nulls
+from litft.data.files import PACKED, READERS, Records, existing, of_arrow, read_records, suffixes
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -51,7 +52,7 @@ class HubSplit(NamedTuple):
     def records(self) -> Records:
         """Its records, with labels."""
         for index, record in enumerate(self.dataset()):
-            yield f"{self.label} {index}", {name: without_nulls(value) for name, value in record.items()}
+            yield f"{self.label} {index}", of_arrow(record)
 
     def digest(self) -> str:
         """The hash of what it holds."""
@@ -102,8 +103,9 @@ def _endings() -> list[str]:
     return [suffix + packed for packed in PACKED for suffix in READERS]
 
 
+@cache
 def _hub(name: str, subset: str | None) -> Any:
-    """All splits of a data set; ValueError where it cannot be had."""
+    """All splits of a data set, asked for once; ValueError where it cannot be had."""
     try:
         datasets = import_module("datasets")
     except ImportError:

@@ -1,14 +1,16 @@
 """Records to samples: rendered, tokenized, masked, and cut to length, with a word on whatever was lost on the way."""
 
+import hashlib
+import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from litft.data.formats import FORMATS, Example, Record, recognise, renamed, without_end
+from litft.data.formats import Example, Record, recognise, renamed, to_example, without_end
 from litft.loss import IGNORED
 from litft.prompts import Message, assistant_turns
 from litft.tokenizer import Tokenizer
@@ -69,6 +71,12 @@ class Encoder:
     mask_prompt: bool = True
     last_only: bool = False
 
+    @cached_property
+    def digest(self) -> str:
+        """Which encoder this is: records that are equal become equal samples where it is."""
+        policy = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "tokenizer"}
+        return hashlib.sha256((self.tokenizer.digest() + json.dumps(policy, sort_keys=True)).encode()).hexdigest()
+
     def __call__(self, where: str, record: Record | ValueError) -> Encoded:
         """Never raises for what is wrong with a record: that is in the result."""
         encoded = Encoded(where)
@@ -77,10 +85,7 @@ class Encoder:
                 raise record
             record = renamed(record, self.columns)
             encoded.form = self.form or recognise(record, where)
-            if lacking := [name for name in FORMATS[encoded.form].fields if name not in record]:
-                raise ValueError(f"{where}: --data.format {encoded.form} needs the fields {', '.join(lacking)}")
-            example = FORMATS[encoded.form].convert(record, where, self.tokenizer.chat_template)
-            self._encode(example, encoded)
+            self._encode(to_example(record, where, self.tokenizer.chat_template, encoded.form), encoded)
         except ValueError as error:
             message = str(error)
             encoded.error = message if message.startswith(where) else f"{where}: {message}"

@@ -44,17 +44,6 @@ class Report:
         self.formats[encoded.form] = self.formats.get(encoded.form, 0) + 1
         for note in encoded.notes:
             _count(self.notes.setdefault(note, [0, []]), encoded.where)
-        for kept in encoded.samples:
-            self.samples += 1
-            self.tokens += len(kept) - 1
-            self.supervised += count_learned(kept)
-            if (largest := int((kept & IDS).max())) > self.largest[0]:
-                self.largest = [largest, encoded.where]
-
-
-def count_learned(kept: np.ndarray) -> int:
-    """How many tokens of a sample the loss counts: the first is never a target."""
-    return int(np.count_nonzero(kept[1:] & LEARNED))
 
 
 def _count(entry: list, name: str) -> None:
@@ -81,15 +70,17 @@ class Writer:
         self.report.add(encoded)
         self._ends |= encoded.ends
         for number, kept in enumerate(encoded.samples):
-            data = kept.tobytes()
+            data, ids = kept.tobytes(), kept & IDS
             self._file.write(data)
             self._hash.update(len(kept).to_bytes(8, "little") + data)
             self._lengths.append(len(kept))
-            self._supervised.append(count_learned(kept))
+            self._supervised.append(int(np.count_nonzero(kept[1:] & LEARNED)))  # the first is never a target
             self._unit += number > 0 and not encoded.whole
             self._units.append(self._unit)
             self._digests.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"))
-            self._found.update(np.intersect1d(kept & IDS, self.special).tolist())
+            self._found.update(np.intersect1d(ids, self.special).tolist())
+            if (largest := int(ids.max())) > self.report.largest[0]:
+                self.report.largest = [largest, encoded.where]
         self._unit += bool(encoded.samples)
 
     def close(self) -> None:
@@ -100,6 +91,8 @@ class Writer:
         np.save(self.folder / "offsets.npy", offsets.astype(np.int64))
         for name, kind in arrays.items():
             np.save(self.folder / f"{name}.npy", np.array(getattr(self, f"_{name}"), kind))
+        self.report.samples, self.report.supervised = len(self._lengths), sum(self._supervised)
+        self.report.tokens = int(offsets[-1]) - len(self._lengths)
         self.report.ends, self.report.special = sorted(map(int, self._ends)), sorted(self._found)
         self.report.content = self._hash.hexdigest()
         (self.folder / "report.json").write_text(json.dumps(asdict(self.report)), "utf-8")
