@@ -1,6 +1,7 @@
 """Run state to resume from: `checkpoints/step-NNNNNN/`, one torch.distributed.checkpoint folder in our names.
 
-The same for one process or many. A folder under its final name is complete: it is written under another and renamed.
+The same for one process or many. A folder under its final name is complete: it is written under another, synced to the
+disk, and renamed. Its progress.json states the sizes of the others, so that one cut short afterwards is known as such.
 """
 
 import json
@@ -20,6 +21,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
+from litft.optim import averaged
+from litft.runs import put_in_place
+
 _PROGRESS = "progress.json"
 _OWN = "parameters."  # how the keys of what is trained begin
 _DCP = "torch.distributed.checkpoint.metadata"
@@ -34,9 +38,22 @@ _METADATA_CLASSES = {
 }
 
 
+class Damaged(ValueError):
+    """A checkpoint that cannot be read."""
+
+    def __init__(self, folder: Path, error: BaseException | str) -> None:
+        reason = error if isinstance(error, str) else f"{type(error).__name__}: {error}".split("\n")[0][:200]
+        super().__init__(f"{folder} is damaged ({reason})")
+
+
 def newest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run."""
-    return max((run / "checkpoints").glob("step-" + "[0-9]" * 6), default=None)
+    return max(_all(run), default=None)
+
+
+def _all(run: Path) -> list[Path]:
+    """Every complete checkpoint, the oldest first."""
+    return sorted((run / "checkpoints").glob("step-" + "[0-9]" * 6))
 
 
 def save(
@@ -53,35 +70,43 @@ def save(
     if fabric.global_rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
     fabric.barrier()
-    with _plain_errors(partial):
-        dcp.save(_state(parameters, optimizer), checkpoint_id=partial)
-    if fabric.global_rank == 0:
-        (partial / _PROGRESS).write_text(json.dumps({"step": step, **progress}) + "\n", "utf-8")
-        shutil.rmtree(folder, ignore_errors=True)
-        partial.rename(folder)
+    try:
+        with averaged(optimizer), _plain_errors(partial):
+            dcp.save(_state(parameters, optimizer), checkpoint_id=partial)
+        if fabric.global_rank == 0:
+            sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
+            own = {"step": step, **progress, "files": sizes, "optimizer": _numbers(parameters, optimizer)}
+            (partial / _PROGRESS).write_text(json.dumps(own) + "\n", "utf-8")
+            put_in_place(partial, folder)
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)  # on a full disk the older ones may need the room
+        raise
     fabric.barrier()
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """What was saved beside the tensors, `step` among it; ValueError where that is damaged."""
+    """What was saved beside the tensors, `step` among it; Damaged where that, or the size of a file, is not as written."""
     try:
         progress = json.loads((folder / _PROGRESS).read_text("utf-8"))
         if not (isinstance(progress["step"], int) and progress["step"] >= 0):
             raise ValueError(f"step {progress['step']!r}")
+        for name, size in progress["files"].items():
+            if (found := (folder / Path(name).name).stat().st_size) != size:
+                raise ValueError(f"{name} has {found:,} bytes, not {size:,}")
         return progress
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _damaged(folder, error) from None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(folder, error) from None
 
 
 def read_parameters(folder: Path) -> dict[str, Tensor]:
-    """The trained parameters alone, on the CPU, by their names; ValueError where the folder is damaged."""
+    """The trained parameters alone, on the CPU, by their names; Damaged where they cannot be read."""
     reader = _Reader(folder)
     state = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in _stored(reader).items() if k.startswith(_OWN)}
     try:
         with _plain_errors(folder):
             dcp.load(state, storage_reader=reader)
     except OSError as error:
-        raise _damaged(folder, error) from None
+        raise Damaged(folder, error) from None
     return {key.removeprefix(_OWN): value for key, value in state.items()}
 
 
@@ -90,42 +115,76 @@ def _stored(reader: "_Reader") -> dict[str, Any]:
     try:
         return reader.read_metadata().state_dict_metadata
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
-        raise _damaged(Path(reader.path), error) from None
+        raise Damaged(Path(reader.path), error) from None
 
 
-def changes(folder: Path, now: dict[str, Any]) -> list[str]:
+def restore_newest(
+    run: Path, identity: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Fill parameters and optimizer in place from the newest checkpoint that can be read.
+
+    Returns what was saved beside them, None where no checkpoint was ever written, and what is wrong with newer ones.
+    ValueError where the run was another than `identity` says, and where every checkpoint is damaged.
+    """
+    damaged: list[str] = []
+    for folder in reversed(_all(run)):
+        try:
+            progress = read_progress(folder)
+            if changed := changes(progress, identity):
+                remedy = "resume with what the run began with, or begin another run with its adapter as --checkpoint_dir"
+                raise ValueError(f"{folder} was saved with {'; '.join(changed)}; {remedy}")
+            _restore(folder, progress, parameters, optimizer)
+            return progress, damaged
+        except Damaged as error:
+            damaged.append(str(error))
+    if damaged:
+        raise ValueError(f"{'; '.join(damaged)}: there is nothing to continue from; --overwrite begins again")
+    return None, []
+
+
+def changes(progress: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What of `now` is not as it was saved: each name with its value then and now."""
-    before = read_progress(folder).get("identity", {})
+    before = progress.get("identity", {})
     return [f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]]
 
 
-def restore(folder: Path, parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
-    """Fill parameters and optimizer in place. ValueError where the run had other parameters, or the folder is damaged."""
+def _restore(folder: Path, progress: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Fill in place. ValueError where the run had other parameters; Damaged."""
     reader = _Reader(folder)
     stored = _stored(reader)
     found = {k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in stored.items()}
     _begin(optimizer)
-    state = _state(parameters, optimizer)
-    shapes = {key: tuple(value.shape) for key, value in state.items()}
-    if shapes != found:
-        odd = sorted(key for key in shapes.keys() | found.keys() if shapes.get(key) != found.get(key))
-        raise ValueError(
-            f"{folder} was saved by a run with other trained parameters ({odd[0]}: {found.get(odd[0])} there, "
-            f"{shapes.get(odd[0])} here); resume with the flags the run began with"
-        )
-    try:
-        with _plain_errors(folder):
-            dcp.load(state, storage_reader=reader)
-    except OSError as error:
-        raise _damaged(folder, error) from None
+    with averaged(optimizer):
+        state = _state(parameters, optimizer)
+        shapes = {key: tuple(value.shape) for key, value in state.items()}
+        if shapes != found:
+            odd = sorted(key for key in shapes.keys() | found.keys() if shapes.get(key) != found.get(key))
+            raise ValueError(
+                f"{folder} was saved by a run with other trained parameters ({odd[0]}: {found.get(odd[0])} there, "
+                f"{shapes.get(odd[0])} here); resume with the flags the run began with"
+            )
+        try:
+            with _plain_errors(folder):
+                dcp.load(state, storage_reader=reader)
+        except OSError as error:
+            raise Damaged(folder, error) from None
+        _set_numbers(progress["optimizer"], parameters, optimizer)
 
 
-def prune(fabric: Fabric, run: Path, keep: int) -> None:
+def prune(run: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and what a killed save left behind."""
-    if fabric.global_rank != 0:
-        return
-    folders = sorted((run / "checkpoints").glob("step-" + "[0-9]" * 6))
-    for folder in [*folders[:-keep], *(run / "checkpoints").glob("*.partial")]:
+    _delete(run, _all(run)[:-keep])
+
+
+def cut(run: Path, step: int) -> None:
+    """Delete the checkpoints beyond `step`: they are damaged, or the run would have gone on from them."""
+    _delete(run, [folder for folder in _all(run) if int(folder.name.removeprefix("step-")) > step])
+
+
+def _delete(run: Path, folders: list[Path]) -> None:
+    for folder in folders:  # half a checkpoint must not bear a whole one's name
+        folder.rename(folder.with_name(folder.name + ".partial"))
+    for folder in (run / "checkpoints").glob("*.partial"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -146,11 +205,6 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) not in _METADATA_CLASSES:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's index")
         return super().find_class(module, name)
-
-
-def _damaged(folder: Path, error: BaseException) -> ValueError:
-    reason = f"{type(error).__name__}: {error}".split("\n")[0][:200]
-    return ValueError(f"{folder} is damaged ({reason}); delete it, and --resume takes the checkpoint before it")
 
 
 @contextmanager
@@ -185,5 +239,26 @@ def _state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[st
     state = {f"{_OWN}{name}": parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state[parameter].items():
-            state[f"optimizer.{name}.{kind}"] = value
+            if isinstance(value, Tensor):
+                state[f"optimizer.{name}.{kind}"] = value
     return state
+
+
+def _numbers(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+    """What the optimizer keeps in plain numbers (steps, sums of weights), of its groups and of each parameter."""
+    return {
+        "groups": [_plain(group) for group in optimizer.param_groups],
+        "parameters": {name: _plain(optimizer.state[parameter]) for name, parameter in parameters.items()},
+    }
+
+
+def _plain(values: dict[str, Any]) -> dict[str, float]:
+    return {name: value for name, value in values.items() if isinstance(value, int | float)}
+
+
+def _set_numbers(saved: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Put back what `_numbers` took."""
+    for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
+        group.update(values)
+    for name, parameter in parameters.items():
+        optimizer.state[parameter].update(saved["parameters"][name])

@@ -73,6 +73,11 @@ def user_errors() -> Iterator[None]:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
     except ValueError as error:
         fail(str(error))
+    except runs.Stopped as stopped:
+        # of several processes the first one speaks, and the others' ends are no failures
+        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        print(stopped if first else "", file=sys.stderr, end="\n" if first else "")
+        sys.exit(stopped.code if first else 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -135,12 +135,12 @@ def _of_checkpoint(
         )
     source = resolve(args.checkpoint_dir, base_dir or args.base_dir) if there else resolve(base_dir)
     job = Job(args, source)
-    if changed := checkpoint.changes(step, job.identity()):
+    progress = checkpoint.read_progress(step)
+    if changed := checkpoint.changes(progress, job.identity()):
         raise ValueError(f"{step} was saved with {'; '.join(changed)}; give it back what it was trained with")
     values = checkpoint.read_parameters(step)
     if {name: tuple(value.shape) for name, value in values.items()} != job.shapes():
         raise ValueError(f"{step} holds other parameters than {run / runs.CONFIG} says; it cannot be opened")
-    progress = checkpoint.read_progress(step)
     try:
         job.tokenizer.choose_again(progress.get("tokenizer"))
     except ValueError as error:

@@ -1,32 +1,42 @@
 """metrics.csv: one row a step. Values stay on the device and are written every so many steps."""
 
 import csv
+import io
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from litft.parallel import peak_memory
+from litft.runs import write_whole
 
-COLUMNS = (
-    "step epoch samples tokens loss val_loss exact_match learning_rate grad_norm tokens_per_second mfu memory_gib seconds"
-).split()
+COLUMNS = "step epoch samples tokens loss val_loss val_perplexity exact_match learning_rate grad_norm".split()
+COLUMNS += "tokens_per_second mfu memory_gib data_share seconds".split()
+
+Row = dict[str, float]
 
 
 class Metrics:
-    """Collects a row a step; `seconds` is time spent in training steps, validation and saving left out."""
+    """Collects a row a step; `seconds` is time spent in training steps, validation and saving left out.
+
+    Every row that is written goes to each of the `sinks` too.
+    """
 
     def __init__(self, path: Path | None, peak_flops: float | None) -> None:
         self.path, self.peak = path, peak_flops
+        self.sinks: list[Callable[[Row], None]] = []
         self.rows: list[dict[str, Any]] = []
-        self.before: list[dict[str, float]] = []  # the rows that a resumed run found
+        self.before: list[Row] = []  # the rows that a resumed run found
         self.seconds = 0.0  # of all flushed steps
         self.tokens = 0
         self._flops, self._earlier = 0.0, 0.0  # of this process; the seconds that a resumed run took before it
         self._mark: float | None = None
-        self._window = 0.0
-        self._last: dict[str, Any] = {}
+        self._window, self._waited = 0.0, 0.0
+        self.last: Row = {}  # the newest row of a step that is written
+        self.newest: Row = {}  # of every column
+        self._first: Row = {}
 
     def cut(self, step: int) -> None:
         """Continue an older file after `step`: what was written beyond it never happened."""
@@ -34,11 +44,14 @@ class Metrics:
             return
         with self.path.open(newline="") as file:
             kept = [row for row in csv.DictReader(file) if (row.get("step") or "").isdigit() and int(row["step"]) <= step]
-        with self.path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            writer.writeheader()
-            writer.writerows(kept)
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(kept)
+        write_whole(self.path, text.getvalue())
         self.before = [{name: float(value) for name, value in row.items() if value} for row in kept]
+        for row in self.before:
+            self.newest |= row
         if kept:
             self.seconds, self.tokens = float(kept[-1]["seconds"] or 0), int(kept[-1]["tokens"] or 0)
             self._earlier = self.seconds
@@ -46,6 +59,10 @@ class Metrics:
     def start(self) -> None:
         """The clock of a step begins."""
         self._mark = time.perf_counter()
+
+    def data_ready(self) -> None:
+        """What passed of the step went by waiting for its data."""
+        self._waited += time.perf_counter() - self._mark
 
     def stop(self) -> None:
         """The clock of a step ends; call `add` with the step's values too."""
@@ -71,8 +88,8 @@ class Metrics:
             torch.cuda.synchronize(device)
             self.stop()
 
-    def flush(self, device: torch.device) -> None:
-        """Write the rows collected; their speed is that of the whole window since the last flush."""
+    def flush(self, device: torch.device) -> list[Row]:
+        """Write the rows collected, and return them; their speed is that of the whole window since the last flush."""
         self.settle(device)
         steps = [row for row in self.rows if "loss" in row]
         if steps:
@@ -82,23 +99,30 @@ class Metrics:
             mfu = flops / self._window / self.peak if self.peak else None
             self._flops += flops
         for row in steps:
-            row |= {"tokens_per_second": speed, "mfu": mfu}
+            row |= {"tokens_per_second": speed, "mfu": mfu, "data_share": self._waited / self._window}
         for row in self.rows:
             row["memory_gib"] = peak_memory(device)
             row.setdefault("seconds", self.seconds)
-        self._last = self.rows[-1]
-        self._write()
-        self._window, self.rows = 0.0, []
+        written = [{name: _number(row[name]) for name in COLUMNS if row.get(name) is not None} for row in self.rows]
+        for row in written:
+            self.newest |= row
+        steps = [row for row in written if "loss" in row]
+        self.last, self._first = (steps or [self.last])[-1], self._first or (steps or [{}])[0]
+        self._window, self._waited, self.rows = 0.0, 0.0, []
+        self._write(written)
+        return written
 
     @property
-    def loss(self) -> float:
-        """The newest step's that is written."""
-        return float(self._last["loss"])
+    def first(self) -> Row:
+        """The row of the run's first step."""
+        return next((row for row in self.before if "loss" in row), self._first)
 
     def line(self) -> str:
-        """Loss and speed of the last window, for the progress bar."""
-        row = self._last
-        return f"loss {self.loss:.3f}, {_speeds(row['tokens_per_second'], row['mfu'], row['memory_gib'])}"
+        """The last window in words."""
+        row = self.last
+        parts = [f"loss {row['loss']:.4g}", f"norm {row['grad_norm']:.3g}", f"rate {row['learning_rate']:.3g}"]
+        parts.append(_speeds(row["tokens_per_second"], row.get("mfu"), row["memory_gib"]))
+        return ", ".join([*parts, f"waiting for data {row['data_share']:.1%}"])
 
     def summary(self, device: torch.device) -> str:
         """Speed over all steps; MFU over those of this process, which alone knows what chip they ran on."""
@@ -106,16 +130,18 @@ class Metrics:
         mfu = self._flops / spent / self.peak if self.peak and spent else None
         return _speeds(self.tokens / self.seconds if self.seconds else 0.0, mfu, peak_memory(device))
 
-    def _write(self) -> None:
-        if self.path is None or not self.rows:
+    def _write(self, rows: list[Row]) -> None:
+        if self.path is None or not rows:
             return
         fresh = not self.path.is_file()
         with self.path.open("a", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS)
             if fresh:
                 writer.writeheader()
-            for row in self.rows:
-                writer.writerow({name: _number(row.get(name)) for name in COLUMNS})
+            writer.writerows({name: _text(value) for name, value in row.items()} for row in rows)
+        for sink in self.sinks:
+            for row in rows:
+                sink(row)
 
 
 def _speeds(tokens_per_second: float, mfu: float | None, memory_gib: float) -> str:
@@ -124,7 +150,9 @@ def _speeds(tokens_per_second: float, mfu: float | None, memory_gib: float) -> s
     return ", ".join(part for part in parts if part)
 
 
-def _number(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        value = value.item()
-    return f"{value:.9g}" if isinstance(value, float) else value
+def _number(value: Any) -> float:
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def _text(value: float) -> str:
+    return f"{value:.9g}" if isinstance(value, float) else str(value)

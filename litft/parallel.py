@@ -5,12 +5,14 @@ too. The base is loaded in its dtype, what is trained stays in fp32, and every m
 """
 
 import os
+import platform
 import re
 import resource
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import distributed
 
 from litft.args import FinetuneArgs
 
@@ -59,6 +61,35 @@ def pick_full_precision(precision: str, device: torch.device, parameters: int) -
     if asked != "auto" or device.type != "cuda":
         return precision
     return "bf16" if 18 * parameters < 0.9 * memory_there(device) else "bf16-true"
+
+
+class HostGroup:
+    """What all processes agree on, from host to host: no GPU is waited for."""
+
+    def __init__(self, processes: int) -> None:
+        self.group = distributed.new_group(backend="gloo") if processes > 1 else None
+
+    def most(self, *values: float) -> list[float]:
+        """The largest of each value over all processes."""
+        if self.group is None:
+            return list(values)
+        shared = torch.tensor(values, dtype=torch.float64)
+        distributed.all_reduce(shared, distributed.ReduceOp.MAX, group=self.group)
+        return shared.tolist()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU's memory, or the machine's, did not suffice."""
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def machine_lines(device: torch.device, processes: int) -> list[str]:
+    """What a run ran on."""
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
+    return [
+        f"{processes} x {chip}, {memory_there(device) / 2**30:.0f} GiB",
+        f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}",
+    ]
 
 
 def memory_there(device: torch.device) -> int:

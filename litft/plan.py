@@ -23,12 +23,11 @@ from litft.folder import Source
 from litft.loss import CHUNK, is_plain
 from litft.mlp import MoE
 from litft.model import GPT
+from litft.optim import OPTIMIZERS
 from litft.parallel import DTYPES
 from litft.peft import Method
 from litft.peft.parts import Part, Trained
 from litft.quantize import is_quantizable
-
-MOMENTS = 8  # bytes a trained number has in AdamW, which keeps two in fp32
 
 
 class Shape(NamedTuple):
@@ -83,11 +82,11 @@ class Plan:
         return f"{self.parameters:,} parameters; {method} trains {self.trained:,} ({self.trained / self.parameters:.2%})"
 
 
-def predict(source: Source, method: Method, precision: str, quantize: str, shape: Shape) -> Plan:
+def predict(source: Source, method: Method, precision: str, quantize: str, shape: Shape, optimizer: str = "adamw") -> Plan:
     """The plan of training `source` by `method`, which has chosen its targets.
 
-    precision: what the network computes in (bf16, bf16-true, fp32). quantize: the base's kind, or none. CUDA itself and
-    the caching of torch's allocator take half a GiB to one besides.
+    precision: what the network computes in (bf16, bf16-true, fp32). quantize: the base's kind, or none. optimizer: one of
+    OPTIMIZERS. CUDA itself and the caching of torch's allocator take half a GiB to one besides.
     """
     method = copy.copy(method)
     method.tokens = {}  # some rows, which are too few to matter and want real ids
@@ -103,13 +102,14 @@ def predict(source: Source, method: Method, precision: str, quantize: str, shape
         flops = Flops(model)
         for module in [module for module in model.modules() if isinstance(module, MoE)]:
             Evenly.mix_over(module)
-        trained = [p for p in model.parameters() if p.requires_grad]
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        trained = list(named.values())
         weights, dequantized = _weights(model, method, quantize, compute)
         memory = Memory(
             shape,
             weights,
             gradients=sum(p.numel() * p.element_size() for p in trained),
-            optimizer=sum(p.numel() * MOMENTS for p in trained),
+            optimizer=round(sum(OPTIMIZERS[optimizer].state(name, p) for name, p in named.items())),
             activations=_activations(model.train(), shape, compute),
             logits=_logits(source.config, model.lm_head, shape, compute),
             dequantized=dequantized,

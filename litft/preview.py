@@ -46,11 +46,16 @@ class Preview:
         self.data = data
         self.unknown = unknown_tokens(tokenizer)
         self.size = args.train.global_batch_size
-        self.layout = layout_of(args, data.limit, ranks)
         self.order = Order(data.train.sizes, args.seed, data.weights)
         self.samples = planned_samples(args.train, self.order.size)
         self.steps = -(-self.samples // self.size)
-        self.heaviest = heaviest(data.train.lengths, self.order, self.layout, self.samples, self.size)
+        self.optimizer = args.train.optimizer
+        self.lay_out(layout_of(args, data.limit, ranks))
+
+    def lay_out(self, layout: Layout) -> None:
+        """Have the steps run as `layout` says."""
+        self.layout = layout
+        self.heaviest = heaviest(self.data.train.lengths, self.order, layout, self.samples, self.size)
 
     def shape(self) -> Shape:
         """The largest micro-batch, and whether it is one of several of its step."""
@@ -59,9 +64,18 @@ class Preview:
         several = any(len(self.layout.plan(self._lengths(step).tolist())) > self.layout.ranks for step in steps)
         return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several)
 
+    def longest(self) -> tuple[int, int]:
+        """The longest example of the largest micro-batch, and its tokens."""
+        number = max((number for row in self.heaviest for number in row), key=lambda n: self.data.train.lengths[n])
+        return number, int(self.data.train.lengths[number])
+
+    def of_step(self, step: int) -> list[int]:
+        """The numbers of a step's examples."""
+        return self.order.indices(step * self.size, min((step + 1) * self.size, self.samples))
+
     def _lengths(self, step: int) -> np.ndarray:
         """Of a step's samples."""
-        return self.data.train.lengths[self.order.indices(step * self.size, min((step + 1) * self.size, self.samples))]
+        return self.data.train.lengths[self.of_step(step)]
 
     def flops(self, plan: Plan) -> float:
         """Of the whole run."""
@@ -71,7 +85,7 @@ class Preview:
 
     def plan_lines(self, job: Job, precision: str, device: torch.device, peak: float | None) -> Iterator[str]:
         """What the run needs, on the machine at hand."""
-        plan = predict(job.source, job.method, precision, job.quantize, self.shape())
+        plan = predict(job.source, job.method, precision, job.quantize, self.shape(), self.optimizer)
         chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         what = f"{job.source.folder} in {precision if job.quantize == 'none' else job.quantize}"
         yield f"{what}: {plan.title_line(job.method.title)}"
@@ -161,12 +175,19 @@ def details(data: Data) -> Iterator[str]:
             yield f"  bad: {more:,} more"
 
 
-def histogram(lengths: np.ndarray) -> Iterator[str]:
-    """How many samples have how many tokens."""
+def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """How many samples have how many tokens: the least and most of each bar, and its count."""
     edges = np.unique(np.linspace(lengths.min() - 1, lengths.max(), BARS + 1).astype(int))
     counts, _ = np.histogram(lengths, edges + 1)
-    for low, high, count in zip(edges[:-1] + 1, edges[1:], counts, strict=True):
-        yield f"  {low:7,} to {high:7,} tokens {'█' * round(40 * count / counts.max()):<40} {count:,}"
+    return [tuple(map(int, bar)) for bar in zip(edges[:-1] + 1, edges[1:], counts, strict=True)]
+
+
+def histogram_lines(lengths: np.ndarray) -> Iterator[str]:
+    """The same as text."""
+    bars = histogram(lengths)
+    most = max(count for _, _, count in bars)
+    for low, high, count in bars:
+        yield f"  {low:7,} to {high:7,} tokens {'█' * round(40 * count / most):<40} {count:,}"
 
 
 def shown(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
@@ -199,7 +220,7 @@ def data_report(preview: Preview, tokenizer: Tokenizer, count: int) -> Iterator[
     yield from preview.lines()
     yield from details(preview.data)
     yield "training examples by length:"
-    yield from histogram(preview.data.train.lengths)
+    yield from histogram_lines(preview.data.train.lengths)
     yield from samples_lines(preview, tokenizer, count)
 
 
@@ -251,7 +272,8 @@ def plan(args: PlanArgs) -> None:
     method.choose(source.meta_model(), source.adapter_rules)
     source.check_length("--max_seq_length", args.max_seq_length)
     tokens = length_limit(args.max_seq_length, source.config.context)
-    found = predict(source, method, args.precision, args.quantize, Shape(args.micro_batch_size, tokens, args.accumulate))
+    shape = Shape(args.micro_batch_size, tokens, args.accumulate)
+    found = predict(source, method, args.precision, args.quantize, shape, args.optimizer)
     flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"
     print(f"{source.folder}: {found.title_line(method.title)}")

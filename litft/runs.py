@@ -3,14 +3,25 @@
 <out_dir>/config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume), final/ (to open; there only when finished).
 """
 
+import os
 import re
 import shutil
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
 OUT = Path("out")
 CONFIG = "config.yaml"
 _MARK = "# A run of litft"  # how its config.yaml begins: other programs have files of that name
+
+
+class Stopped(Exception):
+    """A run that a signal ended, its state saved; `code` is the exit code that a shell expects."""
+
+    def __init__(self, number: int, step: int, folder: Path) -> None:
+        self.code = 128 + number
+        what = f"{signal.Signals(number).name}: stopped after step {step}, and saved"
+        super().__init__(f"{what}; --resume --out_dir {folder} goes on")
 
 
 def is_run(folder: Path) -> bool:
@@ -89,6 +100,35 @@ def clear(folder: Path) -> None:
 
 def write_config(folder: Path, method: str, text: str) -> None:
     """Write config.yaml, all of it or nothing."""
-    partial = folder / f"{CONFIG}.partial"
-    partial.write_text(f"{_MARK}: finetune {method}; --config with this file repeats it.\n{text}", "utf-8")
-    partial.replace(folder / CONFIG)
+    write_whole(folder / CONFIG, f"{_MARK}: finetune {method}; --config with this file repeats it.\n{text}")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file, all of it or nothing."""
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(text, "utf-8", newline="")
+    _sync(partial)
+    partial.replace(path)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Give a folder that is complete its name, another's if there is one: after a crash it is complete, or not there."""
+    for path in sorted(partial.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(partial)
+    old = folder.with_name(f"{folder.name}.old.partial")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.is_dir():
+        folder.rename(old)
+    partial.rename(folder)
+    _sync(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    """Have the disk hold what was written."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)

@@ -113,7 +113,7 @@ class Litft(Contender):
         """As every run of litft does it."""
         from litft.train import accumulate
 
-        return accumulate(self.fabric, self.model, samples, self.layout)
+        return accumulate(self.fabric, self.model, self.layout.batches(samples), sum(s.supervised for s in samples))
 
 
 class Peft(Contender):

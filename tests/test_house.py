@@ -9,15 +9,15 @@ from conftest import ROOT
 
 LIBRARY = ROOT / "litft"
 TIERS = [
-    {"config", "args", "runs", "cli"},
+    {"config", "args", "runs", "signals", "cli"},
     {"rope", "attention", "cache", "rules", "prompts", "tokenizer", "loss", "mlp"},
     {"model", "families"},
     {"weights", "quantize", "adapter_files", "peft", "data"},
-    {"folder", "result", "optim", "flops", "metrics", "parallel", "checkpoint", "generate"},
+    {"folder", "result", "optim", "flops", "metrics", "loggers", "report", "parallel", "checkpoint", "generate"},
     {"job", "plan", "preview", "train", "evaluate", "convert"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
-TORCHLESS = {"config", "args", "runs", "cli"}
+TORCHLESS = {"config", "args", "runs", "signals", "cli"}
 
 
 def imports(path: Path) -> set[str]:

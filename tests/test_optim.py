@@ -3,11 +3,13 @@
 import pytest
 import torch
 import transformers
+from lightning_fabric import Fabric
 from parity import ROWS, draw
 
+from litft import checkpoint
 from litft.args import AdapterV2Args, FullFinetuneArgs, LoRAArgs, TrainArgs
 from litft.folder import resolve
-from litft.optim import Rounded, make_optimizer, set_rate, stochastically_rounded
+from litft.optim import OPTIMIZERS, Rounded, Together, averaged, is_hidden, make_optimizer, set_rate, stochastically_rounded
 from litft.peft import AdapterV2, Full, LoRA
 
 TOKENS = draw(2, 17, seed=4)
@@ -79,7 +81,8 @@ def test_rounding_by_chance_is_unbiased():
 def test_rounded_is_adamw_where_nothing_is_lost():
     """On fp32 weights it is torch's own, to the bit."""
     weights = [torch.nn.Parameter(draw(8, 8, seed=1).float()) for _ in range(2)]
-    optimizers = [torch.optim.AdamW([weights[0]], lr=0.1), Rounded([{"params": [weights[1]], "factor": 1.0}], lr=0.1)]
+    groups = [{"params": [weights[1]], "factor": 1.0, "lr": 0.1}]
+    optimizers = [torch.optim.AdamW([weights[0]], lr=0.1), Rounded(groups, torch.optim.AdamW)]
     for _ in range(5):
         for weight, optimizer in zip(weights, optimizers, strict=True):
             (weight**2).sum().backward()
@@ -114,3 +117,173 @@ def test_vectors_of_stacked_experts_do_not_decay(make_model):
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
     decayed = {id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]}
     assert {name.rpartition(".")[2] for name, p in parameters.items() if id(p) in decayed} == {"adaption_prompt"}
+
+
+def trainable(folder, precision="fp32"):
+    """A whole model and its parameters, as `finetune/full.py` trains it."""
+    source, method = resolve(folder), Full(FullFinetuneArgs())
+    model = source.base_model(method.storage(precision))
+    method.attach(model)
+    method.compute_in(model, precision)
+    return model, method, method.parameters(model)
+
+
+def optimizer_of(name, method, parameters, **settings):
+    schedule = "constant" if name == "schedule_free" else "cosine"
+    return make_optimizer(TrainArgs(optimizer=name, lr_schedule=schedule, **settings), method, parameters)
+
+
+def steps(model, optimizer, count, first=0, rate=1e-3):
+    """Some training; returns the losses."""
+    losses = []
+    for number in range(first, first + count):
+        torch.manual_seed(number)
+        tokens = draw(2, 17, seed=number % 2)
+        loss, targets = model.train()(tokens[:, :-1], targets=tokens[:, 1:])
+        (loss / targets).backward()
+        set_rate(optimizer, rate)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss / targets))
+    return losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_learns(tiny, name):
+    model, method, parameters = trainable(tiny)
+    rate = {"adafactor": 1e-1, "sgd": 1e-2}.get(name, 2e-3)
+    losses = steps(model, optimizer_of(name, method, parameters), 30, rate=rate)
+    assert sum(losses[-4:]) / 4 < losses[0] - 0.3, losses
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_decay_is_decoupled_and_of_matrices(tiny, name):
+    """Without a gradient a matrix shrinks by rate times decay, and a vector stays as it is."""
+    _, method, parameters = trainable(tiny)
+    before = {name: p.detach().clone() for name, p in parameters.items()}
+    optimizer = optimizer_of(name, method, parameters, weight_decay=0.5)
+    set_rate(optimizer, 0.1)
+    for p in parameters.values():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for key, p in parameters.items():
+        expected = before[key] * (0.95 if p.dim() > 1 else 1.0)
+        torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-7, msg=key)
+
+
+def test_lion_is_the_papers(tiny):
+    """arXiv 2302.06675: the sign of an average of momentum and gradient; the momentum is another average."""
+    _, method, parameters = trainable(tiny)
+    optimizer = optimizer_of("lion", method, parameters)
+    p = parameters["blocks.0.mlp.up_proj.weight"]
+    expected, momentum = p.detach().clone(), torch.zeros_like(p)
+    for number in range(4):
+        grad = draw(*p.shape, seed=number).float() - 256
+        p.grad = grad.clone()
+        set_rate(optimizer, 1e-2)
+        optimizer.step()
+        expected -= 1e-2 * (0.9 * momentum + 0.1 * grad).sign()
+        momentum = 0.99 * momentum + 0.01 * grad
+    torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_sgd_has_momentum(tiny):
+    _, method, parameters = trainable(tiny)
+    optimizer = optimizer_of("sgd", method, parameters)
+    p = parameters["norm.weight"]
+    before = p.detach().clone()
+    for _ in range(2):
+        p.grad = torch.ones_like(p)
+        set_rate(optimizer, 0.1)
+        optimizer.step()
+    torch.testing.assert_close(p.detach(), before - 0.1 * (1 + 1.9))
+
+
+def test_muon_steps_hidden_matrices_and_adamw_the_rest(tiny):
+    model, method, parameters = trainable(tiny)
+    optimizer = optimizer_of("muon", method, parameters)
+    steps(model, optimizer, 1)
+    assert isinstance(optimizer, Together)
+    for name, p in parameters.items():
+        kinds = set(optimizer.state[p])
+        assert kinds == ({"momentum_buffer"} if is_hidden(name, p) else {"step", "exp_avg", "exp_avg_sq"}), name
+    hidden = {name for name, p in parameters.items() if is_hidden(name, p)}
+    assert "embed.weight" not in hidden and "lm_head.weight" not in hidden and "blocks.0.attention.q_proj.weight" in hidden
+
+
+def test_8_bit_moments_follow_those_of_32(tiny):
+    """What 30 steps change is the same in direction: the cosine between them is above 0.98 in every matrix."""
+    moved = {}
+    for name in ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
+        model, method, parameters = trainable(tiny)
+        before = {key: p.detach().clone() for key, p in parameters.items()}
+        steps(model, optimizer_of(name, method, parameters), 30)
+        moved[name] = {key: parameters[key].detach() - value for key, value in before.items()}
+    for name, least in (("paged_adamw", 0.99999), ("adamw_8bit", 0.98), ("paged_adamw_8bit", 0.98)):
+        for key, way in moved["adamw"].items():
+            assert torch.cosine_similarity(moved[name][key].flatten(), way.flatten(), dim=0) > least, (name, key)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_plan_knows_an_optimizers_state(tiny, name):
+    """Its bytes, but for counters and bitsandbytes' two tables of 256 numbers."""
+    model, method, parameters = trainable(tiny)
+    optimizer = optimizer_of(name, method, parameters)
+    steps(model, optimizer, 1)
+    tensors = {
+        tensor.data_ptr(): tensor.nbytes
+        for p in parameters.values()
+        for kind, tensor in optimizer.state[p].items()
+        if kind != "step" and not kind.startswith("qmap") and isinstance(tensor, torch.Tensor)
+    }
+    expected = sum(OPTIMIZERS[name].state(key, p) for key, p in parameters.items())
+    assert expected == pytest.approx(sum(tensors.values()), rel=0.01)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_goes_on_to_the_bit(tiny, tmp_path, name, precision):
+    if (name, precision) == ("schedule_free", "bf16-true"):
+        pytest.skip("refused")
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, method, parameters = trainable(tiny, precision)
+    model, optimizer = fabric.setup(model, optimizer_of(name, method, parameters, weight_decay=0.1))
+    whole = steps(model, optimizer, 3)
+    checkpoint.save(fabric, tmp_path, 3, parameters, optimizer, {"identity": {}})
+    whole += steps(model, optimizer, 3, first=3)
+    other, method, found = trainable(tiny, precision)
+    resumed = optimizer_of(name, method, found, weight_decay=0.1)
+    progress, damaged = checkpoint.restore_newest(tmp_path, {}, found, resumed)
+    assert progress["step"] == 3 and not damaged
+    other, resumed = fabric.setup(other, resumed)
+    assert steps(other, resumed, 3, first=3) == whole[3:]
+    assert all(torch.equal(found[key], value) for key, value in parameters.items())
+    for key, p in parameters.items():
+        for kind, value in optimizer.state[p].items():
+            same = torch.equal(value, resumed.state[found[key]][kind]) if isinstance(value, torch.Tensor) else None
+            assert value == resumed.state[found[key]][kind] if same is None else same, (key, kind)
+
+
+def test_schedule_free_keeps_an_average(tiny, tmp_path):
+    """Looking at the average changes nothing, and a checkpoint holds it: x = (1 - 1/b) z + y/b of the two it steps."""
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model, method, parameters = trainable(tiny)
+    optimizer = optimizer_of("schedule_free", method, parameters)
+    steps(model, optimizer, 5)
+    stepped = {name: p.detach().clone() for name, p in parameters.items()}
+    with averaged(optimizer):
+        kept = {name: p.detach().clone() for name, p in parameters.items()}
+    for name, p in parameters.items():
+        assert torch.equal(p, stepped[name])
+        z = optimizer.state[p]["z"]
+        torch.testing.assert_close(kept[name], (1 - 1 / 0.9) * z + stepped[name] / 0.9, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(kept["embed.weight"], stepped["embed.weight"])
+    checkpoint.save(fabric, tmp_path, 5, parameters, optimizer, {"identity": {}})
+    saved = checkpoint.read_parameters(checkpoint.newest(tmp_path))
+    assert all(torch.equal(saved[name], value) for name, value in kept.items())
+
+
+def test_schedule_free_rounds_no_weights(tiny):
+    _, method, parameters = trainable(tiny, "bf16-true")
+    with pytest.raises(ValueError, match="schedule_free needs fp32 weights"):
+        optimizer_of("schedule_free", method, parameters)

@@ -59,27 +59,64 @@ class Evil:
         return os.system, ("touch executed",)
 
 
+def weights(run: str) -> bytes:
+    return Path(run, "final", "adapter_model.safetensors").read_bytes()
+
+
+def spoil(path: Path, how: str) -> None:
+    if how == "delete":
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:20] if how == "truncate" else b"garbage" * 50)
+
+
 def test_a_checkpoint_executes_nothing(folder, capsys):
-    path = folder / "a" / "checkpoints" / "step-000004" / ".metadata"
-    path.write_bytes(pickle.dumps(Evil()))
-    said = lora("--resume", "--out_dir", "a", capsys=capsys)
-    assert "is damaged" in said and "no part of a checkpoint's index" in said and not Path("executed").exists()
+    step = folder / "a" / "checkpoints" / "step-000004"
+    (step / ".metadata").write_bytes(pickle.dumps(Evil()))
+    progress = json.loads((step / "progress.json").read_text())
+    progress["files"][".metadata"] = (step / ".metadata").stat().st_size
+    (step / "progress.json").write_text(json.dumps(progress))
+    lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
+    said = capsys.readouterr().out
+    assert "step-000004 is damaged" in said and "no part of a checkpoint's index" in said and not Path("executed").exists()
 
 
 @pytest.mark.parametrize("name", [".metadata", "progress.json", "__0_0.distcp"])
-@pytest.mark.parametrize("spoil", ["delete", "truncate", "garbage"])
-def test_a_damaged_checkpoint_is_named(folder, capsys, name, spoil):
-    path = folder / "a" / "checkpoints" / "step-000004" / name
-    if spoil == "delete":
-        path.unlink()
-    else:
-        path.write_bytes(path.read_bytes()[:20] if spoil == "truncate" else b"garbage" * 50)
+@pytest.mark.parametrize("how", ["delete", "truncate", "garbage"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, capsys, name, how):
+    whole = weights("a")
+    spoil(folder / "a" / "checkpoints" / "step-000004" / name, how)
+    lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
+    said = capsys.readouterr().out
+    assert "step-000004 is damaged" in said and "the checkpoint before it is taken" in said
+    assert "continuing after step 2" in said and weights("a") == whole
+    lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
+    assert "damaged" not in capsys.readouterr().out
+
+
+def test_a_file_that_lost_its_end_is_known_by_its_size(folder, capsys):
+    """What is cut off may be padding that no reader misses; it is found all the same, before anything is loaded."""
+    path = folder / "a" / "checkpoints" / "step-000004" / "__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:-1])
+    lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
+    assert "__0_0.distcp has" in capsys.readouterr().out
+
+
+def test_without_a_whole_checkpoint_nothing_is_trained(folder, capsys):
+    for step in (2, 4):
+        spoil(folder / "a" / "checkpoints" / f"step-00000{step}" / "progress.json", "truncate")
     before = contents(folder)
     said = lora("--resume", "--out_dir", "a", capsys=capsys)
-    assert "step-000004 is damaged" in said and "delete it, and --resume takes the checkpoint before it" in said
+    assert "step-000004 is damaged" in said and "step-000002 is damaged" in said and "--overwrite begins again" in said
     assert contents(folder) == before
-    shutil.rmtree(path.parent)
-    lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
+
+
+def test_a_fall_back_leaves_nothing_that_a_later_one_could_take(folder, capsys):
+    """With one checkpoint to keep, the damaged one must not be the one that is kept."""
+    spoil(folder / "a" / "checkpoints" / "step-000004" / ".metadata", "truncate")
+    flags = ["--train.max_steps", "3", "--save.keep_last", "1"]
+    lora("--resume", "--out_dir", "a", *flags, capsys=capsys, code=None)
+    assert [path.name for path in Path("a/checkpoints").iterdir()] == ["step-000003"]
 
 
 @pytest.mark.parametrize("words", [["--resume", "--out_dir", "typo"], ["--resume"]])

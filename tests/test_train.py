@@ -20,7 +20,7 @@ from litft.peft import LoRA
 from litft.preview import planned_samples
 from litft.train import accumulate, learning_rate
 
-TIMED = ("tokens_per_second", "mfu", "memory_gib", "seconds")
+TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 
 
 def ragged(count: int = 8) -> list[Sample]:
@@ -53,7 +53,9 @@ def gradients(folder, rows: int, count: int = 8, room: int | None = None) -> tup
     """Loss and gradients of ragged samples in one process, `rows` at a time."""
     model, parameters = trainable(folder)
     fabric = Fabric(accelerator="cpu", devices=1)
-    loss = accumulate(fabric, fabric.setup_module(model), ragged(count), Layout(rows, room))
+    samples = ragged(count)
+    count = sum(sample.supervised for sample in samples)
+    loss = accumulate(fabric, fabric.setup_module(model), Layout(rows, room).batches(samples), count)
     return float(loss), {name: p.grad for name, p in parameters.items()}
 
 
@@ -94,7 +96,9 @@ fabric.launch()
 model, parameters = trainable({folder!r})
 optimizer = torch.optim.SGD(parameters.values(), 0.1)
 wrapped, optimizer = fabric.setup(model, optimizer)
-loss = accumulate(fabric, wrapped, ragged({count}), Layout({rows}, {room}, 2))
+samples = ragged({count})
+batches = Layout({rows}, {room}, 2).batches(samples, fabric.global_rank)
+loss = accumulate(fabric, wrapped, batches, sum(sample.supervised for sample in samples))
 if fabric.global_rank == 0:
     torch.save((float(loss), {{n: p.grad for n, p in parameters.items()}}), {out!r})
 """
@@ -138,7 +142,7 @@ def test_the_order_is_a_permutation_an_epoch():
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant"])
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
 def test_rates_rise_and_fall(warmup, schedule):
     args = TrainArgs(learning_rate=1.0, warmup_fraction=warmup, lr_schedule=schedule, min_lr_ratio=0.1)
     rates = [learning_rate(args, step, 20) for step in range(20)]
@@ -182,9 +186,12 @@ def uninterrupted(tiny, examples, tmp_path_factory):
     return folder / "run", flags, done
 
 
+RUN = {"config.yaml", "metrics.csv", "samples.jsonl", "checkpoints", "final", "report.html"}
+
+
 def test_a_run_leaves_what_the_readme_says(uninterrupted, examples, tiny):
     run, _, done = uninterrupted
-    assert {path.name for path in run.iterdir()} == {"config.yaml", "metrics.csv", "checkpoints", "final"}
+    assert {path.name for path in run.iterdir()} == RUN
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000042", "step-000048"]
     assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.model", "chat_template.jinja"} <= {
         path.name for path in (run / "final").iterdir()

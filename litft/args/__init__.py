@@ -1,6 +1,6 @@
 """Every flag, as typed and documented fields. The text under a field is its --help; a default stands there only."""
 
-from litft.args.checks import impossible_numbers
+from litft.args.checks import impossible_numbers, seconds
 from litft.args.finetune import (
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -10,6 +10,7 @@ from litft.args.finetune import (
     Formats,
     FullFinetuneArgs,
     LoRAFinetuneArgs,
+    Optimizers,
     SaveArgs,
     TrainArgs,
 )
@@ -46,10 +47,12 @@ __all__ = [
     "LoRAFinetuneArgs",
     "MergeArgs",
     "ModelArgs",
+    "Optimizers",
     "PlanArgs",
     "PrepareArgs",
     "SaveArgs",
     "TrainArgs",
     "WriteArgs",
     "impossible_numbers",
+    "seconds",
 ]

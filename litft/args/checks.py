@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -30,3 +31,20 @@ def impossible_numbers(args: Any) -> list[str]:
         elif name.endswith("seed") and value < 0:
             found.append(f"--{name} {value}: must not be negative")
     return found
+
+
+def below(args: Any, group: str, least: int, *names: str) -> list[str]:
+    """Problems with those of a group's numbers that are less than `least`; what is None has a default."""
+    reason = "must be at least 1" if least else "must not be negative"
+    values = {".".join(filter(None, (group, name))): getattr(args, name) for name in names}
+    return [f"--{name} {value}: {reason}" for name, value in values.items() if value is not None and value < least]
+
+
+def seconds(text: str) -> float | None:
+    """A time in words (1h30m, 90m, 45s, 2d), in seconds; None for what is no time."""
+    found = re.fullmatch(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip())
+    try:
+        parts = [float(part or 0) for part in found.groups()] if found else []
+    except ValueError:
+        return None
+    return sum(part * size for part, size in zip(parts, (86400, 3600, 60, 1), strict=False)) or None

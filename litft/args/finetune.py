@@ -4,10 +4,14 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
 
-from litft.args.checks import impossible_numbers
+from litft.args.checks import below, impossible_numbers, seconds
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
 
 Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
+
+Optimizers = Literal[
+    "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion", "adafactor", "muon", "sgd", "schedule_free"
+]
 
 
 @dataclass
@@ -85,21 +89,29 @@ class TrainArgs:
     """Passes over the data. Default: 3, or as many as max_steps needs."""
     max_steps: int | None = None
     """Stop after this many optimizer steps, even within an epoch."""
+    max_time: str | None = None
+    """Stop after this much time on the clock, 90m or 1h30m, that of an interrupted run's earlier part too; the learning rate
+    has fallen by then. Default: no limit."""
     global_batch_size: int = 16
     """Examples a step, over all devices and micro-batches."""
     micro_batch_size: int | None = None
     """Rows that go through the network at once on one device. Changes speed and memory, not the result. Default: 1 row of
     packed examples, or 4 of one example."""
+    optimizer: Optimizers = "adamw"
+    """What makes the steps. 8-bit and paged AdamW and Lion are bitsandbytes' (pip install 'litft[quantize]'), schedule_free
+    is its package's (pip install 'litft[schedule_free]'), the others are torch's. Each wants a learning_rate of its own."""
     learning_rate: float = 5e-4
     """The peak learning rate."""
-    lr_schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up."""
+    lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate falls after the warm-up. wsd: not before the last part of the run."""
+    decay_fraction: float = 0.2
+    """The last part of the run, over which wsd falls."""
     warmup_fraction: float = 0.05
     """The part of the run over which the learning rate rises to its peak. May be 0."""
     min_lr_ratio: float = 0.1
     """Where the schedule ends, as a part of the peak."""
     weight_decay: float = 0.0
-    """AdamW's decoupled weight decay, of matrices."""
+    """Decoupled weight decay, of matrices."""
     max_grad_norm: float = 1.0
     """Gradients with a larger 2-norm are scaled down to it. 0: no clipping."""
     freeze: list[str] = field(default_factory=list)
@@ -108,8 +120,29 @@ class TrainArgs:
     """This part of each target's probability is spread over the vocabulary."""
     neftune_alpha: float = 0.0
     """NEFTune's noise on the embeddings, 5 to 15 in its paper. 0: none."""
+    skip_nan: bool = False
+    """Leave out a step whose loss or gradient is not finite, and go on. It costs a GPU a little speed."""
+    oom_retry: bool = False
+    """Where memory does not suffice, halve the micro-batches and go on: the same steps, and the same losses."""
     log_interval: int | None = None
-    """Write metrics.csv every so many steps. Default: 1 on a CPU, 10 on a GPU."""
+    """Write metrics.csv and a line on the screen every so many steps. Default: 1 on a CPU, 10 on a GPU."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        ones = ("global_batch_size", "micro_batch_size", "max_steps", "log_interval")
+        found = below(self, "train", 1, *ones)
+        found += below(self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha")
+        for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio", "label_smoothing"):
+            if not 0 <= getattr(self, name) <= 1:
+                found.append(f"--train.{name} {getattr(self, name)}: must lie between 0 and 1")
+        if self.epochs is not None and self.epochs <= 0:
+            found.append(f"--train.epochs {self.epochs}: must be above 0")
+        if self.max_time is not None and not seconds(self.max_time):
+            found.append(f"--train.max_time {self.max_time}: expected a time such as 90m, 1h30m or 45s")
+        if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
+            reason = "it averages the weights where others let the rate fall"
+            found.append(f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant")
+        return found
 
 
 @dataclass
@@ -120,8 +153,19 @@ class EvalArgs:
     """Compute the validation loss every so many steps. 0: only before and after."""
     max_batches: int | None = 16
     """Use at most so many times global_batch_size validation examples. null: all of them."""
+    patience: int | None = None
+    """End the run after so many validations in a row without a new lowest loss. Default: never."""
+    prompts: list[str] = field(default_factory=list)
+    """What the model is asked at each validation, its answers shown and kept: texts, or files with a prompt a line. Default:
+    the first validation example's question."""
+    max_new_tokens: int = 64
+    """Answers to them end after so many tokens. 0: nothing is asked."""
     exact_match: bool = False
     """Before and after, answer every validation question greedily and count the answers that are right to the letter."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        return below(self, "eval", 1, "max_batches", "patience") + below(self, "eval", 0, "interval", "max_new_tokens")
 
 
 @dataclass
@@ -132,6 +176,12 @@ class SaveArgs:
     """Save the run's state every so many steps. 0: only at the end."""
     keep_last: int = 2
     """Delete all but so many of the newest checkpoints."""
+    best: bool = False
+    """Keep in best/ what had the lowest validation loss, in the form of final/."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        return below(self, "save", 1, "keep_last") + below(self, "save", 0, "interval")
 
 
 @dataclass
@@ -162,6 +212,8 @@ class FinetuneArgs:
     """How several devices work together. auto: ddp where there are several."""
     seed: int = 42
     """Seeds initialization, order and dropout."""
+    logger: Literal["csv", "tensorboard", "wandb", "mlflow"] = "csv"
+    """Who gets the rows of metrics.csv besides (pip install 'litft[tensorboard]', 'litft[wandb]', 'litft[mlflow]')."""
     dry_run: bool = False
     """Prepare the data, show it and what the run will need, and end before the weights are read."""
     deterministic: bool = False
@@ -173,38 +225,10 @@ class FinetuneArgs:
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
-        t = self.train
-        at_least_one = {
-            "devices": self.devices,
-            "train.global_batch_size": t.global_batch_size,
-            "train.micro_batch_size": t.micro_batch_size,
-            "train.max_steps": t.max_steps,
-            "train.log_interval": t.log_interval,
-            "eval.max_batches": self.eval.max_batches,
-            "save.keep_last": self.save.keep_last,
-        }
-        not_negative = {
-            "train.learning_rate": t.learning_rate,
-            "train.weight_decay": t.weight_decay,
-            "train.max_grad_norm": t.max_grad_norm,
-            "train.neftune_alpha": t.neftune_alpha,
-            "eval.interval": self.eval.interval,
-            "save.interval": self.save.interval,
-        }
-        parts = {
-            "train.warmup_fraction": t.warmup_fraction,
-            "train.min_lr_ratio": t.min_lr_ratio,
-            "train.label_smoothing": t.label_smoothing,
-        }
-        found = impossible_numbers(self)
-        found += [f"--{n} {v}: must be at least 1" for n, v in at_least_one.items() if v is not None and v < 1]
-        found += [f"--{n} {v}: must not be negative" for n, v in not_negative.items() if v < 0]
-        found += [f"--{n} {v}: must lie between 0 and 1" for n, v in parts.items() if not 0 <= v <= 1]
-        if t.epochs is not None and t.epochs <= 0:
-            found.append(f"--train.epochs {t.epochs}: must be above 0")
+        found = impossible_numbers(self) + below(self, "", 1, "devices")
         if self.resume and self.overwrite:
             found.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
-        found += self.data.problems()
+        found += [*self.data.problems(), *self.train.problems(), *self.eval.problems(), *self.save.problems()]
         if self.checkpoint_dir and not self.data.path:
             found.append("--data.path is missing: name the file of examples to learn from")
         if self.data.path and not self.checkpoint_dir:

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from litft.args.checks import LARGEST, impossible_numbers
-from litft.args.finetune import DataArgs
+from litft.args.checks import LARGEST, below, impossible_numbers
+from litft.args.finetune import DataArgs, Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs
 
 
@@ -27,8 +27,7 @@ class PrepareArgs:
         found = impossible_numbers(self) + self.data.problems()
         for name, value in (("checkpoint_dir", self.checkpoint_dir), ("data.path", self.data.path)):
             found += [] if value else [f"--{name} is missing"]
-        bounds = (("global_batch_size", self.global_batch_size, 1), ("show", self.show, 0))
-        return found + [f"--{name} {value}: must be at least {low}" for name, value, low in bounds if value < low]
+        return found + below(self, "", 1, "global_batch_size") + below(self, "", 0, "show")
 
 
 @dataclass
@@ -43,6 +42,8 @@ class PlanArgs:
     """What the network computes in; bf16-true, of full fine-tuning, keeps the weights in it too."""
     quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
     """Keep the frozen Linears in 4 or 8 bits."""
+    optimizer: Optimizers = "adamw"
+    """What makes the steps."""
     max_seq_length: int | None = None
     """Tokens of a row. Default: the model's context, at most 2048."""
     micro_batch_size: int = 1
@@ -62,9 +63,7 @@ class PlanArgs:
         """What is missing, or impossible."""
         found = impossible_numbers(self) + self.lora.problems() + self.adapter.problems()
         found += [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a folder with a config.json"]
-        for name in ("max_seq_length", "micro_batch_size", "devices", "tokens"):
-            value = getattr(self, name)
-            found += [f"--{name} {value}: must be at least 1"] if value is not None and value < 1 else []
+        found += below(self, "", 1, "max_seq_length", "micro_batch_size", "devices", "tokens")
         if (self.max_seq_length or 1) * self.micro_batch_size > LARGEST:
             found.append(
                 f"--max_seq_length {self.max_seq_length} x --micro_batch_size {self.micro_batch_size}: too many tokens"

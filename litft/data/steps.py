@@ -7,7 +7,7 @@ samples seen. Rows, micro-batches and ranks only lay that set out, so losses and
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
 import numpy as np
@@ -31,7 +31,9 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device."""
-        values = (getattr(self, item.name) for item in fields(self))
+        values = [getattr(self, item.name) for item in fields(self)]
+        if device.type == "cuda":  # from pinned memory a copy makes the host wait for nothing
+            values = [v if v is None else v.pin_memory() for v in values]
         return MicroBatch(*(v if v is None else v.to(device, non_blocking=True) for v in values))
 
     def inputs(self) -> dict[str, Tensor | None]:
@@ -89,6 +91,14 @@ class Layout:
         count = self.ranks * -(-len(rows) // (self.rows * self.ranks))
         bounds = [len(rows) * i // count for i in range(count + 1)]
         return [rows[bounds[i] : bounds[i + 1]] for i in range(count)]
+
+    def halved(self, longest: int) -> "Layout | None":
+        """With half the rows, or one row of half the room, in which the longest sample fits; None: as small as it gets."""
+        if self.rows > 1:
+            return replace(self, rows=self.rows // 2)
+        if self.room is None or self.room <= longest:
+            return None
+        return replace(self, room=max(longest, self.room // 2))
 
     def batches(self, samples: Sequence[Sample], rank: int = 0) -> list[MicroBatch]:
         """A rank's micro-batches."""

@@ -1,0 +1,385 @@
+"""How runs end: by signals, time, patience, NaN, memory and full disks; and that they go on from there, to the bit."""
+
+import csv
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ENV, ROOT, script
+from safetensors.torch import load_file, save_file
+
+import litft
+from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, seconds
+from litft.runs import Stopped
+from litft.signals import Signals
+
+
+def rows_of(run: Path) -> list[dict[str, float]]:
+    with (run / "metrics.csv").open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def losses(run: Path) -> list[float]:
+    return [row["loss"] for row in rows_of(run) if "loss" in row]
+
+
+def weights(run: Path) -> bytes:
+    return (run / "final" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.fixture
+def args(tiny, examples, tmp_path) -> LoRAFinetuneArgs:
+    """A run of twelve steps."""
+    return LoRAFinetuneArgs(
+        checkpoint_dir=str(tiny),
+        out_dir=str(tmp_path / "run"),
+        data=DataArgs(path=[str(examples)], val_fraction=0.2),
+        train=TrainArgs(max_steps=12, global_batch_size=4, learning_rate=5e-3),
+        eval=EvalArgs(interval=2, max_new_tokens=0),
+        save=SaveArgs(interval=5),
+        lora=LoRAArgs(dropout=0.2),
+    )
+
+
+# signals
+
+
+FLAGS = "--train.max_steps 300 --train.global_batch_size 4 --save.interval 100 --eval.interval 0 --lora.dropout 0.2".split()
+
+
+def begun(run: Path, words: list, cwd: Path) -> subprocess.Popen:
+    """A run that has made its first steps."""
+    command = [sys.executable, ROOT / "finetune" / "lora.py", *words, "--out_dir", run]
+    process = subprocess.Popen(command, cwd=cwd, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not (run / "metrics.csv").is_file() or len((run / "metrics.csv").read_text().splitlines()) < 6:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.01)
+    return process
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny, examples, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("signals")
+    words = ["--checkpoint_dir", tiny, "--data.path", examples, *FLAGS]
+    script("finetune/lora.py", *words, "--out_dir", "whole", cwd=folder)
+    return folder, words
+
+
+@pytest.mark.parametrize("name, devices", [("SIGTERM", 1), ("SIGINT", 1), ("SIGUSR1", 1), ("SIGTERM", 2)])
+def test_a_signal_saves_and_the_run_goes_on(uninterrupted, name, devices):
+    folder, words = uninterrupted
+    run, number = folder / f"{name}-{devices}", getattr(signal, name)
+    process = begun(run, [*words, "--devices", str(devices)], folder)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 128 + number, err
+    assert f"{name}: stopped after step" in err and f"--resume --out_dir {run} goes on" in err and "Traceback" not in err
+    steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()]
+    assert len(steps) == 1 and 5 <= steps[0] < 300 and steps[0] == int(rows_of(run)[-1]["step"])
+    assert "stopped after step" in (run / "report.html").read_text()
+    # with as many processes to the bit, with fewer on the very sample: dropout alone draws other numbers
+    script("finetune/lora.py", "--resume", "--out_dir", run, "--devices", "1", cwd=folder)
+    if devices == 1:
+        assert weights(run) == weights(folder / "whole")
+    assert [row["samples"] for row in rows_of(run)] == [row["samples"] for row in rows_of(folder / "whole")]
+
+
+def test_a_second_ctrl_c_interrupts_at_once(capfd):
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Signals() as signals:
+        for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        assert signals.caught == signal.SIGINT
+        os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert capfd.readouterr().err.count("saving after this step") == 1
+
+
+# from Python, and other ends
+
+
+def test_finetune_from_python_is_the_same_run(args, tmp_path):
+    seen = []
+    found = litft.finetune(args, callback=seen.append)
+    assert found.folder == Path(args.out_dir) and (found.folder / "final").is_dir()
+    rows = rows_of(found.folder)
+    assert [row["step"] for row in seen] == [row["step"] for row in rows]
+    assert seen[-1]["loss"] == pytest.approx(rows[-1]["loss"]) == pytest.approx(found.metrics["loss"])
+    assert found.metrics["val_loss"] == pytest.approx(rows[-1]["val_loss"])
+    assert rows[-1]["val_perplexity"] == pytest.approx(math.exp(rows[-1]["val_loss"]), rel=1e-6)
+    assert all(0 <= row["data_share"] < 1 for row in rows if "loss" in row)
+    script("finetune/lora.py", "--config", found.folder / "config.yaml", "--out_dir", tmp_path / "script", cwd=tmp_path)
+    assert weights(tmp_path / "script") == weights(found.folder)
+
+
+def test_a_signal_to_python_is_an_exception(args):
+    def callback(row):
+        if row["step"] == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped, match="SIGTERM: stopped after step 4"):
+        litft.finetune(args, callback)
+    assert [path.name for path in (Path(args.out_dir) / "checkpoints").iterdir()] == ["step-000004"]
+
+
+def test_patience_ends_a_run_and_the_best_is_kept(args):
+    """At a rate that overshoots, the validation loss soon rises."""
+    args.train.learning_rate, args.train.max_steps, args.train.lr_schedule = 0.1, 200, "constant"
+    args.eval.patience, args.save.best = 3, True
+    folder, metrics = litft.finetune(args)
+    measured = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
+    best = min(measured, key=measured.get)
+    assert list(measured)[-1] == metrics["step"] == best + 6 < 200
+    assert not any(value < measured[best] for value in measured.values())
+    for name, step in (("best", best), ("final", metrics["step"])):
+        model, _ = litft.load(folder / name)
+        assert held_out_loss(model, args) == pytest.approx(measured[step], rel=1e-5), name
+    resumed = litft.finetune(LoRAFinetuneArgs(**{**vars(args), "resume": True}))
+    assert resumed.metrics["step"] == metrics["step"], "a run that has ended trained on"
+
+
+def held_out_loss(model, args) -> float:
+    """The loss on the validation part, sample after sample."""
+    from litft.data.load import load_data
+    from litft.folder import resolve
+
+    data = load_data(args.data, resolve(args.checkpoint_dir).tokenizer(), 512, 256)
+    with torch.no_grad():
+        found = [model(s.tokens[None], targets=s.targets[None]) for s in data.val]
+    return float(sum(loss for loss, _ in found) / sum(count for _, count in found))
+
+
+def test_what_goes_by_validation_needs_some(args):
+    args.data.val_fraction, args.eval.patience = 0.0, 3
+    with pytest.raises(ValueError, match=r"--eval.patience goes by the validation loss, and nothing is held out"):
+        litft.finetune(args)
+
+
+def test_time_is_a_limit_and_the_rate_has_fallen_by_then(args):
+    args.train.max_steps, args.train.max_time, args.eval.interval = None, "2s", 0
+    args.train.epochs = 10_000.0
+    begun = time.monotonic()
+    folder, metrics = litft.finetune(args)
+    assert time.monotonic() - begun < 20
+    rows = [row for row in rows_of(folder) if "loss" in row]
+    assert 5 < len(rows) == metrics["step"]
+    assert rows[-1]["learning_rate"] < 0.2 * max(row["learning_rate"] for row in rows)
+    again = litft.finetune(LoRAFinetuneArgs(**{**vars(args), "resume": True}))
+    assert again.metrics["step"] == metrics["step"], "its time was over"
+
+
+def test_times_in_words():
+    found = {text: seconds(text) for text in ("90m", "1h30m", "45s", "1.5h", "2d", "1h 3", "5", "", "h", "1.2.3s", "0s")}
+    assert found == {"90m": 5400, "1h30m": 5400, "45s": 45, "1.5h": 5400, "2d": 172800} | dict.fromkeys(
+        ("1h 3", "5", "", "h", "1.2.3s", "0s")
+    )
+
+
+# numbers that are none
+
+
+@pytest.fixture
+def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
+    """One example of 31 has a token whose embedding is infinite."""
+    from litft.folder import resolve
+
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in Path(args.checkpoint_dir).iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    tokenizer = resolve(model).tokenizer()
+    tensors = load_file(model / "model.safetensors")
+    (token,) = {token for token in tokenizer.encode("Z", bos=False) if "Z" in tokenizer.decode([token])}
+    tensors["model.embed_tokens.weight"][token] = torch.inf
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    records = json.loads(Path(args.data.path[0]).read_text())
+    assert not any("Z" in json.dumps(record) for record in records)
+    records[17]["instruction"] += " Z"
+    (tmp_path / "data.json").write_text(json.dumps(records))
+    args.checkpoint_dir, args.data = str(model), DataArgs(path=[str(tmp_path / "data.json")], val_fraction=0.0)
+    return args
+
+
+def test_a_loss_that_is_no_number_ends_the_run_with_its_examples(poisoned):
+    from litft.data.steps import Order
+
+    with pytest.raises(ValueError, match="is nan, so nothing more can be learned") as error:
+        litft.finetune(poisoned)
+    order = Order([30], poisoned.seed).indices(0, 48)
+    step = order.index(17) // 4
+    examples = ", ".join(map(str, order[step * 4 : step * 4 + 4]))
+    assert f"step {step + 1}: " in str(error.value) and f"training examples: {examples} (--train.skip_nan" in str(
+        error.value
+    )
+    saved = [int(path.name.removeprefix("step-")) for path in Path(poisoned.out_dir, "checkpoints").glob("step-*")]
+    assert all(number <= step for number in saved)
+
+
+def test_a_step_that_is_no_number_can_be_left_out(poisoned, capfd):
+    """It moves nothing, neither weights nor moments: the run is that of the other steps, and resumes to the bit."""
+    poisoned.train.skip_nan = True
+    folder, metrics = litft.finetune(poisoned)
+    bad = [row["step"] for row in rows_of(folder) if math.isnan(row["loss"])]
+    assert metrics["step"] == 12 and 1 <= len(bad) <= 2
+    said = capfd.readouterr().out
+    assert all(f"step {int(step)} is left out: its loss or gradient is not finite" in said for step in bad)
+    whole = load_file(folder / "final" / "adapter_model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in whole.values())
+    for path in (folder / "checkpoints").glob("step-*12"):
+        (path / "progress.json").unlink()
+    litft.finetune(LoRAFinetuneArgs(**{**vars(poisoned), "resume": True}))
+    assert all(map(torch.equal, load_file(folder / "final" / "adapter_model.safetensors").values(), whole.values()))
+
+
+def test_when_every_step_is_no_number_the_run_ends(poisoned):
+    poisoned.train.skip_nan, poisoned.train.max_steps = True, 40
+    path = Path(poisoned.data.path[0])
+    path.write_text(json.dumps([{"instruction": "Z", "output": "Z"}] * 30))
+    with pytest.raises(ValueError, match="step 10: 10 steps in a row are not finite; lower"):
+        litft.finetune(poisoned)
+
+
+def test_a_loss_that_explodes_ends_the_run(args, shared):
+    args.checkpoint_dir = str(shared / "checkpoints" / "stories260K")
+    train = TrainArgs(max_steps=12, global_batch_size=4, learning_rate=1.0)
+    full = FullFinetuneArgs(checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train)
+    with pytest.raises(ValueError, match=r"the loss is [\d.e+]+ and was [\d.]+, so nothing more can be learned; lower"):
+        litft.finetune(full)
+
+
+# memory and disk
+
+
+WORKER = """
+import re, resource, sys
+sys.path[:0] = [{tests!r}]
+import litft, litft.train
+from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
+from litft.cli import user_errors
+
+def allow(more):
+    size = int(re.search(r"VmSize:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10
+    resource.setrlimit(resource.RLIMIT_AS, (size + more, resource.RLIM_INFINITY))
+
+{body}
+"""
+
+LARGE = """
+args = LoRAFinetuneArgs(
+    checkpoint_dir={model!r}, out_dir={out!r},
+    data=DataArgs(path=[{data!r}], val_fraction=0.0, packing={packing}, max_seq_length={length}),
+    train=TrainArgs(max_steps=2, global_batch_size=64, micro_batch_size={rows}, oom_retry={retry}),
+    eval=EvalArgs(max_new_tokens=0))
+at = {at}
+if at == 0:
+    allow({more})
+with user_errors():
+    litft.finetune(args, lambda row: allow({more}) if row["step"] == at else None)
+"""
+
+
+@pytest.fixture(scope="module")
+def large(make_model, shared, tmp_path_factory):
+    """A model whose activations for 64 rows of 256 tokens take more than a GiB, and 64 examples."""
+    import shutil
+
+    from transformers import LlamaConfig
+
+    _, folder = make_model(
+        LlamaConfig,
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=3072,
+        num_hidden_layers=2,
+        max_position_embeddings=256,
+    )
+    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
+        shutil.copyfile(path, folder / path.name)
+    data = tmp_path_factory.mktemp("large") / "data.json"
+    records = [{"instruction": f"{n} times", "output": "once upon a time there was " * 60} for n in range(64)]
+    data.write_text(json.dumps(records))
+    return folder, data
+
+
+def limited(large, tmp_path, name, code=0, **settings):
+    """A run whose process may take so many `more` bytes, from the beginning or from step `at` on."""
+    settings = {"rows": 64, "length": 256, "packing": False, "retry": True, "at": 0, "more": 1 << 40} | settings
+    body = LARGE.format(model=str(large[0]), data=str(large[1]), out=str(tmp_path / name), **settings)
+    (tmp_path / f"{name}.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
+    return script(tmp_path / f"{name}.py", cwd=tmp_path, code=code)
+
+
+def test_memory_that_does_not_suffice_is_told_with_the_longest_row(large, tmp_path):
+    done = limited(large, tmp_path, "none", code=2, retry=False, more=600 << 20)
+    assert "micro-batches of up to 64 x 256 tokens do not fit into cpu's memory" in done.stderr
+    assert "the longest row has training example" in done.stderr and "with its 256 tokens" in done.stderr
+    assert "lower --data.max_seq_length, or lower --train.micro_batch_size, or choose --quantize nf4" in done.stderr
+    assert "add --train.oom_retry" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="first"),
+        pytest.param({"at": 1}, id="later", marks=pytest.mark.slow),
+        pytest.param({"rows": 1, "length": 8192, "packing": True}, id="packed", marks=pytest.mark.slow),
+    ],
+)
+def test_smaller_micro_batches_give_the_same_losses(large, tmp_path, settings):
+    limited(large, tmp_path, "whole", **settings)
+    done = limited(large, tmp_path, "halved", more=600 << 20, **settings)
+    assert "do not fit into memory; going on with" in done.stdout
+    assert losses(tmp_path / "halved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
+
+
+FULL = """
+args = LoRAFinetuneArgs(checkpoint_dir={model!r}, out_dir={out!r}, resume={resume}, data=DataArgs(path=[{data!r}]),
+    train=TrainArgs(max_steps=6, global_batch_size=4), eval=EvalArgs(max_new_tokens=0), save=SaveArgs(interval=2))
+
+def fill(row):
+    if row["step"] == 3 and {full}:  # from now on no file can grow beyond that
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
+
+with user_errors():
+    litft.finetune(args, fill)
+"""
+
+
+def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
+    def go(out, code=0, resume=False, full=True):
+        body = FULL.format(model=str(tiny), data=str(examples), out=str(tmp_path / out), resume=resume, full=full)
+        (tmp_path / "worker.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
+        return script(tmp_path / "worker.py", cwd=tmp_path, code=code)
+
+    go("whole", full=False)
+    done = go("full", code=2)
+    assert "step-000002 is whole: --resume goes on from there" in done.stderr and "File too large" in done.stderr
+    assert [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-000002"]
+    go("full", resume=True, full=False)
+    assert weights(tmp_path / "full") == weights(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "method, kills, flags",
+    [
+        ("lora", 30, "--lora.dropout 0.1"),
+        ("full", 4, ""),
+        ("adapter", 4, ""),
+        ("adapter_v2", 4, "--save.best"),
+        ("lora", 4, "--quantize nf4 --train.optimizer paged_adamw_8bit"),
+    ],
+)
+def test_killed_at_any_moment_a_run_ends_the_same(shared, method, kills, flags):
+    words = ["--checkpoint_dir", shared / "checkpoints" / "stories260K", "--method", method, "--kills", str(kills)]
+    words += ["--steps", str(max(100, 14 * kills)), "--flags", f"--eval.max_new_tokens 0 {flags}"]
+    done = script("tests/faults/kill.py", *words, cwd=ROOT)
+    print(done.stdout)
+    assert f"{kills} kills" in done.stdout and "equal weights: True" in done.stdout

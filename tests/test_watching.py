@@ -1,0 +1,223 @@
+"""What a run shows of itself: loggers, samples, the lines on the screen, report.html."""
+
+import csv
+import json
+import logging
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from conftest import script
+
+import litft
+from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
+from litft.loggers import row_sink
+from litft.report import POINTS, Report, chart, points, ticks, write_report
+
+
+def rows_of(run: Path) -> list[dict[str, float]]:
+    with (run / "metrics.csv").open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+@pytest.fixture
+def args(tiny, examples, tmp_path, monkeypatch) -> LoRAFinetuneArgs:
+    monkeypatch.chdir(tmp_path)
+    return LoRAFinetuneArgs(
+        checkpoint_dir=str(tiny),
+        out_dir="run",
+        data=DataArgs(path=[str(examples)], val_fraction=0.2),
+        train=TrainArgs(max_steps=4, global_batch_size=4),
+        eval=EvalArgs(interval=2, max_new_tokens=5),
+        save=SaveArgs(interval=2),
+    )
+
+
+def half_again(args: LoRAFinetuneArgs) -> None:
+    """A run whose last checkpoint is lost goes on from the one before."""
+    litft.finetune(args)
+    for path in Path("run/checkpoints/step-000004").iterdir():
+        path.unlink()
+    args.resume = True
+    litft.finetune(args)
+
+
+def test_tensorboard_has_every_row_once(args):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    args.logger = "tensorboard"
+    half_again(args)
+    events = EventAccumulator("run/tensorboard").Reload()
+    for column in ("loss", "val_loss", "learning_rate", "data_share"):
+        expected = [(row["step"], row[column]) for row in rows_of(Path("run")) if column in row]
+        assert [(e.step, e.value) for e in events.Scalars(column)] == [pytest.approx(pair) for pair in expected], column
+
+
+def test_mlflow_goes_on_with_the_same_run(args, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    args.logger = "mlflow"
+    half_again(args)
+    client = MlflowClient("sqlite:///mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("litft").experiment_id])
+    assert run.data.params["train/max_steps"] == "4" and run.info.status == "FINISHED"
+    found = {item.step: item.value for item in client.get_metric_history(run.info.run_id, "loss")}
+    assert found == {row["step"]: pytest.approx(row["loss"]) for row in rows_of(Path("run")) if "loss" in row}
+
+
+def test_wandb_goes_on_with_the_same_run(args, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    args.logger = "wandb"
+    half_again(args)
+    names = {path.name.rpartition("-")[2] for path in Path("run/wandb").glob("offline-run-*")}
+    progress = json.loads(Path("run/checkpoints/step-000004/progress.json").read_text())
+    assert names == {progress["logger"]}
+
+
+def test_a_logger_that_fails_ends_no_run():
+    class Down:
+        def log_metrics(self, metrics, step):
+            raise ConnectionError("no answer")
+
+    said = []
+    sink = row_sink(Down(), said.append)
+    for step in (3, 4):
+        sink({"step": step, "loss": 1.0})
+    assert said == ["warning: the logger takes no rows from step 3 on (no answer); metrics.csv has all of them"]
+
+
+def test_a_logger_that_cannot_begin_is_told(args, monkeypatch):
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////dev/null/mlflow.db")
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)
+    args.logger = "mlflow"
+    with pytest.raises(ValueError, match="--logger mlflow: "):
+        litft.finetune(args)
+
+
+def test_answers_are_asked_for_at_every_validation(args, capfd):
+    Path("prompts.txt").write_text("Say it 2 times\n\nSay it, please\n")
+    args.eval.prompts = ["Who are you?", "prompts.txt"]
+    litft.finetune(args)
+    found = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    prompts = ["Who are you?", "Say it 2 times", "Say it, please"]
+    assert [(item["step"], item["prompt"]) for item in found] == [(step, prompt) for step in (0, 2, 4) for prompt in prompts]
+    model, tokenizer = litft.load("run/final")
+    messages = [{"role": "user", "content": "Who are you?"}]
+    again = "".join(litft.stream(model, tokenizer, messages, temperature=0, max_new_tokens=5))
+    assert again.strip() == found[6]["answer"]
+    said = capfd.readouterr().out
+    assert said.count("  Who are you?\n  -> ") == 3
+    assert "step 1/4: loss " in said and "tokens/s" in said and "waiting for data" in said and " left\n" in said
+
+
+def test_answers_beyond_the_checkpoint_never_happened(args):
+    half_again(args)
+    found = [json.loads(line)["step"] for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    assert found == [0, 2, 4]
+
+
+def test_texts_are_continued_as_they_stand(args, tmp_path):
+    (tmp_path / "texts.jsonl").write_text('{"text": "once upon a time there was a dog"}\n' * 20)
+    args.data.path, args.eval.prompts = ["texts.jsonl"], ["once upon"]
+    litft.finetune(args)
+    model, tokenizer = litft.load("run/final")
+    again = "".join(litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5))
+    found = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    assert again.strip() == found[-1]["answer"]
+
+
+@pytest.mark.parametrize("interval", [1, 3])
+def test_a_line_and_a_row_every_so_many_steps(args, interval, capfd):
+    args.train.max_steps, args.train.log_interval, args.eval.interval = 7, interval, 0
+    seen = []
+    litft.finetune(args, lambda row: seen.append((row["step"], len(rows_of(Path("run"))))))
+    lines = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("step") and "/7" in line]
+    saves = {2, 4, 6}
+    assert lines == [f"step {n}/7" for n in range(1, 7) if n % interval == 0 or n in saves]
+    assert [step for step, _ in seen] == list(range(8))
+
+
+# report.html
+
+
+class Outside(HTMLParser):
+    """Everything a page would fetch or run, and its text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.found, self.words, self.open = [], "", []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.open += [tag] if tag != "meta" else []
+        self.found += [tag] if tag in ("script", "link", "img", "iframe") else []
+        self.found += [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.words += data
+
+
+def test_the_report_tells_all_of_the_run(args):
+    args.eval.prompts = ["<script>alert(1)</script>"]
+    litft.finetune(args)
+    text = Path("run/report.html").read_text("utf-8")
+    page = Outside(text)
+    assert not page.found and not page.open and "url(" not in text and "http" not in text
+    rows = rows_of(Path("run"))
+    for word in (
+        f"{rows[-1]['val_loss']:.4f}",
+        "<script>alert(1)</script>",
+        "global_batch_size: 4",
+        "24 training and 6 validation examples",
+        "torch",
+        "Loss a token",
+        "Gradient's 2-norm",
+        "perplexity",
+    ):
+        assert word in page.words, word
+    assert "prefers-color-scheme: dark" in text and text.count("<polyline") == 5
+
+
+def test_a_curve_is_drawn_at_its_values():
+    drawn = chart("loss", {"loss": [(0, 1.0), (50, 3.0), (100, 2.0)]}, zero=False)
+    assert 'points="0.00,100.00 50.00,0.00 100.00,50.00"' in drawn
+    assert chart("loss", {"loss": []}, zero=True) == ""
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (2.9, 4.1), (0, 0), (5, 5), (1e-9, 3e-9), (0, 123456), (-3, 2)])
+def test_ticks_are_round_and_hold_the_values(low, high):
+    marks = ticks(low, high)
+    assert marks[0] <= low + 1e-9 * abs(low) and marks[-1] >= high - 1e-9 * abs(high) and 2 <= len(marks) <= 8
+    assert len({f"{value:.4g}" for value in marks}) == len(marks)
+
+
+def test_long_runs_are_drawn_by_means_and_nan_not_at_all():
+    rows = [{"step": n, "loss": float("nan") if n == 7 else 2.0} for n in range(1, 10_001)]
+    drawn = points(rows, "loss")
+    assert len(drawn) <= POINTS and {value for _, value in drawn} == {2.0}
+
+
+def test_a_report_of_a_run_without_rows(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,loss\n")
+    (tmp_path / "config.yaml").write_text("a: 1\n")
+    write_report(tmp_path, Report("nothing", [], [], [], [(1, 2, 3)], []))
+    assert not Outside((tmp_path / "report.html").read_text()).open
+
+
+def test_a_missing_package_is_named(args, tmp_path):
+    (tmp_path / "wandb.py").write_text("raise ImportError('no wandb here')")
+    (tmp_path / "go.py").write_text(
+        "import sys; sys.path.insert(0, '.')\nfrom litft.cli import run\n"
+        f"run('finetune lora', ['--checkpoint_dir', {args.checkpoint_dir!r}, '--data.path', {args.data.path[0]!r},"
+        " '--logger', 'wandb'])\n"
+    )
+    done = script(tmp_path / "go.py", cwd=tmp_path, code=2)
+    assert "--logger wandb: " in done.stderr and "pip install 'litft[wandb]'" in done.stderr
