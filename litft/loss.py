@@ -12,19 +12,25 @@ CHUNK = 1024  # rows of logits at a time: 1,024 x 128,256 x 4 bytes = 0.5 GB for
 
 
 def summed_cross_entropy(
-    hidden: Tensor, head: nn.Linear, targets: Tensor, softcap: float | None = None, smoothing: float = 0.0
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    softcap: float | None = None,
+    smoothing: float = 0.0,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions without a target.
 
     softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). smoothing: this part of each
-    target's probability is spread over the whole vocabulary (label smoothing, arXiv 1512.00567, section 7). Returns the
+    target's probability is spread over the whole vocabulary (label smoothing, arXiv 1512.00567, section 7). kept: (N,),
+    where the targets are among the flattened positions; without it a GPU has to be waited for to know. Returns the
     *sum* over target tokens (fp32 scalar) and their count (int64 scalar): means over micro-batches, packs and ranks are
     wrong unless they divide by the global count (design.md 4.1). Positions without a target are dropped before the head; a
     frozen head gets no gradient buffer. The unchunked form stands in the tests.
     """
-    keep = targets != IGNORED
-    hidden, targets = hidden[keep], targets[keep]  # (N, C), (N,)
-    count = keep.sum()
+    count = (targets != IGNORED).sum()
+    kept = (targets != IGNORED).flatten().nonzero()[:, 0] if kept is None else kept
+    hidden, targets = hidden.flatten(0, 1).index_select(0, kept), targets.flatten().index_select(0, kept)  # (N, C), (N,)
     if is_plain(head):
         training = torch.is_grad_enabled()
         return _Chunked.apply(hidden, head.weight, head.bias, targets, softcap, smoothing, training), count

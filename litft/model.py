@@ -173,14 +173,16 @@ class GPT(nn.Module):
         documents: Tensor | None = None,
         cache: KVCache | None = None,
         targets: Tensor | None = None,
+        kept: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run tokens (B, T) through the network.
 
         positions: (B, T), default: counted from the cache's length, restarting at each document. documents: (B, T)
         integers, one value a packed sample; tokens of different documents do not see each other. cache: keys and values of
         the tokens before, extended by these. targets: (B, T), IGNORED where there is none; `targets[b, t]` is what
-        `tokens[b, t]` predicts. Returns logits (B, T, V), or with targets the summed loss and the count of targets (the
-        head runs inside `forward`, so that DDP and FSDP see it).
+        `tokens[b, t]` predicts. kept: (N,), where the targets are among B x T, if that is known already: a GPU need not be
+        asked. Returns logits (B, T, V), or with targets the summed loss and the count of targets (the head runs inside
+        `forward`, so that DDP and FSDP see it).
         """
         if positions is None:
             positions = default_positions(tokens, documents, cache.length if cache else 0)
@@ -194,7 +196,7 @@ class GPT(nn.Module):
         x = scaled(self.norm(x), self.config.logit_scale)
         if targets is not None:
             smoothing = self.label_smoothing if self.training else 0.0
-            return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap, smoothing)
+            return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap, smoothing, kept)
         return capped(self.lm_head(x), self.config.logit_softcap)
 
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:

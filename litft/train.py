@@ -1,43 +1,37 @@
 """Fine-tuning: from the flags to a run's folder, and the one loop that all methods and strategies share."""
 
-import dataclasses
 import math
-import shutil
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-import yaml
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 from litft import checkpoint, runs
-from litft.args import FinetuneArgs, TrainArgs, seconds
-from litft.data.load import Data, load_data
+from litft.args import FinetuneArgs, TrainArgs
+from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.data.steps import MicroBatch, collate
-from litft.evaluate import Validation
-from litft.flops import Flops, peak_flops
-from litft.folder import DEMO, base_record, copy_tokenizer, resolve
+from litft.flops import Flops
+from litft.folder import DEMO, resolve
 from litft.job import Job
-from litft.loggers import check_logger, finish, make_logger, row_sink
-from litft.metrics import Metrics, Row
+from litft.loggers import check_logger
+from litft.metrics import Row
 from litft.optim import OPTIMIZERS, averaged, make_optimizer, set_rate
-from litft.parallel import HostGroup, is_out_of_memory, machine_lines, make_fabric
-from litft.preview import Preview, dry_run, duration, histogram
+from litft.parallel import is_out_of_memory, make_fabric
+from litft.preview import dry_run, duration
 from litft.quantize import bitsandbytes
-from litft.report import Report, write_report
-from litft.result import Result, write_result
+from litft.run import Run
 from litft.signals import Signals
-from litft.weights import SHARD_BYTES
 
-PATIENCE = 10  # steps in a row that --train.skip_nan leaves out before the run ends all the same
+MOST_LEFT_OUT = 10  # steps in a row that --train.skip_nan leaves out before the run ends all the same
 EXPLODED = 3  # times the loss of the first step, or of guessing: nothing comes back from there
 
 
@@ -83,7 +77,7 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
     # the first process makes the folder; all have looked at what was there before any gets here
     chosen = str(named or runs.claim(job.method.title)) if fabric.global_rank == 0 else None
     folder = Path(fabric.broadcast(chosen))
-    run = Run(args, fabric, job, data, folder)
+    run = Training(args, fabric, job, data, folder)
     run.metrics.sinks += [callback] if callback else []
     run.train()
     return Outcome(folder, run.metrics.newest)
@@ -121,27 +115,11 @@ def accumulate(fabric: Fabric, model: nn.Module, batches: list[MicroBatch], coun
     return fabric.all_reduce(total, reduce_op="sum") / count
 
 
-class Run:
-    """One fine-tuning run on one process of it."""
+class Training(Run):
+    """A run's steps, on every process alike."""
 
-    def __init__(self, args: FinetuneArgs, fabric: Fabric, job: Job, data: Data, folder: Path) -> None:
-        self.args, self.fabric, self.job, self.data = args, fabric, job, data
-        self.source, self.tokenizer, self.method = job.source, job.tokenizer, job.method
-        self.folder, self.main = folder, fabric.global_rank == 0
-        self.hosts = HostGroup(fabric.world_size)
-        self.precision = job.precision(fabric.device)
-        self.model, self.parameters = job.build(self.precision, fabric.device)
-        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.peak = peak_flops(fabric.device, self.precision)
-        self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
-        self.preview = Preview(args, data, job.tokenizer, fabric.world_size)
-        self.steps = self.preview.steps
-        self.validation = Validation(fabric, self.model, job.tokenizer, data, args.eval, folder / "samples.jsonl")
-        self.logger: Any = None
-        self.logged_as: str | None = None  # what a logger called the run that goes on
-        self.limit = seconds(args.train.max_time or "") or math.inf
-        self.begun, self.elapsed, self.clock = 0, 0.0, time.monotonic()  # elapsed: as all processes see it
-        self.left_out = 0  # steps in a row
+    left_out = 0  # steps in a row, by --train.skip_nan
+    started = 0.0  # what `elapsed` was before the first step of this process
 
     def train(self) -> None:
         """Prepare the folder, run the steps, leave the result; ValueError where memory does not suffice."""
@@ -158,34 +136,35 @@ class Run:
 
     def _train(self) -> None:
         optimizer = make_optimizer(self.args.train, self.method, self.trained)
-        damaged = self._resume(optimizer)
+        damaged = self.resume(optimizer)
         self.fabric.barrier()
         if self.main:
-            self._open_folder()
+            self.open_folder()
         self.metrics.before = self.fabric.broadcast(self.metrics.before)  # whatever goes by it, all processes do alike
         self.validation.go_on(self.metrics.before)
         model, optimizer = self.fabric.setup(self.model, optimizer)
         if self.main:
-            self._say("\n".join([*damaged, self._headline()]))
+            self.say("\n".join([*damaged, *self.headline]))
         self._fit(model, optimizer)
         if self.begun == 0:
             self._evaluate(optimizer, 0, final=True)
         done = self._loop(model, optimizer)
         self._evaluate(optimizer, done, final=True)
-        self._flush(done)
         if done > self.begun:
-            self._save(optimizer, done)
+            self._flush(done, pace=0.0)
+            self.save(optimizer, done)
         if self.main:
             with averaged(optimizer):
-                self._write("final")
-                self._finish()
+                self.write("final")
+                self.finish()
         self.fabric.barrier()
 
     def _loop(self, model: nn.Module, optimizer: Optimizer) -> int:
         """Steps until one of the limits, or a signal; returns how many are done."""
         args, done = self.args, self.begun
         log_interval = args.train.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
-        flops, started = Flops(self.model), time.monotonic()
+        flops = Flops(self.model)
+        (self.started,) = self.hosts.most(time.monotonic() - self.clock)
         bar = tqdm(total=self.steps, initial=done, unit="step", disable=not (self.main and sys.stderr.isatty()))
         with Signals() as signals, bar:
             while not (ended := self._ending(done)):
@@ -199,16 +178,16 @@ class Run:
                     continue  # saved when it has been evaluated
                 saving = caught or _due(args.save.interval, done)
                 if saving or done % log_interval == 0:
-                    self._flush(done, (time.monotonic() - started) / (done - self.begun))
+                    self._flush(done, (self.elapsed - self.started) / (done - self.begun))
                 if saving:
-                    self._save(optimizer, done)
+                    self.save(optimizer, done)
                 if caught:
                     stopped = runs.Stopped(int(caught), done, self.folder)
                     if self.main:
-                        self._report(str(stopped))
+                        self.report(str(stopped))
                     raise stopped
         if done < self.steps:
-            self._say(f"step {done}: {ended}")
+            self.say(f"step {done}: {ended}")
         return done
 
     def _ending(self, done: int) -> str | None:
@@ -244,9 +223,11 @@ class Run:
 
     def _projected(self, step: int) -> int:
         """How many steps there will be; with a limit of time, as many as the pace so far allows for."""
-        if self.limit == math.inf or not step:
+        if self.limit == math.inf or step == self.begun == 0:
             return self.steps
-        return min(self.steps, max(step + 1, round(step * self.limit / max(self.elapsed, 1e-9))))
+        began, first = (self.started, self.begun) if step > self.begun else (0.0, 0)
+        pace = max(1e-9, (self.elapsed - began) / (step - first))
+        return min(self.steps, max(step + 1, step + round((self.limit - self.elapsed) / pace)))
 
     def _step(
         self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], step: int, rate: float
@@ -287,61 +268,10 @@ class Run:
     def _leave_out(self, step: int) -> None:
         """Say which samples a step would have learned from; ValueError where that happens again and again."""
         self.left_out += 1
-        if self.left_out >= PATIENCE:
-            raise ValueError(f"step {step + 1}: {PATIENCE} steps in a row are not finite; lower --train.learning_rate")
+        if self.left_out >= MOST_LEFT_OUT:
+            raise ValueError(f"step {step + 1}: {MOST_LEFT_OUT} steps in a row are not finite; lower --train.learning_rate")
         examples = ", ".join(map(str, self.preview.of_step(step)))
-        self._say(f"step {step + 1} is left out: its loss or gradient is not finite; its training examples: {examples}")
-
-    def _fit(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Run the largest micro-batch of the whole run, beside the optimizer's state: what does not fit is told now."""
-        while True:
-            reason = None
-            try:
-                self._probe(model)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                reason = str(error)
-            optimizer.zero_grad(set_to_none=True)
-            if not any(self.hosts.most(float(reason is not None))):
-                return
-            self._halve(reason or "in another process")
-
-    def _probe(self, model: nn.Module) -> None:
-        rows = [[self.data.train[number] for number in row] for row in self.preview.heaviest]
-        batch = collate(rows).to(self.fabric.device)
-        held, passes = 0.0, 1
-        if self.fabric.device.type == "cuda":
-            make = OPTIMIZERS[self.args.train.optimizer]
-            held = 0 if self.begun else sum(make.state(name, p) for name, p in self.trained.items())
-            passes += self.preview.shape().accumulated
-        state = torch.empty(round(held), dtype=torch.uint8, device=self.fabric.device)
-        model.train()
-        with self.fabric.no_backward_sync(model, enabled=self.fabric.world_size > 1):
-            for _ in range(passes):
-                self.fabric.backward(model(batch.tokens, **batch.inputs())[0])
-        del state
-
-    def _halve(self, reason: str) -> None:
-        """Lay the steps out in micro-batches of half the size; ValueError where that is not asked for, or not possible."""
-        before = self.preview.layout
-        after = before.halved(int(self.data.train.lengths.max()))
-        if after is None or not self.args.train.oom_retry:
-            raise ValueError(self._too_large(reason))
-        if self.fabric.device.type == "cuda":
-            torch.cuda.empty_cache()
-        shape = self.preview.shape()
-        self.preview.lay_out(after)
-        self._say(f"micro-batches of up to {shape} do not fit into memory; going on with {self.preview.shape()}")
-
-    def _too_large(self, reason: str) -> str:
-        number, tokens = self.preview.longest()
-        what = f"micro-batches of up to {self.preview.shape()} do not fit into {self.fabric.device}'s memory"
-        remedies = ["lower --data.max_seq_length", "lower --train.micro_batch_size"]
-        remedies += [] if self.method.whole or self.job.quantize != "none" else ["choose --quantize nf4"]
-        remedies += [] if self.args.train.oom_retry else ["add --train.oom_retry"]
-        longest = f"the longest row has training example {number} with its {tokens:,} tokens"
-        return f"{what} ({reason.split('. ')[0][:200]}); {longest}; {', or '.join(remedies)}"
+        self.say(f"step {step + 1} is left out: its loss or gradient is not finite; its training examples: {examples}")
 
     def _evaluate(self, optimizer: Optimizer, step: int, final: bool = False) -> None:
         """Put the validation's scores into the row of `step`, show the answers, keep the best."""
@@ -358,19 +288,18 @@ class Run:
                 line = f"step {step}: validation loss {values['val_loss']:.4f}, perplexity {values['val_perplexity']:.4g}"
                 if "exact_match" in values:
                     line += f", exact match {values['exact_match']:.1%} of {len(self.data.val)}"
-                self._say(line)
+                self.say(line)
             for item in [] if asked else validation.ask(step):
-                self._say(f"  {_one_line(item['prompt'])}\n  -> {_one_line(item['answer'])}")
+                self.say(f"  {_one_line(item['prompt'])}\n  -> {_one_line(item['answer'])}")
             if self.main and self.args.save.best and step and validation.best == step and not asked:
-                self._write("best")
+                self.write("best")
 
-    def _flush(self, done: int, pace: float | None = None) -> None:
-        """Write the rows of the steps until now, and look at them; pace: seconds a step, of which a line tells."""
+    def _flush(self, done: int, pace: float) -> None:
+        """Write the rows of the steps until now, look at them, and show the last; pace: seconds a step."""
         for row in self.metrics.flush(self.fabric.device):
             self._check(row)
-        if pace is not None:
-            left = max(0.0, min(pace * (self._projected(done) - done), self.limit - self.elapsed))
-            self._say(f"step {done}/{self.steps}: {self.metrics.line()}, {duration(left)} left")
+        left = max(0.0, min(pace * (self._projected(done) - done), self.limit - self.elapsed))
+        self.say(f"step {done}/{self.steps}: {self.metrics.line()}, {duration(left)} left")
 
     def _check(self, row: Row) -> None:
         """ValueError where the run has diverged: nothing of it is saved after that."""
@@ -390,125 +319,57 @@ class Run:
         whose = f"; the step's training examples: {examples} (--train.skip_nan leaves such steps out)" if examples else ""
         return f"step {step}: the {name} is {value:.4g}{more}, so nothing more can be learned; {remedy}{whose}"
 
-    def _save(self, optimizer: Optimizer, done: int) -> None:
-        progress = {
-            "samples": min(done * self.args.train.global_batch_size, self.preview.samples),
-            "elapsed": self.elapsed,
-            "identity": self._identity(),
-            "tokenizer": self.tokenizer.choices(),
-            "logger": self.logger.version if self.logger else None,
-        }
-        checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, progress)
-        if self.main:
-            checkpoint.prune(self.folder, self.args.save.keep_last)
+    def _fit(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Run the largest micro-batch of the whole run, beside the optimizer's state: what does not fit is told now."""
+        while True:
+            reason = None
+            try:
+                self._probe(model)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                reason = str(error)
+            optimizer.zero_grad(set_to_none=True)
+            if not any(self.hosts.most(float(reason is not None))):
+                return
+            self._halve(reason or "in another process")
 
-    def _open_folder(self) -> None:
-        """Make the run's folder and say in it how the run began; what lies beyond the steps begun with never happened."""
-        if self.args.overwrite:
-            runs.clear(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stored = dataclasses.asdict(self.args)
-        for name in ("out_dir", "resume", "overwrite"):
-            stored.pop(name)
-        runs.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False))
-        self.metrics.cut(self.begun or -1)
-        checkpoint.cut(self.folder, self.begun)
-        self.logger = make_logger(self.args.logger, self.folder, stored, self.begun, self.logged_as)
-        if self.logger:
-            self.metrics.sinks.append(row_sink(self.logger, self._say))
+    def _probe(self, model: nn.Module) -> None:
+        """One micro-batch, and where a step has several another beside its gradients."""
+        rows = [[self.data.train[number] for number in row] for row in self.preview.heaviest]
+        batch = collate(rows).to(self.fabric.device)
+        held, passes = 0.0, 1
+        if self.fabric.device.type == "cuda":
+            state_of = OPTIMIZERS[self.args.train.optimizer].state
+            held = 0 if self.begun else sum(state_of(name, p) for name, p in self.trained.items())
+            passes += self.preview.shape().accumulated
+        state = torch.empty(round(held), dtype=torch.uint8, device=self.fabric.device)
+        model.train()
+        with self.fabric.no_backward_sync(model, enabled=self.fabric.world_size > 1):
+            for _ in range(passes):
+                self.fabric.backward(model(batch.tokens, **batch.inputs())[0])
+        del state
 
-    def _resume(self, optimizer: Optimizer) -> list[str]:
-        """Continue from the newest whole checkpoint if asked to; returns what is wrong with newer ones."""
-        if not self.args.resume:
-            return []
-        progress, damaged = checkpoint.restore_newest(self.folder, self._identity(), self.parameters, optimizer)
-        if progress is None:
-            return []
-        self.begun = progress["step"]
-        if self.begun > self.steps:
-            newest = f"{self.folder}/checkpoints/step-{self.begun:06d}"
-            raise ValueError(f"{newest} is beyond the run's {self.steps} steps; raise --train.max_steps or --train.epochs")
-        self.elapsed, self.logged_as = progress["elapsed"], progress["logger"]
-        self.clock -= self.elapsed
-        return [f"warning: {reason}; the checkpoint before it is taken" for reason in damaged]
+    def _halve(self, reason: str) -> None:
+        """Lay the steps out in micro-batches of half the size; ValueError where that is not asked for, or not possible."""
+        before = self.preview.layout
+        after = before.halved(int(self.data.train.lengths.max()))
+        if after is None or not self.args.train.oom_retry:
+            raise ValueError(self._too_large(reason))
+        if self.fabric.device.type == "cuda":
+            torch.cuda.empty_cache()
+        shape = self.preview.shape()
+        self.preview.lay_out(after)
+        self.say(f"micro-batches of up to {shape} do not fit into memory; going on with {self.preview.shape()}")
 
-    def _identity(self) -> dict[str, Any]:
-        """What a run must share with the one it continues, or it would silently be another."""
-        own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest}
-        return self.job.identity() | own
-
-    def _headline(self) -> str:
-        lines = [*self.preview.lines(), *self.preview.plan_lines(self.job, self.precision, self.fabric.device, self.peak)]
-        if self.source.adapter:
-            lines.append("going on with this adapter: ranks, targets and tokens are its own")
-            lines += filter(None, [self.source.another_quantization(self.job.quantize)])
-        if tokens := self.job.untrained_tokens(self.model, self.data.special):
-            remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
-            lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
-        if self.begun == self.steps:
-            lines.append(f"all {self.begun} steps are done; final/ is written again")
-        elif self.begun:
-            lines.append(f"continuing after step {self.begun}")
-        elif self.args.resume:
-            lines.append("no checkpoint to continue from; beginning at step 0")
-        return "\n".join(lines)
-
-    def _write(self, name: str) -> None:
-        """A folder to open, under its name only when complete."""
-        partial, folder = self.folder / f"{name}.partial", self.folder / name
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        values = self.method.values(self.model)
-        if self.method.whole:
-            write_result(partial, self.source, self.source.dtype(None), Result(self.method, values), SHARD_BYTES / 1e9)
-        else:
-            own = {"quantize": self.job.quantize, "precision": self.precision}
-            record = base_record(self.source, folder)
-            self.method.write(partial, self.source, values, record | {"litft": record["litft"] | own})
-        copy_tokenizer(self.tokenizer, partial)
-        runs.put_in_place(partial, folder)
-
-    def _finish(self) -> None:
-        """Say what came out, and what to do with it."""
-        lines = self._results()
-        for line in lines:
-            self._say(line)
-        self._report(*lines)
-        if self.logger:
-            finish(self.logger)
-        self._say(f"the result is in {self.folder / 'final'}, all about the run in {self.folder / 'report.html'}; next:\n")
-        chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
-        kind = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
-        self._say(f"  {chat} --checkpoint_dir {self.folder / 'final'}{kind}")
-
-    def _results(self) -> list[str]:
-        """The scores before and after, and what it cost."""
-        validation, lines = self.validation, []
-        scores = (("validation loss", "{:.4f}", validation.losses), ("exact match", "{:.1%}", validation.matches))
-        for name, form, values in scores:
-            if values:
-                lines.append(f"{name}: {form.format(values[min(values)])} -> {form.format(values[max(values)])}")
-        if self.args.save.best and validation.best is not None:
-            lines.append(f"lowest at step {validation.best}, {validation.losses[validation.best]:.4f}, which is in best/")
-        return [*lines, f"{self.metrics.seconds:.0f} s of training, {self.metrics.summary(self.fabric.device)}"]
-
-    def _report(self, *lines: str) -> None:
-        """Write report.html."""
-        report = Report(
-            title=f"{self.method.title} on {self.source.folder.name}",
-            summary=lines,
-            setup=self._headline().splitlines(),
-            machine=machine_lines(self.fabric.device, self.fabric.world_size),
-            lengths=histogram(self.data.train.lengths),
-            answers=self.validation.answers,
-        )
-        write_report(self.folder, report)
-
-    def _say(self, line: str) -> None:
-        if self.main and sys.stderr.isatty():
-            tqdm.write(line)  # above the bar
-        elif self.main:
-            print(line, flush=True)
+    def _too_large(self, reason: str) -> str:
+        number, tokens = self.preview.longest()
+        what = f"micro-batches of up to {self.preview.shape()} do not fit into {self.fabric.device}'s memory"
+        remedies = ["lower --data.max_seq_length", "lower --train.micro_batch_size"]
+        remedies += [] if self.method.whole or self.job.quantize != "none" else ["choose --quantize nf4"]
+        remedies += [] if self.args.train.oom_retry else ["add --train.oom_retry"]
+        longest = f"the longest row has training example {number} with its {tokens:,} tokens"
+        return f"{what} ({reason.split('. ')[0][:200]}); {longest}; {', or '.join(remedies)}"
 
 
 def _one_line(text: str, width: int = 100) -> str:

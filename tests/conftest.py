@@ -30,7 +30,15 @@ ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIV
 
 
 # with tests of minutes: begun first, so that the other process does not wait for one of them at the end
-LONGEST = ("test_real.py", "test_tutorials.py", "test_train.py", "test_method_runs.py", "test_wheel.py", "test_convert.py")
+LONGEST = (
+    "test_real.py",
+    "test_tutorials.py",
+    "test_train.py",
+    "test_method_runs.py",
+    "test_stopping.py",
+    "test_wheel.py",
+    "test_convert.py",
+)
 
 
 def pytest_configure() -> None:

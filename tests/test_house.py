@@ -14,7 +14,7 @@ TIERS = [
     {"model", "families"},
     {"weights", "quantize", "adapter_files", "peft", "data"},
     {"folder", "result", "optim", "flops", "metrics", "loggers", "report", "parallel", "checkpoint", "generate"},
-    {"job", "plan", "preview", "train", "evaluate", "convert"},
+    {"job", "plan", "preview", "run", "train", "evaluate", "convert"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
 TORCHLESS = {"config", "args", "runs", "signals", "cli"}

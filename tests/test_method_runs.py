@@ -13,7 +13,7 @@ from litft.data.load import load_data
 from litft.data.steps import collate
 from litft.folder import resolve
 
-TIMED = ("tokens_per_second", "mfu", "memory_gib", "seconds")
+TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 # what random numbers, warm-up, epochs, validation and checkpoints can get wrong, all at once
 FLAGS = (
     "--data.val_fraction 0.2 --train.epochs 2 --train.global_batch_size 3 --train.warmup_fraction 0.9 --save.interval 3 "

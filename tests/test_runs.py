@@ -6,6 +6,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -81,8 +82,18 @@ def test_a_checkpoint_executes_nothing(folder, capsys):
     assert "step-000004 is damaged" in said and "no part of a checkpoint's index" in said and not Path("executed").exists()
 
 
-@pytest.mark.parametrize("name", [".metadata", "progress.json", "__0_0.distcp"])
-@pytest.mark.parametrize("how", ["delete", "truncate", "garbage"])
+@pytest.mark.parametrize(
+    "name, how",
+    [
+        (".metadata", "truncate"),
+        ("progress.json", "garbage"),
+        ("__0_0.distcp", "delete"),
+        *(
+            pytest.param(name, how, marks=pytest.mark.slow)
+            for name, how in product((".metadata", "progress.json", "__0_0.distcp"), ("delete", "truncate", "garbage"))
+        ),
+    ],
+)
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, capsys, name, how):
     whole = weights("a")
     spoil(folder / "a" / "checkpoints" / "step-000004" / name, how)
@@ -90,8 +101,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, capsys, name,
     said = capsys.readouterr().out
     assert "step-000004 is damaged" in said and "the checkpoint before it is taken" in said
     assert "continuing after step 2" in said and weights("a") == whole
-    lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
-    assert "damaged" not in capsys.readouterr().out
+    assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
 
 def test_a_file_that_lost_its_end_is_known_by_its_size(folder, capsys):

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,25 @@ def args(tiny, examples, tmp_path) -> LoRAFinetuneArgs:
 # signals
 
 
-FLAGS = "--train.max_steps 300 --train.global_batch_size 4 --save.interval 100 --eval.interval 0 --lora.dropout 0.2".split()
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
+def test_a_signal_saves_and_the_run_goes_on(args, name, tmp_path):
+    """In a step that no interval would save; the run that goes on ends as one that nobody stopped."""
+
+    def callback(row):
+        if row["step"] == 3:
+            os.kill(os.getpid(), getattr(signal, name))
+
+    with pytest.raises(
+        Stopped, match=f"{name}: stopped after step 4, and saved; --resume --out_dir .*/run goes on"
+    ) as stopped:
+        litft.finetune(args, callback)
+    assert stopped.value.code == 128 + getattr(signal, name)
+    run = Path(args.out_dir)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000004"]
+    assert "stopped after step 4" in (run / "report.html").read_text()
+    litft.finetune(replace(args, resume=True))
+    whole = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
+    assert weights(run) == weights(whole) and losses(run) == losses(whole)
 
 
 def begun(run: Path, words: list, cwd: Path) -> subprocess.Popen:
@@ -64,31 +83,24 @@ def begun(run: Path, words: list, cwd: Path) -> subprocess.Popen:
     return process
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(tiny, examples, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("signals")
-    words = ["--checkpoint_dir", tiny, "--data.path", examples, *FLAGS]
-    script("finetune/lora.py", *words, "--out_dir", "whole", cwd=folder)
-    return folder, words
-
-
-@pytest.mark.parametrize("name, devices", [("SIGTERM", 1), ("SIGINT", 1), ("SIGUSR1", 1), ("SIGTERM", 2)])
-def test_a_signal_saves_and_the_run_goes_on(uninterrupted, name, devices):
-    folder, words = uninterrupted
-    run, number = folder / f"{name}-{devices}", getattr(signal, name)
-    process = begun(run, [*words, "--devices", str(devices)], folder)
-    process.send_signal(number)
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_signal_from_outside(tiny, examples, tmp_path, devices):
+    """Of two processes one gets it, and both stop; one goes on where they were, on the very next example."""
+    words = ["--checkpoint_dir", tiny, "--data.path", examples, "--devices", str(devices), "--eval.interval", "0"]
+    words += "--train.max_steps 2000 --train.global_batch_size 4 --save.interval 1000".split()
+    words += "--train.lr_schedule constant --train.warmup_fraction 0".split()
+    run = tmp_path / "run"
+    process = begun(run, words, tmp_path)
+    process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + number, err
-    assert f"{name}: stopped after step" in err and f"--resume --out_dir {run} goes on" in err and "Traceback" not in err
-    steps = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()]
-    assert len(steps) == 1 and 5 <= steps[0] < 300 and steps[0] == int(rows_of(run)[-1]["step"])
-    assert "stopped after step" in (run / "report.html").read_text()
-    # with as many processes to the bit, with fewer on the very sample: dropout alone draws other numbers
-    script("finetune/lora.py", "--resume", "--out_dir", run, "--devices", "1", cwd=folder)
-    if devices == 1:
-        assert weights(run) == weights(folder / "whole")
-    assert [row["samples"] for row in rows_of(run)] == [row["samples"] for row in rows_of(folder / "whole")]
+    assert process.returncode == 143, err
+    assert "SIGTERM: stopped after step" in err and f"--resume --out_dir {run} goes on" in err and "Traceback" not in err
+    (step,) = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()]
+    assert 5 <= step < 2000 and step == int(rows_of(run)[-1]["step"])
+    script("finetune/lora.py", "--resume", "--out_dir", run, "--devices", "1", "--train.max_steps", step + 9, cwd=tmp_path)
+    script("finetune/lora.py", *words[:4], *words[6:], "--train.max_steps", step + 9, "--out_dir", "whole", cwd=tmp_path)
+    assert [row["samples"] for row in rows_of(run)] == [row["samples"] for row in rows_of(tmp_path / "whole")]
+    assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4 if devices > 1 else 1e-9)
 
 
 def test_a_second_ctrl_c_interrupts_at_once(capfd):
@@ -119,16 +131,6 @@ def test_finetune_from_python_is_the_same_run(args, tmp_path):
     assert weights(tmp_path / "script") == weights(found.folder)
 
 
-def test_a_signal_to_python_is_an_exception(args):
-    def callback(row):
-        if row["step"] == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with pytest.raises(Stopped, match="SIGTERM: stopped after step 4"):
-        litft.finetune(args, callback)
-    assert [path.name for path in (Path(args.out_dir) / "checkpoints").iterdir()] == ["step-000004"]
-
-
 def test_patience_ends_a_run_and_the_best_is_kept(args):
     """At a rate that overshoots, the validation loss soon rises."""
     args.train.learning_rate, args.train.max_steps, args.train.lr_schedule = 0.1, 200, "constant"
@@ -141,7 +143,7 @@ def test_patience_ends_a_run_and_the_best_is_kept(args):
     for name, step in (("best", best), ("final", metrics["step"])):
         model, _ = litft.load(folder / name)
         assert held_out_loss(model, args) == pytest.approx(measured[step], rel=1e-5), name
-    resumed = litft.finetune(LoRAFinetuneArgs(**{**vars(args), "resume": True}))
+    resumed = litft.finetune(replace(args, resume=True))
     assert resumed.metrics["step"] == metrics["step"], "a run that has ended trained on"
 
 
@@ -170,8 +172,9 @@ def test_time_is_a_limit_and_the_rate_has_fallen_by_then(args):
     assert time.monotonic() - begun < 20
     rows = [row for row in rows_of(folder) if "loss" in row]
     assert 5 < len(rows) == metrics["step"]
-    assert rows[-1]["learning_rate"] < 0.2 * max(row["learning_rate"] for row in rows)
-    again = litft.finetune(LoRAFinetuneArgs(**{**vars(args), "resume": True}))
+    assert max(row["learning_rate"] for row in rows) > 0.8 * 5e-3
+    assert rows[-1]["learning_rate"] < 0.4 * max(row["learning_rate"] for row in rows)
+    again = litft.finetune(replace(args, resume=True))
     assert again.metrics["step"] == metrics["step"], "its time was over"
 
 
@@ -234,7 +237,7 @@ def test_a_step_that_is_no_number_can_be_left_out(poisoned, capfd):
     assert all(tensor.isfinite().all() for tensor in whole.values())
     for path in (folder / "checkpoints").glob("step-*12"):
         (path / "progress.json").unlink()
-    litft.finetune(LoRAFinetuneArgs(**{**vars(poisoned), "resume": True}))
+    litft.finetune(replace(poisoned, resume=True))
     assert all(map(torch.equal, load_file(folder / "final" / "adapter_model.safetensors").values(), whole.values()))
 
 
@@ -327,7 +330,7 @@ def test_memory_that_does_not_suffice_is_told_with_the_longest_row(large, tmp_pa
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="first"),
+        pytest.param({}, id="first", marks=pytest.mark.slow),
         pytest.param({"at": 1}, id="later", marks=pytest.mark.slow),
         pytest.param({"rows": 1, "length": 8192, "packing": True}, id="packed", marks=pytest.mark.slow),
     ],
@@ -379,7 +382,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
 )
 def test_killed_at_any_moment_a_run_ends_the_same(shared, method, kills, flags):
     words = ["--checkpoint_dir", shared / "checkpoints" / "stories260K", "--method", method, "--kills", str(kills)]
-    words += ["--steps", str(max(100, 14 * kills)), "--flags", f"--eval.max_new_tokens 0 {flags}"]
+    words += ["--steps", str(40 + 6 * kills), "--flags", f"--eval.max_new_tokens 0 {flags}"]
     done = script("tests/faults/kill.py", *words, cwd=ROOT)
     print(done.stdout)
     assert f"{kills} kills" in done.stdout and "equal weights: True" in done.stdout

@@ -63,6 +63,7 @@ def test_rows_that_nothing_trained():
     assert untrained(table, [1, 5]) == []
 
 
+@pytest.mark.slow
 def test_a_run_warns_of_them(shared, make_model, examples, tmp_path):
     """TinyLlama's </s> with a row of zeros; trained as a new token it is not named any more."""
     from safetensors.torch import load_file, save_file

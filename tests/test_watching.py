@@ -133,8 +133,8 @@ def test_a_line_and_a_row_every_so_many_steps(args, interval, capfd):
     seen = []
     litft.finetune(args, lambda row: seen.append((row["step"], len(rows_of(Path("run"))))))
     lines = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("step") and "/7" in line]
-    saves = {2, 4, 6}
-    assert lines == [f"step {n}/7" for n in range(1, 7) if n % interval == 0 or n in saves]
+    saves = {2, 4, 6, 7}
+    assert lines == [f"step {n}/7" for n in range(1, 8) if n % interval == 0 or n in saves]
     assert [step for step, _ in seen] == list(range(8))
 
 

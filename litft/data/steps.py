@@ -28,6 +28,7 @@ class MicroBatch:
     targets: Tensor  # (B, T) int64
     positions: Tensor | None = None  # (B, T) int64 within each sample; None: each row holds one
     documents: Tensor | None = None  # (B, T) int64, which sample of its row a token belongs to; -1: padding
+    kept: Tensor | None = None  # (N,) int64, where the targets are in the flattened rows: known before a GPU has them
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device."""
@@ -38,7 +39,7 @@ class MicroBatch:
 
     def inputs(self) -> dict[str, Tensor | None]:
         """What the model takes besides the tokens."""
-        return {"targets": self.targets, "positions": self.positions, "documents": self.documents}
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "tokens"}
 
 
 class Order:
@@ -169,7 +170,8 @@ def collate(rows: list[list[Sample]]) -> MicroBatch:
     No rows make one token without a target: a rank that is left over counts nothing, and keeps the collectives in step.
     """
     if not rows:
-        return MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        return MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), kept=nothing)
     longest = max(sum(sample.tokens.numel() for sample in row) for row in rows)
     shape = (len(rows), longest)
     tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
@@ -181,5 +183,7 @@ def collate(rows: list[list[Sample]]) -> MicroBatch:
             tokens[row, start:end], targets[row, start:end] = sample.tokens, sample.targets
             positions[row, start:end], documents[row, start:end] = torch.arange(end - start), number
             start = end
-    alone = all(len(samples) == 1 for samples in rows)
-    return MicroBatch(tokens, targets) if alone else MicroBatch(tokens, targets, positions, documents)
+    kept = (targets != IGNORED).flatten().nonzero()[:, 0]
+    if all(len(samples) == 1 for samples in rows):
+        return MicroBatch(tokens, targets, kept=kept)
+    return MicroBatch(tokens, targets, positions, documents, kept)

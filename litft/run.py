@@ -1,0 +1,176 @@
+"""One fine-tuning run on one process of it: what it is made of, and the folder that it fills."""
+
+import dataclasses
+import math
+import shutil
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+from lightning_fabric import Fabric
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from litft import checkpoint, runs
+from litft.args import FinetuneArgs, seconds
+from litft.data.load import Data
+from litft.evaluate import Validation
+from litft.flops import peak_flops
+from litft.folder import base_record, copy_tokenizer
+from litft.job import Job
+from litft.loggers import finish, make_logger, row_sink
+from litft.metrics import Metrics
+from litft.parallel import HostGroup, machine_lines
+from litft.preview import Preview, histogram
+from litft.report import Report, write_report
+from litft.result import Result, write_result
+from litft.weights import SHARD_BYTES
+
+
+class Run:
+    """Where a run stands, and what it keeps: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
+
+    def __init__(self, args: FinetuneArgs, fabric: Fabric, job: Job, data: Data, folder: Path) -> None:
+        self.args, self.fabric, self.job, self.data = args, fabric, job, data
+        self.source, self.tokenizer, self.method = job.source, job.tokenizer, job.method
+        self.folder, self.main = folder, fabric.global_rank == 0
+        self.hosts = HostGroup(fabric.world_size)
+        self.precision = job.precision(fabric.device)
+        self.model, self.parameters = job.build(self.precision, fabric.device)
+        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.peak = peak_flops(fabric.device, self.precision)
+        self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
+        self.preview = Preview(args, data, job.tokenizer, fabric.world_size)
+        self.steps = self.preview.steps
+        self.validation = Validation(fabric, self.model, job.tokenizer, data, args.eval, folder / "samples.jsonl")
+        self.logger: Any = None
+        self.logged_as: str | None = None  # what a logger called the run that goes on
+        self.limit = seconds(args.train.max_time or "") or math.inf
+        self.begun, self.elapsed, self.clock = 0, 0.0, time.monotonic()  # elapsed: as all processes see it
+
+    def resume(self, optimizer: Optimizer) -> list[str]:
+        """Continue from the newest whole checkpoint if asked to; returns what is wrong with newer ones."""
+        if not self.args.resume:
+            return []
+        progress, damaged = checkpoint.restore_newest(self.folder, self.identity(), self.parameters, optimizer)
+        if progress is None:
+            return []
+        self.begun = progress["step"]
+        if self.begun > self.steps:
+            newest = f"{self.folder}/checkpoints/step-{self.begun:06d}"
+            raise ValueError(f"{newest} is beyond the run's {self.steps} steps; raise --train.max_steps or --train.epochs")
+        self.elapsed, self.logged_as = progress["elapsed"], progress["logger"]
+        self.clock -= self.elapsed
+        return [f"warning: {reason}; the checkpoint before it is taken" for reason in damaged]
+
+    def open_folder(self) -> None:
+        """Make the run's folder and say in it how the run began; what lies beyond the steps begun with never happened."""
+        if self.args.overwrite:
+            runs.clear(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        stored = dataclasses.asdict(self.args)
+        for name in ("out_dir", "resume", "overwrite"):
+            stored.pop(name)
+        runs.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False))
+        self.metrics.cut(self.begun or -1)
+        checkpoint.cut(self.folder, self.begun)
+        self.logger = make_logger(self.args.logger, self.folder, stored, self.begun, self.logged_as)
+        if self.logger:
+            self.metrics.sinks.append(row_sink(self.logger, self.say))
+
+    def identity(self) -> dict[str, Any]:
+        """What a run must share with the one it continues, or it would silently be another."""
+        own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest}
+        return self.job.identity() | own
+
+    @cached_property
+    def headline(self) -> list[str]:
+        """What is about to be done: the data, the plan, where it begins."""
+        lines = [*self.preview.lines(), *self.preview.plan_lines(self.job, self.precision, self.fabric.device, self.peak)]
+        if self.source.adapter:
+            lines.append("going on with this adapter: ranks, targets and tokens are its own")
+            lines += filter(None, [self.source.another_quantization(self.job.quantize)])
+        if tokens := self.job.untrained_tokens(self.model, self.data.special):
+            remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
+            lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
+        if self.begun == self.steps:
+            lines.append(f"all {self.begun} steps are done; final/ is written again")
+        elif self.begun:
+            lines.append(f"continuing after step {self.begun}")
+        elif self.args.resume:
+            lines.append("no checkpoint to continue from; beginning at step 0")
+        return lines
+
+    def save(self, optimizer: Optimizer, done: int) -> None:
+        """The state after so many steps, to resume from; every process takes part."""
+        progress = {
+            "samples": min(done * self.args.train.global_batch_size, self.preview.samples),
+            "elapsed": self.elapsed,
+            "identity": self.identity(),
+            "tokenizer": self.tokenizer.choices(),
+            "logger": self.logger.version if self.logger else None,
+        }
+        checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, progress)
+        if self.main:
+            checkpoint.prune(self.folder, self.args.save.keep_last)
+
+    def write(self, name: str) -> None:
+        """A folder to open, under its name only when complete."""
+        partial, folder = self.folder / f"{name}.partial", self.folder / name
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        values = self.method.values(self.model)
+        if self.method.whole:
+            write_result(partial, self.source, self.source.dtype(None), Result(self.method, values), SHARD_BYTES / 1e9)
+        else:
+            own = {"quantize": self.job.quantize, "precision": self.precision}
+            record = base_record(self.source, folder)
+            self.method.write(partial, self.source, values, record | {"litft": record["litft"] | own})
+        copy_tokenizer(self.tokenizer, partial)
+        runs.put_in_place(partial, folder)
+
+    def finish(self) -> None:
+        """Say what came out, and what to do with it."""
+        lines = self.results()
+        for line in lines:
+            self.say(line)
+        self.report(*lines)
+        if self.logger:
+            finish(self.logger)
+        self.say(f"the result is in {self.folder / 'final'}, all about the run in {self.folder / 'report.html'}; next:\n")
+        chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
+        kind = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
+        self.say(f"  {chat} --checkpoint_dir {self.folder / 'final'}{kind}")
+
+    def results(self) -> list[str]:
+        """The scores before and after, and what it cost."""
+        validation, lines = self.validation, []
+        scores = (("validation loss", "{:.4f}", validation.losses), ("exact match", "{:.1%}", validation.matches))
+        for name, form, values in scores:
+            if values:
+                lines.append(f"{name}: {form.format(values[min(values)])} -> {form.format(values[max(values)])}")
+        if self.args.save.best and validation.best is not None:
+            lines.append(f"lowest at step {validation.best}, {validation.losses[validation.best]:.4f}, which is in best/")
+        return [*lines, f"{self.metrics.seconds:.0f} s of training, {self.metrics.summary(self.fabric.device)}"]
+
+    def report(self, *lines: str) -> None:
+        """Write report.html."""
+        report = Report(
+            title=f"{self.method.title} on {self.source.folder.name}",
+            summary=lines,
+            setup=self.headline,
+            machine=machine_lines(self.fabric.device, self.fabric.world_size),
+            lengths=histogram(self.data.train.lengths),
+            answers=self.validation.answers,
+        )
+        write_report(self.folder, report)
+
+    def say(self, line: str) -> None:
+        """Put a line on the screen, above the bar where there is one."""
+        if self.main and sys.stderr.isatty():
+            tqdm.write(line)
+        elif self.main:
+            print(line, flush=True)
