@@ -48,12 +48,17 @@ class Damaged(ValueError):
 
 def newest(run: Path) -> Path | None:
     """The newest complete checkpoint of a run."""
-    return max(_all(run), default=None)
+    return max(_all(run), default=None, key=_step)
 
 
 def _all(run: Path) -> list[Path]:
     """Every complete checkpoint, the oldest first."""
-    return sorted((run / "checkpoints").glob("step-" + "[0-9]" * 6))
+    folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
+    return sorted(folders, key=_step)
+
+
+def _step(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def save(
@@ -72,6 +77,7 @@ def save(
     fabric.barrier()
     try:
         with averaged(optimizer), _plain_errors(partial):
+            # one thread: what goes wrong in another of DCP's is printed, and not raised
             dcp.save(_state(parameters, optimizer), checkpoint_id=partial)
         if fabric.global_rank == 0:
             sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
@@ -88,13 +94,16 @@ def read_progress(folder: Path) -> dict[str, Any]:
     """What was saved beside the tensors, `step` among it; Damaged where that, or the size of a file, is not as written."""
     try:
         progress = json.loads((folder / _PROGRESS).read_text("utf-8"))
-        if not (isinstance(progress["step"], int) and progress["step"] >= 0):
+        if progress["step"] != _step(folder):
             raise ValueError(f"step {progress['step']!r}")
+        for name, kind in (("samples", int), ("elapsed", (int, float)), ("identity", dict), ("optimizer", dict)):
+            if not isinstance(progress[name], kind):
+                raise ValueError(f"{name} {str(progress[name])[:40]!r}")
         for name, size in progress["files"].items():
             if (found := (folder / Path(name).name).stat().st_size) != size:
                 raise ValueError(f"{name} has {found:,} bytes, not {size:,}")
         return progress
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(folder, error) from None
 
 
@@ -168,7 +177,10 @@ def _restore(folder: Path, progress: dict[str, Any], parameters: dict[str, nn.Pa
                 dcp.load(state, storage_reader=reader)
         except OSError as error:
             raise Damaged(folder, error) from None
-        _set_numbers(progress["optimizer"], parameters, optimizer)
+        try:
+            _set_numbers(progress["optimizer"], parameters, optimizer)
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise Damaged(folder, error) from None
 
 
 def prune(run: Path, keep: int) -> None:
@@ -178,7 +190,7 @@ def prune(run: Path, keep: int) -> None:
 
 def cut(run: Path, step: int) -> None:
     """Delete the checkpoints beyond `step`: they are damaged, or the run would have gone on from them."""
-    _delete(run, [folder for folder in _all(run) if int(folder.name.removeprefix("step-")) > step])
+    _delete(run, [folder for folder in _all(run) if _step(folder) > step])
 
 
 def _delete(run: Path, folders: list[Path]) -> None:
@@ -259,6 +271,7 @@ def _plain(values: dict[str, Any]) -> dict[str, float]:
 def _set_numbers(saved: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
     """Put back what `_numbers` took."""
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update(values)
+        group.update({name: values[name] for name in _plain(group)})
     for name, parameter in parameters.items():
-        optimizer.state[parameter].update(saved["parameters"][name])
+        state = optimizer.state[parameter]
+        state.update({kind: saved["parameters"][name][kind] for kind in _plain(state)})

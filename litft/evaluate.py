@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -22,12 +22,15 @@ BLOCK = 64  # samples a rank holds and lays out at once
 
 
 @torch.no_grad()
-def validation_loss(fabric: Fabric, model: GPT, samples: Sequence[Sample], layout: Layout) -> float:
-    """Summed loss over the count of target tokens, both over all ranks."""
+def validation_loss(
+    fabric: Fabric, model: GPT, samples: Sequence[Sample], layout: Layout, pause: Callable[[], None] = lambda: None
+) -> float:
+    """Summed loss over the count of target tokens, both over all ranks. pause: called before each micro-batch."""
     training = model.training
     model.eval()
     totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)
     for batch in layout.in_blocks(samples, BLOCK * fabric.world_size, fabric.global_rank):
+        pause()
         batch = batch.to(fabric.device)
         loss, count = model(batch.tokens, **batch.inputs())
         totals += torch.stack((loss.double(), count.double()))
@@ -36,16 +39,25 @@ def validation_loss(fabric: Fabric, model: GPT, samples: Sequence[Sample], layou
     return loss / count
 
 
-def exact_match(fabric: Fabric, model: GPT, tokenizer: Tokenizer, samples: Sequence[Sample]) -> float:
+def exact_match(
+    fabric: Fabric,
+    model: GPT,
+    tokenizer: Tokenizer,
+    samples: Sequence[Sample],
+    pause: Callable[[], None] = lambda: None,
+) -> float:
     """The part of the samples whose last answer is generated greedily to the letter, surrounding whitespace aside.
 
-    A text without answers, or with an answer cut off before it begins, counts as not right.
+    A text without answers, or with an answer cut off before it begins, counts as not right. pause: called before each
+    answer, by all ranks alike.
     """
     training = model.training
     model.eval()
     right = torch.zeros((), dtype=torch.float64, device=fabric.device)
-    for index in range(fabric.global_rank, len(samples), fabric.world_size):
-        if (sample := samples[index]).answer:
+    for start in range(0, len(samples), fabric.world_size):
+        pause()
+        index = start + fabric.global_rank
+        if index < len(samples) and (sample := samples[index]).answer:
             prompt, expected = (ids.tolist() for ids in sample.answer)
             found = answer(model, tokenizer, prompt, len(expected) + 8)
             right += found == tokenizer.decode(expected).strip()
@@ -59,6 +71,7 @@ class Validation:
     def __init__(self, fabric: Fabric, model: GPT, tokenizer: Tokenizer, data: Data, args: EvalArgs, path: Path) -> None:
         self.fabric, self.model, self.tokenizer, self.args, self.path = fabric, model, tokenizer, args, path
         self.samples = data.val
+        self.pause: Callable[[], None] = lambda: None  # called again and again; it may raise
         self.losses: dict[int, float] = {}  # by step
         self.matches: dict[int, float] = {}
         self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
@@ -68,20 +81,21 @@ class Validation:
         """Take over what an interrupted run's rows, and the answers beside them, say."""
         self.losses = {int(row["step"]): row["val_loss"] for row in rows if "val_loss" in row}
         self.matches = {int(row["step"]): row["exact_match"] for row in rows if "exact_match" in row}
-        if self.path.is_file():
-            lines = self.path.read_text("utf-8").splitlines()
-            self.answers = [item for item in map(json.loads, lines) if item["step"] in self.losses]
-            self._write()
+        lines = self.path.read_text("utf-8", errors="replace").split("\n") if self.path.is_file() else []
+        last = max((int(row["step"]) for row in rows), default=-1)
+        self.answers = [item for item in filter(None, map(_kept_answer, lines)) if item["step"] <= last]
+        self.fabric.barrier()  # all have read it
+        self._write()
 
     def measure(self, step: int, layout: Layout, size: int, final: bool) -> Row:
         """The scores after `step` steps; `size` samples are a batch. Exact match is only measured at the `final` ones."""
         most = self.args.max_batches and self.args.max_batches * size
         if step not in self.losses:
-            self.losses[step] = validation_loss(self.fabric, self.model, self.samples[:most], layout)
+            self.losses[step] = validation_loss(self.fabric, self.model, self.samples[:most], layout, self.pause)
         loss = self.losses[step]
         values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
         if final and self.args.exact_match:
-            values["exact_match"] = exact_match(self.fabric, self.model, self.tokenizer, self.samples)
+            values["exact_match"] = exact_match(self.fabric, self.model, self.tokenizer, self.samples, self.pause)
             self.matches[step] = values["exact_match"]
         return values
 
@@ -90,15 +104,16 @@ class Validation:
         training = self.model.training
         self.model.eval()
         for text, ids in self.prompts:
+            self.pause()
             new = answer(self.model, self.tokenizer, ids, self.args.max_new_tokens)
             self.answers.append({"step": step, "prompt": text, "answer": new})
             yield self.answers[-1]
         self.model.train(training)
-        if self.prompts and self.fabric.global_rank == 0:
-            self._write()
+        self._write()
 
     def _write(self) -> None:
-        write_whole(self.path, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in self.answers))
+        if self.fabric.global_rank == 0 and (self.answers or self.path.is_file()):
+            write_whole(self.path, "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in self.answers))
 
     @property
     def best(self) -> int | None:
@@ -111,6 +126,15 @@ class Validation:
         return sum(step > (self.best or 0) for step in self.losses)
 
 
+def _kept_answer(line: str) -> dict[str, str | int] | None:
+    """A line of samples.jsonl; None where a crash has left something else."""
+    try:
+        item = json.loads(line)
+        return item if isinstance(item["step"], int) and {"prompt", "answer"} <= item.keys() else None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
 def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[str, list[int]]]:
     """What to ask, as text and as the model reads it; ValueError where the model cannot read it."""
     if not args.prompts and len(data.val) and (found := data.val[0].answer):
@@ -118,9 +142,22 @@ def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: Data) -> Iterator[tuple
         yield tokenizer.decode(ids).strip(), ids
     plain = all(set(report.formats) <= {"text"} for report in data.reports.values())
     for item in args.prompts:
-        lines = Path(item).read_text("utf-8").splitlines() if Path(item).is_file() else [item]
-        for text in filter(None, map(str.strip, lines)):
+        for text in filter(None, map(str.strip, _texts(item))):
             yield text, prompt_ids(tokenizer, text if plain else [{"role": "user", "content": text}])
+
+
+def _texts(item: str) -> list[str]:
+    """A prompt, or those of a file; ValueError for a file that is none of text, or not there."""
+    try:
+        if Path(item).is_file():
+            return Path(item).read_text("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--eval.prompts {item} is no text file in UTF-8 ({error.reason} at byte {error.start})") from None
+    except OSError:  # a text too long for a file's name
+        return [item]
+    if item.endswith((".txt", ".json", ".jsonl")) and " " not in item:
+        raise ValueError(f"--eval.prompts {item}: no such file")
+    return [item]
 
 
 def answer(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> str:

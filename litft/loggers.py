@@ -26,14 +26,16 @@ def check_logger(name: str) -> None:
         raise ValueError(f"--logger {name}: {error}; pip install 'litft[{name}]'") from None
 
 
-def make_logger(name: str, folder: Path, flags: dict[str, Any], begun: int, version: str | None) -> Any:
+def make_logger(name: str, folder: Path, flags: dict[str, Any], begun: int, logged_as: list[str] | None) -> Any:
     """A logger of the run in `folder` that has got the run's flags; None for csv.
 
-    version: what the logger called this run when it was begun, to go on with, after `begun` steps. ValueError where its
-    server cannot be had.
+    logged_as: who logged this run until now, and what they called it, to go on with after `begun` steps. ValueError where
+    a server cannot be had.
     """
     if name == "csv":
         return None
+    version = logged_as[1] if logged_as and logged_as[0] == name else None
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its own 7 are minutes without a word
     home, cls, _ = LOGGERS[name]
     settings = {
         "tensorboard": dict(root_dir=folder, name="", version="tensorboard", purge_step=begun + 1 if begun else None),
@@ -49,11 +51,14 @@ def make_logger(name: str, folder: Path, flags: dict[str, Any], begun: int, vers
         raise ValueError(f"--logger {name}: {type(error).__name__}: {error}") from None
 
 
-def finish(logger: Any) -> None:
-    """The run has come to its end."""
-    logger.finalize("success")
-    if callable(end := getattr(logger.experiment, "finish", None)):  # W&B's next run in this process is another
-        end()
+def finish(logger: Any, status: str, say: Callable[[str], None]) -> None:
+    """The run has come to its end, by success or failed; a logger that cannot be told gets a word, and no more."""
+    try:
+        logger.finalize(status)
+        if callable(end := getattr(logger.experiment, "finish", None)):  # W&B's next run in this process is another
+            end()
+    except Exception as error:
+        say(f"warning: the logger was not told of the end ({error})")
 
 
 def _mlflow_uri() -> str:

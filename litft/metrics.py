@@ -3,7 +3,7 @@
 import csv
 import io
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,21 +40,36 @@ class Metrics:
 
     def cut(self, step: int) -> None:
         """Continue an older file after `step`: what was written beyond it never happened."""
-        if self.path is None or not self.path.is_file():
+        if self.path is None:
             return
-        with self.path.open(newline="") as file:
-            kept = [row for row in csv.DictReader(file) if (row.get("step") or "").isdigit() and int(row["step"]) <= step]
+        kept = [row for row in self._rows_there() if int(row["step"]) <= step]
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore")
+        writer = csv.DictWriter(text, COLUMNS)
         writer.writeheader()
         writer.writerows(kept)
         write_whole(self.path, text.getvalue())
-        self.before = [{name: float(value) for name, value in row.items() if value} for row in kept]
+        self.before = [{name: float(value) for name, value in row.items()} for row in kept]
         for row in self.before:
             self.newest |= row
         if kept:
-            self.seconds, self.tokens = float(kept[-1]["seconds"] or 0), int(kept[-1]["tokens"] or 0)
+            self.seconds, self.tokens = self.before[-1].get("seconds", 0.0), int(self.before[-1].get("tokens", 0))
             self._earlier = self.seconds
+
+    def _rows_there(self) -> Iterator[dict[str, str]]:
+        """The rows of an older file, without what a crash has made of some; ValueError for a file of another kind."""
+        if not self.path.is_file():
+            return
+        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
+            reader = csv.DictReader(file)
+            if reader.fieldnames and "step" not in reader.fieldnames:
+                raise ValueError(f"{self.path} does not begin with the names of its columns; mend it, or move it away")
+            for row in reader:
+                found = {name: value for name, value in row.items() if name in COLUMNS and value}
+                try:
+                    if int(found["step"]) >= 0 and [float(value) for value in found.values()]:
+                        yield found
+                except (KeyError, ValueError, TypeError):
+                    continue
 
     def start(self) -> None:
         """The clock of a step begins."""

@@ -146,7 +146,7 @@ def stochastically_rounded(wide: Tensor) -> Tensor:
 
 def _bitsandbytes(name: str, **settings: Any) -> Callable[[Groups], Optimizer]:
     """One of the package's, imported when it is made."""
-    return lambda groups: getattr(bitsandbytes().optim, name)(groups, **settings)
+    return lambda groups: getattr(bitsandbytes("this --train.optimizer needs").optim, name)(groups, **settings)
 
 
 def _muon(groups: Groups) -> Optimizer:
@@ -177,7 +177,7 @@ def _schedule_free(groups: Groups) -> Optimizer:
     try:
         package = import_module("schedulefree")
     except ImportError:
-        raise ValueError("--train.optimizer schedule_free needs its package; pip install 'litft[schedule_free]'") from None
+        raise ValueError("--train.optimizer schedule_free needs its package; pip install 'litft[schedulefree]'") from None
     optimizer = package.AdamWScheduleFree(groups, betas=BETAS)
     optimizer.train()
     return optimizer

@@ -50,17 +50,25 @@ class Preview:
         self.samples = planned_samples(args.train, self.order.size)
         self.steps = -(-self.samples // self.size)
         self.optimizer = args.train.optimizer
+        self.origin = 0, 0  # a step, and the samples seen before it
         self.lay_out(layout_of(args, data.limit, ranks))
+
+    def go_on(self, step: int, samples: int) -> None:
+        """Begin after so many steps: the last of a run that is made longer may have been a small one."""
+        self.origin = step, samples
+        self.steps = step + max(0, -(-(self.samples - samples) // self.size))
+        if samples < self.samples:
+            self.lay_out(self.layout)
 
     def lay_out(self, layout: Layout) -> None:
         """Have the steps run as `layout` says."""
         self.layout = layout
-        self.heaviest = heaviest(self.data.train.lengths, self.order, layout, self.samples, self.size)
+        self.heaviest = heaviest(self.data.train.lengths, self.order, layout, self.samples, self.size, self.origin[1])
 
     def shape(self) -> Shape:
         """The largest micro-batch, and whether it is one of several of its step."""
         rows = self.heaviest
-        steps = range(min(self.steps, 16))
+        steps = range(self.origin[0], min(self.steps, self.origin[0] + 16))
         several = any(len(self.layout.plan(self._lengths(step).tolist())) > self.layout.ranks for step in steps)
         return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several)
 
@@ -71,7 +79,14 @@ class Preview:
 
     def of_step(self, step: int) -> list[int]:
         """The numbers of a step's examples."""
-        return self.order.indices(step * self.size, min((step + 1) * self.size, self.samples))
+        return self.order.indices(self.seen(step), self.seen(step + 1))
+
+    def seen(self, steps: int) -> int:
+        """How many samples that many steps have seen, the position in the data."""
+        begun, samples = self.origin
+        if steps < begun:
+            return min(steps * self.size, samples)
+        return min(samples + (steps - begun) * self.size, self.samples)
 
     def _lengths(self, step: int) -> np.ndarray:
         """Of a step's samples."""

@@ -32,8 +32,8 @@ BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # numbers that share a scale
 
 
 @cache
-def bitsandbytes() -> ModuleType:
-    """The library; ValueError where it is not installed.
+def bitsandbytes(who: str = "quantized weights need") -> ModuleType:
+    """The library; ValueError, which says who needs it, where it is not installed.
 
     On CPUs with AVX512-BF16 its import fetches compiled code from the hub where the package `kernels` is installed, and
     complains where it is not. We use neither, so it is kept from both.
@@ -43,7 +43,7 @@ def bitsandbytes() -> ModuleType:
     try:
         return import_module("bitsandbytes")
     except ImportError:
-        raise ValueError("quantized weights need bitsandbytes; pip install 'litft[quantize]'") from None
+        raise ValueError(f"{who} bitsandbytes; pip install 'litft[quantize]'") from None
     finally:
         logger.disabled = False
         del sys.modules["kernels"]

@@ -21,7 +21,7 @@ from litft.evaluate import Validation
 from litft.flops import peak_flops
 from litft.folder import base_record, copy_tokenizer
 from litft.job import Job
-from litft.loggers import finish, make_logger, row_sink
+from litft.loggers import make_logger, row_sink
 from litft.metrics import Metrics
 from litft.parallel import HostGroup, machine_lines
 from litft.preview import Preview, histogram
@@ -47,7 +47,7 @@ class Run:
         self.steps = self.preview.steps
         self.validation = Validation(fabric, self.model, job.tokenizer, data, args.eval, folder / "samples.jsonl")
         self.logger: Any = None
-        self.logged_as: str | None = None  # what a logger called the run that goes on
+        self.logged_as: list[str] | None = None  # who logged the run that goes on, and what they called it
         self.limit = seconds(args.train.max_time or "") or math.inf
         self.begun, self.elapsed, self.clock = 0, 0.0, time.monotonic()  # elapsed: as all processes see it
 
@@ -62,8 +62,10 @@ class Run:
         if self.begun > self.steps:
             newest = f"{self.folder}/checkpoints/step-{self.begun:06d}"
             raise ValueError(f"{newest} is beyond the run's {self.steps} steps; raise --train.max_steps or --train.epochs")
-        self.elapsed, self.logged_as = progress["elapsed"], progress["logger"]
+        self.elapsed, self.logged_as = progress["elapsed"], progress.get("logger")
         self.clock -= self.elapsed
+        self.preview.go_on(self.begun, progress["samples"])
+        self.steps = self.preview.steps
         return [f"warning: {reason}; the checkpoint before it is taken" for reason in damaged]
 
     def open_folder(self) -> None:
@@ -77,6 +79,7 @@ class Run:
         runs.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False))
         self.metrics.cut(self.begun or -1)
         checkpoint.cut(self.folder, self.begun)
+        self._place_best(self.begun)
         self.logger = make_logger(self.args.logger, self.folder, stored, self.begun, self.logged_as)
         if self.logger:
             self.metrics.sinks.append(row_sink(self.logger, self.say))
@@ -107,15 +110,35 @@ class Run:
     def save(self, optimizer: Optimizer, done: int) -> None:
         """The state after so many steps, to resume from; every process takes part."""
         progress = {
-            "samples": min(done * self.args.train.global_batch_size, self.preview.samples),
+            "samples": self.preview.seen(done),
             "elapsed": self.elapsed,
             "identity": self.identity(),
             "tokenizer": self.tokenizer.choices(),
-            "logger": self.logger.version if self.logger else None,
+            "logger": [self.args.logger, self.logger.version] if self.logger else None,
         }
         checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, progress)
         if self.main:
             checkpoint.prune(self.folder, self.args.save.keep_last)
+            self._place_best(done)
+
+    def kept(self) -> str:
+        """What there is to go on with."""
+        newest = checkpoint.newest(self.folder)
+        return f"{newest} is whole: --resume goes on from there" if newest else "no checkpoint was written before"
+
+    def write_best(self, step: int) -> None:
+        """A folder to open of the best so far; it becomes best/ with the next checkpoint, or a resumed run had another."""
+        for path in self.folder.glob("best-*.partial"):
+            shutil.rmtree(path)
+        self.write(f"best-{step:06d}.partial")
+
+    def _place_best(self, done: int) -> None:
+        """Make what was best best/, if the run has come that far."""
+        for path in self.folder.glob("best-*.partial"):
+            if path.name[5:-8].isdecimal() and int(path.name[5:-8]) <= done:
+                runs.put_in_place(path, self.folder / "best")
+            else:
+                shutil.rmtree(path)
 
     def write(self, name: str) -> None:
         """A folder to open, under its name only when complete."""
@@ -138,8 +161,6 @@ class Run:
         for line in lines:
             self.say(line)
         self.report(*lines)
-        if self.logger:
-            finish(self.logger)
         self.say(f"the result is in {self.folder / 'final'}, all about the run in {self.folder / 'report.html'}; next:\n")
         chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
         kind = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"

@@ -20,8 +20,8 @@ class Stopped(Exception):
 
     def __init__(self, number: int, step: int, folder: Path) -> None:
         self.code = 128 + number
-        what = f"{signal.Signals(number).name}: stopped after step {step}, and saved"
-        super().__init__(f"{what}; --resume --out_dir {folder} goes on")
+        what = f"stopped after step {step}, and saved" if step else "stopped before the first step"
+        super().__init__(f"{signal.Signals(number).name}: {what}; --resume --out_dir {folder} goes on")
 
 
 def is_run(folder: Path) -> bool:

@@ -1,9 +1,10 @@
 """Fine-tuning: from the flags to a run's folder, and the one loop that all methods and strategies share."""
 
 import math
+import shutil
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
-from litft import checkpoint, runs
+from litft import runs
 from litft.args import FinetuneArgs, TrainArgs
 from litft.data.load import load_data
 from litft.data.samples import Sample
@@ -22,7 +23,7 @@ from litft.data.steps import MicroBatch, collate
 from litft.flops import Flops
 from litft.folder import DEMO, resolve
 from litft.job import Job
-from litft.loggers import check_logger
+from litft.loggers import check_logger, finish
 from litft.metrics import Row
 from litft.optim import OPTIMIZERS, averaged, make_optimizer, set_rate
 from litft.parallel import is_out_of_memory, make_fabric
@@ -66,7 +67,9 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
     data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
     for flag, given in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
         if given and not len(data.val):
-            raise ValueError(f"{flag} goes by the validation loss, and nothing is held out; give --data.val_path")
+            raise ValueError(
+                f"{flag} goes by the validation loss, and nothing is held out; give --data.val_fraction or val_path"
+            )
     if job.tokenizer.tells_date:  # a resumed run goes on with its first day
         args = replace(args, data=replace(args.data, date=job.tokenizer.day))
     if args.dry_run:
@@ -115,24 +118,40 @@ def accumulate(fabric: Fabric, model: nn.Module, batches: list[MicroBatch], coun
     return fabric.all_reduce(total, reduce_op="sum") / count
 
 
+class Paused(Exception):
+    """A signal was caught, in this process or another."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
 class Training(Run):
     """A run's steps, on every process alike."""
 
     left_out = 0  # steps in a row, by --train.skip_nan
+    signals: Signals
     started = 0.0  # what `elapsed` was before the first step of this process
 
     def train(self) -> None:
         """Prepare the folder, run the steps, leave the result; ValueError where memory does not suffice."""
+        status = "failed"
         try:
-            self._train()
+            with Signals() as self.signals:
+                self._train()
+            status = "success"
         except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            raise ValueError(self._too_large(str(error))) from None
+            if is_out_of_memory(error):
+                raise ValueError(self._too_large(str(error))) from None
+            if self.fabric.world_size > 1 and "onnection" in str(error):  # gloo's word for a process that is gone
+                raise ValueError(f"another process of the run has ended; {self.kept()}") from None
+            raise
         except OSError as error:
-            newest = checkpoint.newest(self.folder)
-            kept = f"{newest} is whole: --resume goes on from there" if newest else "no checkpoint was written before"
-            raise OSError(error.errno, f"{error.strerror or error}; {kept}", error.filename) from None
+            free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there" if self.folder.is_dir() else ""
+            reason = "; ".join(filter(None, [error.strerror or str(error), free, self.kept()]))
+            raise OSError(error.errno, reason, error.filename) from None
+        finally:
+            if self.logger:
+                finish(self.logger, status, self.say)
 
     def _train(self) -> None:
         optimizer = make_optimizer(self.args.train, self.method, self.trained)
@@ -146,12 +165,19 @@ class Training(Run):
         if self.main:
             self.say("\n".join([*damaged, *self.headline]))
         self._fit(model, optimizer)
-        if self.begun == 0:
-            self._evaluate(optimizer, 0, final=True)
-        done = self._loop(model, optimizer)
-        self._evaluate(optimizer, done, final=True)
-        if done > self.begun:
+        done = self.begun
+        try:
+            self.validation.pause = self._pause
+            if done == 0 or _due(self.args.eval.interval, done):  # it may have been interrupted
+                self._evaluate(optimizer, done, final=done == 0)
+            for done in self._steps(model, optimizer):  # noqa: B007
+                self._pause()
+            self._evaluate(optimizer, done, final=True)
+        except Paused as paused:
+            self._stop(optimizer, done, paused.number)
+        if self.metrics.rows:
             self._flush(done, pace=0.0)
+        if done > self.begun:
             self.save(optimizer, done)
         if self.main:
             with averaged(optimizer):
@@ -159,36 +185,46 @@ class Training(Run):
                 self.finish()
         self.fabric.barrier()
 
-    def _loop(self, model: nn.Module, optimizer: Optimizer) -> int:
-        """Steps until one of the limits, or a signal; returns how many are done."""
+    def _pause(self) -> None:
+        """Paused in every process where one has caught a signal: at the end of a step, and within a validation."""
+        caught, self.elapsed = self.hosts.most(self.signals.caught, time.monotonic() - self.clock)
+        if caught:
+            raise Paused(int(caught))
+
+    def _stop(self, optimizer: Optimizer, done: int, number: int) -> None:
+        """End with the state saved."""
+        if self.metrics.rows:
+            self._flush(done, pace=0.0)
+        if done > self.begun:
+            self.save(optimizer, done)
+        stopped = runs.Stopped(number, done, self.folder)
+        if self.main and done:
+            self.report(str(stopped))
+        raise stopped
+
+    def _steps(self, model: nn.Module, optimizer: Optimizer) -> Iterator[int]:
+        """Make steps until one of the limits; after each, how many are done."""
         args, done = self.args, self.begun
         log_interval = args.train.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
         flops = Flops(self.model)
         (self.started,) = self.hosts.most(time.monotonic() - self.clock)
-        bar = tqdm(total=self.steps, initial=done, unit="step", disable=not (self.main and sys.stderr.isatty()))
-        with Signals() as signals, bar:
+        with tqdm(total=self.steps, initial=done, unit="step", disable=not (self.main and sys.stderr.isatty())) as bar:
             while not (ended := self._ending(done)):
                 self._advance(model, optimizer, done, flops)
                 done += 1
                 bar.update()
+                yield done
                 if _due(args.eval.interval, done) and done < self.steps:
                     self._evaluate(optimizer, done)
-                caught, self.elapsed = self.hosts.most(signals.caught, time.monotonic() - self.clock)
                 if self._ending(done):
                     continue  # saved when it has been evaluated
-                saving = caught or _due(args.save.interval, done)
+                saving = _due(args.save.interval, done)
                 if saving or done % log_interval == 0:
                     self._flush(done, (self.elapsed - self.started) / (done - self.begun))
                 if saving:
                     self.save(optimizer, done)
-                if caught:
-                    stopped = runs.Stopped(int(caught), done, self.folder)
-                    if self.main:
-                        self.report(str(stopped))
-                    raise stopped
         if done < self.steps:
             self.say(f"step {done}: {ended}")
-        return done
 
     def _ending(self, done: int) -> str | None:
         """Why the run ends after `done` steps; None: it does not."""
@@ -203,13 +239,13 @@ class Training(Run):
 
     def _advance(self, model: nn.Module, optimizer: Optimizer, step: int, flops: Flops) -> None:
         """One step and its row."""
-        metrics, size = self.metrics, self.args.train.global_batch_size
+        metrics = self.metrics
         metrics.start()
         samples = [self.data.train[number] for number in self.preview.of_step(step)]
         rate = learning_rate(self.args.train, step, self._projected(step))
         loss, norm = self._step(model, optimizer, samples, step, rate)
         metrics.stop()
-        seen = min((step + 1) * size, self.preview.samples)
+        seen = self.preview.seen(step + 1)
         metrics.add(
             step=step + 1,
             epoch=seen / self.preview.order.size,
@@ -292,22 +328,26 @@ class Training(Run):
             for item in [] if asked else validation.ask(step):
                 self.say(f"  {_one_line(item['prompt'])}\n  -> {_one_line(item['answer'])}")
             if self.main and self.args.save.best and step and validation.best == step and not asked:
-                self.write("best")
+                self.write_best(step)
 
     def _flush(self, done: int, pace: float) -> None:
         """Write the rows of the steps until now, look at them, and show the last; pace: seconds a step."""
         for row in self.metrics.flush(self.fabric.device):
             self._check(row)
-        left = max(0.0, min(pace * (self._projected(done) - done), self.limit - self.elapsed))
-        self.say(f"step {done}/{self.steps}: {self.metrics.line()}, {duration(left)} left")
+        steps = self._projected(done)
+        left = max(0.0, min(pace * (steps - done), self.limit - self.elapsed))
+        if self.metrics.last:
+            self.say(f"step {done}/{steps}: {self.metrics.line()}, {duration(left)} left")
 
     def _check(self, row: Row) -> None:
         """ValueError where the run has diverged: nothing of it is saved after that."""
         if "loss" not in row:
             return
-        step, skips = int(row["step"]), self.args.train.skip_nan
+        step = int(row["step"])
         for column, name in (("loss", "loss"), ("grad_norm", "gradient's norm")):
-            if not math.isfinite(row[column]) and not skips:
+            if not math.isfinite(row[column]):
+                if self.args.train.skip_nan:
+                    return
                 raise ValueError(self._not_finite(step, name, row[column]))
         first = self.metrics.first["loss"]
         if row["loss"] > EXPLODED * max(math.log(self.source.config.vocab_size), first):

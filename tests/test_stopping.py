@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -386,3 +387,165 @@ def test_killed_at_any_moment_a_run_ends_the_same(shared, method, kills, flags):
     done = script("tests/faults/kill.py", *words, cwd=ROOT)
     print(done.stdout)
     assert f"{kills} kills" in done.stdout and "equal weights: True" in done.stdout
+
+
+# odd moments, odd files
+
+
+def interrupted(args, monkeypatch, step: int, where: str):
+    """A run that gets SIGTERM in its validation after `step` steps: while it measures, or while it answers."""
+    from litft.evaluate import Validation
+
+    real = getattr(Validation, where)
+
+    def signalled(self, at, *words):
+        if at == step:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return real(self, at, *words)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Validation, where, signalled)
+        with pytest.raises(Stopped) as stopped:
+            litft.finetune(args)
+    return str(stopped.value)
+
+
+@pytest.mark.parametrize("step, where", [(6, "measure"), (6, "ask"), (12, "measure")])
+def test_a_signal_in_a_validation_saves_at_once(args, tmp_path, monkeypatch, step, where):
+    """Also in the last, which can be long; the run that goes on makes up for what was not measured."""
+    args.eval.max_new_tokens = 3
+    said = interrupted(args, monkeypatch, step, where)
+    assert f"SIGTERM: stopped after step {step}, and saved" in said
+    run = Path(args.out_dir)
+    assert f"step-{step:06d}" in {path.name for path in (run / "checkpoints").iterdir()} and not (run / "final").exists()
+    litft.finetune(replace(args, resume=True))
+    whole = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
+    assert weights(run) == weights(whole) and losses(run) == losses(whole)
+    found, expected = ({r["step"]: r["val_loss"] for r in rows_of(path) if "val_loss" in r} for path in (run, whole))
+    assert found == expected
+    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+def test_a_signal_before_the_first_step_is_told(args, monkeypatch):
+    said = interrupted(args, monkeypatch, 0, "measure")
+    assert "SIGTERM: stopped before the first step" in said
+    assert litft.finetune(replace(args, resume=True)).metrics["step"] == 12
+
+
+def test_the_best_is_that_of_the_steps_that_happened(args, monkeypatch):
+    """A best beyond the checkpoint is forgotten with its step."""
+    args.save.best, args.save.interval, args.eval.interval = True, 4, 3
+    with pytest.raises(ZeroDivisionError):
+        litft.finetune(args, lambda row: 1 / 0 if row["step"] == 7 else None)
+    folder = litft.finetune(replace(args, resume=True, eval=EvalArgs(interval=0, max_new_tokens=0))).folder
+    measured = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
+    model, _ = litft.load(folder / "best")
+    assert held_out_loss(model, args) == pytest.approx(min(measured.values()), rel=1e-5)
+    assert not list(folder.glob("*.partial"))
+
+
+def test_a_longer_run_goes_on_with_the_very_next_example(args):
+    """Of 24 examples in steps of 16 an epoch ends in a step of 8."""
+    args.train = TrainArgs(epochs=1, global_batch_size=16)
+    litft.finetune(args)
+    longer = replace(args, resume=True, train=replace(args.train, epochs=2))
+    folder, metrics = litft.finetune(longer)
+    rows = [row for row in rows_of(folder) if "loss" in row]
+    assert [row["samples"] for row in rows] == [16, 24, 40, 48] and metrics["epoch"] == 2
+    fed = [rows[0]["tokens"], *(b["tokens"] - a["tokens"] for a, b in pairwise(rows))]
+    assert fed[0] + fed[1] == fed[2] + fed[3], "each epoch feeds every example once"
+
+
+def test_a_validation_of_a_run_without_steps_left_is_written(args):
+    litft.finetune(args)
+    seen = []
+    more = replace(args.eval, exact_match=True)
+    found = litft.finetune(replace(args, resume=True, eval=more), seen.append)
+    assert "exact_match" in found.metrics and "exact_match" in rows_of(found.folder)[-1] and seen
+
+
+def test_rows_that_a_crash_has_spoiled_are_left_out(args):
+    args.train.max_steps = 6
+    folder = litft.finetune(args).folder
+    path = folder / "metrics.csv"
+    before = rows_of(folder)
+    with path.open("ab") as file:
+        file.write(b"4,x4637,1,2\n\xff\xfe,\n3,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,x\n7,")
+    litft.finetune(replace(args, resume=True))
+    assert [row["step"] for row in rows_of(folder)][: len(before)] == [row["step"] for row in before]
+    path.write_text("1,2,3\n")
+    with pytest.raises(ValueError, match=r"metrics.csv does not begin with the names of its columns"):
+        litft.finetune(replace(args, resume=True))
+    path.unlink()
+    assert litft.finetune(replace(args, resume=True)).metrics["val_loss"]
+
+
+@pytest.mark.parametrize("line", ["5", '{"step": 1', '{"prompt": "a"}', '{"step": "x", "prompt": "", "answer": ""}', "[]"])
+def test_answers_that_a_crash_has_spoiled_are_left_out(args, line):
+    args.eval.max_new_tokens, args.eval.prompts, args.train.max_steps = 2, ["a\u2028b\x85c"], 2
+    folder = litft.finetune(args).folder
+    before = (folder / "samples.jsonl").read_text("utf-8")
+    (folder / "samples.jsonl").write_text(before + line, "utf-8")
+    litft.finetune(replace(args, resume=True))
+    assert (folder / "samples.jsonl").read_text("utf-8") == before
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda p: p.pop("elapsed"),
+        lambda p: p.pop("optimizer"),
+        lambda p: p.update(step=2),
+        lambda p: p.update(files=[1]),
+        lambda p: p["optimizer"].update(groups=[]),
+        lambda p: p["optimizer"].update(parameters={}, groups=[{"params": 1}]),
+    ],
+)
+def test_a_progress_with_odd_content_is_damaged(args, spoil, capfd):
+    args.train.max_steps, args.train.optimizer = 10, "adamw_8bit"
+    folder = litft.finetune(args).folder
+    path = folder / "checkpoints" / "step-000010" / "progress.json"
+    progress = json.loads(path.read_text())
+    spoil(progress)
+    path.write_text(json.dumps(progress))
+    litft.finetune(replace(args, resume=True))
+    said = capfd.readouterr().out
+    assert "step-000010 is damaged" in said and "continuing after step 5" in said
+
+
+def test_a_loss_that_is_infinite_can_be_left_out_too(args, monkeypatch):
+    import litft.train
+
+    real, steps = litft.train.accumulate, []
+
+    def infinite(*words):
+        steps.append(real(*words))
+        return steps[-1] * (torch.inf if len(steps) == 3 else 1.0)
+
+    monkeypatch.setattr(litft.train, "accumulate", infinite)
+    args.train.skip_nan = True
+    folder, metrics = litft.finetune(args)
+    assert metrics["step"] == 12 and math.isinf(rows_of(folder)[3]["loss"])
+
+
+def test_checkpoints_beyond_a_million_steps(tmp_path):
+    from litft import checkpoint
+
+    for step in (999_900, 999_950, 1_000_000, 1_000_050):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    assert checkpoint.newest(tmp_path).name == "step-1000050"
+    checkpoint.cut(tmp_path, 1_000_000)
+    checkpoint.prune(tmp_path, 1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1000000"]
+
+
+@pytest.mark.slow
+def test_two_processes_go_on(tiny, examples, tmp_path):
+    """Three times, since they may race."""
+    words = ["--checkpoint_dir", tiny, "--data.path", examples, "--devices", "2", "--train.max_steps", "4"]
+    words += ["--eval.max_new_tokens", "3", "--eval.interval", "1", "--out_dir", "run"]
+    script("finetune/lora.py", *words, cwd=tmp_path)
+    whole = weights(tmp_path / "run")
+    for _ in range(3):
+        script("finetune/lora.py", "--resume", "--out_dir", "run", cwd=tmp_path)
+        assert weights(tmp_path / "run") == whole

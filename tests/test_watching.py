@@ -3,6 +3,7 @@
 import csv
 import json
 import logging
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -72,7 +73,7 @@ def test_wandb_goes_on_with_the_same_run(args, monkeypatch):
     half_again(args)
     names = {path.name.rpartition("-")[2] for path in Path("run/wandb").glob("offline-run-*")}
     progress = json.loads(Path("run/checkpoints/step-000004/progress.json").read_text())
-    assert names == {progress["logger"]}
+    assert ["wandb", *names] == progress["logger"]
 
 
 def test_a_logger_that_fails_ends_no_run():
@@ -125,6 +126,31 @@ def test_texts_are_continued_as_they_stand(args, tmp_path):
     again = "".join(litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5))
     found = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
     assert again.strip() == found[-1]["answer"]
+
+
+def test_prompts_that_are_none(args):
+    args.eval.prompts = ["nofile.txt"]
+    with pytest.raises(ValueError, match=r"--eval.prompts nofile.txt: no such file"):
+        litft.finetune(args)
+    Path("binary").write_bytes(b"\xf8\x00" * 9)
+    args.eval.prompts = ["binary"]
+    with pytest.raises(ValueError, match=r"--eval.prompts binary is no text file in UTF-8"):
+        litft.finetune(args)
+    args.eval.prompts = ["Tell me a long story. " * 12]
+    assert litft.finetune(args).metrics["step"] == 4
+
+
+def test_another_logger_takes_over(args, monkeypatch):
+    """It begins a run of its own, and one that fails in the end is told of, not fallen over."""
+    args.logger = "tensorboard"
+    litft.finetune(args)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    longer = replace(args, resume=True, logger="wandb", train=replace(args.train, max_steps=6))
+    litft.finetune(longer)
+    (name,) = [path.name for path in Path("run/wandb").glob("offline-run-*")]
+    assert not name.endswith("tensorboard")
+    litft.finetune(replace(longer, resume=False, out_dir="second"))
+    assert len(list(Path("second/wandb").glob("offline-run-*"))) == 1
 
 
 @pytest.mark.parametrize("interval", [1, 3])

@@ -90,8 +90,8 @@ class TrainArgs:
     max_steps: int | None = None
     """Stop after this many optimizer steps, even within an epoch."""
     max_time: str | None = None
-    """Stop after this much time on the clock, 90m or 1h30m, that of an interrupted run's earlier part too; the learning rate
-    has fallen by then. Default: no limit."""
+    """Make no step after this much time on the clock, 90m or 1h30m, that of an interrupted run's earlier part too; the
+    learning rate has fallen by then, and the last validation and final/ follow. Default: no limit."""
     global_batch_size: int = 16
     """Examples a step, over all devices and micro-batches."""
     micro_batch_size: int | None = None
@@ -99,7 +99,7 @@ class TrainArgs:
     packed examples, or 4 of one example."""
     optimizer: Optimizers = "adamw"
     """What makes the steps. 8-bit and paged AdamW and Lion are bitsandbytes' (pip install 'litft[quantize]'), schedule_free
-    is its package's (pip install 'litft[schedule_free]'), the others are torch's. Each wants a learning_rate of its own."""
+    is its package's (pip install 'litft[schedulefree]'), the others are torch's. Each wants a learning_rate of its own."""
     learning_rate: float = 5e-4
     """The peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -156,8 +156,8 @@ class EvalArgs:
     patience: int | None = None
     """End the run after so many validations in a row without a new lowest loss. Default: never."""
     prompts: list[str] = field(default_factory=list)
-    """What the model is asked at each validation, its answers shown and kept: texts, or files with a prompt a line. Default:
-    the first validation example's question."""
+    """What the model is asked at each validation, its answers shown and kept: texts, or files with a prompt a line. Texts
+    with commas: '["Well, who are you?"]'. Default: the first validation example's question."""
     max_new_tokens: int = 64
     """Answers to them end after so many tokens. 0: nothing is asked."""
     exact_match: bool = False

@@ -112,25 +112,27 @@ class Layout:
             yield from self.batches([samples[i] for i in range(start, min(start + size, len(samples)))], rank)
 
 
-def heaviest(lengths: np.ndarray, order: Order, layout: Layout, samples: int, size: int) -> list[list[int]]:
+def heaviest(lengths: np.ndarray, order: Order, layout: Layout, samples: int, size: int, first: int = 0) -> list[list[int]]:
     """The micro-batch with the most tokens, padding included, of a run over `samples` in steps of `size`: rows of numbers.
+
+    first: the sample that it begins with.
 
     Of long runs, steps are ranked by what their sums and longest samples promise, and the first thousands laid out.
     """
-    numbers = np.array(order.indices(0, min(samples, RANKED)))
+    numbers = np.array(order.indices(first, min(samples, first + RANKED)))
     starts = np.arange(0, len(numbers), size)
     sums, longest = (ufunc.reduceat(lengths[numbers], starts) for ufunc in (np.add, np.maximum))
     counts = np.ceil(sums / layout.room) if layout.room else np.minimum(size, len(numbers) - starts)
     width = np.maximum(longest, sums / counts) if layout.room else longest
     promised = width * np.minimum(np.ceil(counts / layout.ranks), layout.rows)
-    first = np.argsort(-promised, kind="stable")[: max(16, LAID_OUT // size)]
+    likely = np.argsort(-promised, kind="stable")[: max(16, LAID_OUT // size)]
 
     def batches(step: int) -> Iterator[list[list[int]]]:
         chosen = numbers[starts[step] : starts[step] + size]
         for rows in layout.plan(lengths[chosen].tolist()):
             yield [[int(chosen[i]) for i in row] for row in rows]
 
-    return max((rows for step in first for rows in batches(step)), key=lambda rows: cells(lengths, rows))
+    return max((rows for step in likely for rows in batches(step)), key=lambda rows: cells(lengths, rows))
 
 
 def cells(lengths: np.ndarray, rows: list[list[int]]) -> int:

@@ -46,13 +46,17 @@ def alive(child: int) -> bool:
     return not found
 
 
-def wait(child: int, folder: Path, saving: bool, longest: float) -> None:
-    """Until it is time to kill: at random, or a moment after a save begins."""
+def wait(child: int, folder: Path, saving: bool, longest: float, last: float) -> None:
+    """Until it is time to kill: at random, or a moment after a save begins; not long after the step `last` in any case."""
     deadline = time.monotonic() + random.uniform(0.05, 1) * longest
-    while saving or time.monotonic() < deadline:
+    while True:
         if not alive(child):
             raise SystemExit("a run ended before it was killed; raise --steps")
-        if saving and time.monotonic() > deadline and any((folder / "checkpoints").glob("step-*.partial")):
+        names = sorted(path.name for path in folder.glob("checkpoints/step-*"))
+        late = time.monotonic() > deadline or (names and int(names[-1][5:11]) > last)
+        if late and not saving:
+            return
+        if late and any(name.endswith(".partial") for name in names):
             time.sleep(random.uniform(0, 0.02))
             return
         time.sleep(0.0005)
@@ -103,7 +107,7 @@ def main() -> None:
     folder = top / "killed"
     while kills < args.kills:
         child = start([*words, "--out_dir", str(folder), "--resume"], top / "log")
-        wait(child, folder, kills % 3 == 2, longest)
+        wait(child, folder, kills % 3 == 2, longest, last=args.steps * (kills + 1) / (args.kills + 2))
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         kills += 1
