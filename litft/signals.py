@@ -31,6 +31,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.caught == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.caught:  # print is not safe here: the signal may have come in the middle of one
+        if not self.caught and os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes the first one speaks
+            # print is not safe here: the signal may have come in the middle of one
             os.write(2, f"\n{signal.Signals(number).name}: saving after this step\n".encode())
         self.caught = int(number)

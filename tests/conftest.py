@@ -1,6 +1,7 @@
 """What the tests share: real checkpoints, tiny redrawn ones, and the commands run as a user runs them."""
 
 import atexit
+import csv
 import fcntl
 import json
 import os
@@ -103,6 +104,12 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text(json.dumps(records), "utf-8")
     return path
+
+
+def rows_of(run: Path) -> list[dict[str, float]]:
+    """A run's metrics.csv, empty values left out."""
+    with (run / "metrics.csv").open() as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def script(*words: str | Path, cwd: Path, code: int = 0, text: str = "") -> subprocess.CompletedProcess:

@@ -151,6 +151,7 @@ def test_gpt2_without_its_prefix_and_with_its_masks(make_model, tmp_path):
     assert relative(litft.load(source)[0](TOKENS), reference(TOKENS).logits) <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
     """Of its last step: what final/ holds, bit for bit; merged or not, from a run that was killed."""
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"

@@ -42,7 +42,7 @@ def files_of(folder):
     return found
 
 
-QUICK = ("full, rounded by chance", "lora, all it has, int8")
+QUICK = ("lora, all it has, int8",)
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in METHODS])

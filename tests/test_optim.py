@@ -13,6 +13,7 @@ from litft.optim import OPTIMIZERS, Rounded, Together, averaged, is_hidden, make
 from litft.peft import AdapterV2, Full, LoRA
 
 TOKENS = draw(2, 17, seed=4)
+PROGRESS = {"identity": {}, "samples": 0, "elapsed": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -249,7 +250,7 @@ def test_every_optimizer_goes_on_to_the_bit(tiny, tmp_path, name, precision):
     model, method, parameters = trainable(tiny, precision)
     model, optimizer = fabric.setup(model, optimizer_of(name, method, parameters, weight_decay=0.1))
     whole = steps(model, optimizer, 3)
-    checkpoint.save(fabric, tmp_path, 3, parameters, optimizer, {"identity": {}})
+    checkpoint.save(fabric, tmp_path, 3, parameters, optimizer, PROGRESS)
     whole += steps(model, optimizer, 3, first=3)
     other, method, found = trainable(tiny, precision)
     resumed = optimizer_of(name, method, found, weight_decay=0.1)
@@ -278,7 +279,7 @@ def test_schedule_free_keeps_an_average(tiny, tmp_path):
         z = optimizer.state[p]["z"]
         torch.testing.assert_close(kept[name], (1 - 1 / 0.9) * z + stepped[name] / 0.9, rtol=1e-5, atol=1e-6)
     assert not torch.equal(kept["embed.weight"], stepped["embed.weight"])
-    checkpoint.save(fabric, tmp_path, 5, parameters, optimizer, {"identity": {}})
+    checkpoint.save(fabric, tmp_path, 5, parameters, optimizer, PROGRESS)
     saved = checkpoint.read_parameters(checkpoint.newest(tmp_path))
     assert all(torch.equal(saved[name], value) for name, value in kept.items())
 

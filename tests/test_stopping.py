@@ -1,6 +1,5 @@
 """How runs end: by signals, time, patience, NaN, memory and full disks; and that they go on from there, to the bit."""
 
-import csv
 import json
 import math
 import os
@@ -14,18 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENV, ROOT, script
+from conftest import ENV, ROOT, rows_of, script
 from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, seconds
 from litft.runs import Stopped
 from litft.signals import Signals
-
-
-def rows_of(run: Path) -> list[dict[str, float]]:
-    with (run / "metrics.csv").open() as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def losses(run: Path) -> list[float]:

@@ -107,8 +107,13 @@ if fabric.global_rank == 0:
 
 @pytest.mark.parametrize(
     "count, rows, room",
-    [(8, 4, None), (8, 1, None), (3, 1, None), (8, 2, 64), (1, 1, 64)],
-    ids=["2x4", "8x1", "one rank is left over", "packed", "packed, one rank without"],
+    [
+        pytest.param(8, 4, None, id="2x4"),
+        pytest.param(8, 1, None, id="8x1", marks=pytest.mark.slow),
+        pytest.param(3, 1, None, id="one rank is left over", marks=pytest.mark.slow),
+        pytest.param(8, 2, 64, id="packed", marks=pytest.mark.slow),
+        pytest.param(1, 1, 64, id="packed, one rank without"),
+    ],
 )
 def test_gradients_do_not_depend_on_processes(tiny, tmp_path, count, rows, room):
     loss, expected = gradients(tiny, 8, count)

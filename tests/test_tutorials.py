@@ -111,6 +111,7 @@ def test_the_quickstart_leaves_what_it_says(quickstart):
     assert printed[-1] == "exit code 2\n"
 
 
+@pytest.mark.slow
 def test_the_guide_to_converting(clone):
     folder, paths = clone
     run_guide("convert.md", folder, paths)

@@ -1,6 +1,5 @@
 """What a run shows of itself: loggers, samples, the lines on the screen, report.html."""
 
-import csv
 import json
 import logging
 from dataclasses import replace
@@ -8,17 +7,12 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import script
+from conftest import rows_of, script
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
 from litft.loggers import row_sink
 from litft.report import POINTS, Report, chart, points, ticks, write_report
-
-
-def rows_of(run: Path) -> list[dict[str, float]]:
-    with (run / "metrics.csv").open() as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 @pytest.fixture
