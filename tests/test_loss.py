@@ -79,6 +79,7 @@ def test_bf16_accumulates_in_fp32(monkeypatch):
 
 def test_gradients_pass_a_finite_difference(batch):
     hidden, targets = batch
+    torch.manual_seed(1)  # of a direction in which the loss hardly changes, its rounding would be all that is left
     head = nn.Linear(12, 50, bias=True)
     x = hidden.clone().requires_grad_()
     summed_cross_entropy(x, head, targets)[0].backward()

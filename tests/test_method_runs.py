@@ -80,7 +80,7 @@ def test_going_on_from_an_adapter(tiny, examples, tmp_path, method):
     assert "--data.new_tokens '<time>': an adapter goes on with the tokens that it has" in refused
 
 
-@pytest.mark.parametrize("method", ["lora", "full", "adapter"])
+@pytest.mark.parametrize("method", ["lora", *(pytest.param(m, marks=pytest.mark.slow) for m in ("full", "adapter"))])
 def test_new_tokens(tiny, examples, tmp_path, method):
     """They are single tokens in training, in the folder, for transformers; PEFT methods train and save their rows alone."""
     flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", 3, "--out_dir", "run"]

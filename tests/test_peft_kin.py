@@ -202,7 +202,7 @@ TEN = {
 }
 
 
-@pytest.mark.parametrize("kin", TEN)
+@pytest.mark.parametrize("kin", [pytest.param(kin, marks=[] if kin == "dora" else [pytest.mark.slow]) for kin in TEN])
 def test_ten_steps_are_pefts(tiny, examples, tmp_path, kin):
     """From random A and B, which litft goes on from; PiSSA and OLoRA from where they begin."""
     from peft import LoraConfig, get_peft_model

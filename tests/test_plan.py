@@ -136,7 +136,7 @@ def default_dtype():
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.filterwarnings("ignore")
-def test_memory_is_that_of_whole_training_steps(shared, checkpoints, monkeypatch, case):
+def test_memory_is_that_of_whole_training_steps(shared, checkpoints, case):
     """Within 2 % of MemTracker under fake tensors (the issue asks for 5 %)."""
     name, layers, args, precision, shape = CASES[case]
     source = resolve(checkpoints.get(name, shared / "configs" / name))

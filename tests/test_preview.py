@@ -71,10 +71,10 @@ def test_a_terminal_gets_colour_and_a_file_gets_marks(tiny, data, tmp_path):
         ("alpaca_2k.json", "2,000 records (alpaca)"),
         ("gsm8k_500.jsonl", "500 records (question)"),
         ("messages_500.jsonl", "500 records (messages)"),
-        ("samsum_1400.jsonl", "1,400 records (prompt)"),
-        ("sharegpt_500.json", "500 records (sharegpt)"),
         ("tool_calls_300.json", "300 records (sharegpt)"),
-        ("wikitext2_valid.txt", "1 record (text)"),
+        pytest.param("samsum_1400.jsonl", "1,400 records (prompt)", marks=pytest.mark.slow),
+        pytest.param("sharegpt_500.json", "500 records (sharegpt)", marks=pytest.mark.slow),
+        pytest.param("wikitext2_valid.txt", "1 record (text)", marks=pytest.mark.slow),
     ],
 )
 def test_real_files_prepare(checkpoints, shared, tmp_path, name, counts):

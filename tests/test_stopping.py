@@ -404,7 +404,10 @@ def interrupted(args, monkeypatch, step: int, where: str):
     return str(stopped.value)
 
 
-@pytest.mark.parametrize("step, where", [(6, "measure"), (6, "ask"), (12, "measure")])
+@pytest.mark.parametrize(
+    "step, where",
+    [(12, "measure"), *(pytest.param(6, where, marks=pytest.mark.slow) for where in ("measure", "ask"))],
+)
 def test_a_signal_in_a_validation_saves_at_once(args, tmp_path, monkeypatch, step, where):
     """Also in the last, which can be long; the run that goes on makes up for what was not measured."""
     args.eval.max_new_tokens = 3

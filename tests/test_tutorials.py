@@ -61,6 +61,7 @@ def rows_of(run: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+@pytest.mark.slow
 def test_the_demo_learns_to_answer(quickstart):
     folder, printed = quickstart
     first, last = (row for row in rows_of(folder / "out" / "lora") if row["exact_match"])
@@ -102,6 +103,7 @@ def test_the_demo_is_what_it_says():
     assert len(people) > 10 and not any(re.search(rf"\b{name}\b", text) for name in people)
 
 
+@pytest.mark.slow
 def test_the_quickstart_leaves_what_it_says(quickstart):
     folder, printed = quickstart
     assert len(rows_of(folder / "out" / "mine")) == 21 and len(rows_of(folder / "out" / "more")) == 6
