@@ -79,7 +79,7 @@ class Run:
         runs.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False))
         self.metrics.cut(self.begun or -1)
         checkpoint.cut(self.folder, self.begun)
-        self._place_best(self.begun)
+        self.place_best(self.begun)
         self.logger = make_logger(self.args.logger, self.folder, stored, self.begun, self.logged_as)
         if self.logger:
             self.metrics.sinks.append(row_sink(self.logger, self.say))
@@ -119,7 +119,7 @@ class Run:
         checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, progress)
         if self.main:
             checkpoint.prune(self.folder, self.args.save.keep_last)
-            self._place_best(done)
+            self.place_best(done)
 
     def kept(self) -> str:
         """What there is to go on with."""
@@ -132,7 +132,7 @@ class Run:
             shutil.rmtree(path)
         self.write(f"best-{step:06d}.partial")
 
-    def _place_best(self, done: int) -> None:
+    def place_best(self, done: int) -> None:
         """Make what was best best/, if the run has come that far."""
         for path in self.folder.glob("best-*.partial"):
             if path.name[5:-8].isdecimal() and int(path.name[5:-8]) <= done:

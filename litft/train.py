@@ -180,6 +180,7 @@ class Training(Run):
         if done > self.begun:
             self.save(optimizer, done)
         if self.main:
+            self.place_best(done)
             with averaged(optimizer):
                 self.write("final")
                 self.finish()

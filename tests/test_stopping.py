@@ -432,9 +432,17 @@ def test_a_signal_before_the_first_step_is_told(args, monkeypatch):
 def test_the_best_is_that_of_the_steps_that_happened(args, monkeypatch):
     """A best beyond the checkpoint is forgotten with its step."""
     args.save.best, args.save.interval, args.eval.interval = True, 4, 3
-    with pytest.raises(ZeroDivisionError):
-        litft.finetune(args, lambda row: 1 / 0 if row["step"] == 7 else None)
-    folder = litft.finetune(replace(args, resume=True, eval=EvalArgs(interval=0, max_new_tokens=0))).folder
+    kept = []  # what best/ holds at step 5: that of step 3
+
+    def callback(row):
+        if row["step"] == 5:
+            kept.append((Path(args.out_dir) / "best" / "adapter_model.safetensors").read_bytes())
+        assert row["step"] != 7 or len(kept) > 1, "the crash"
+
+    with pytest.raises(AssertionError, match="the crash"):
+        litft.finetune(args, callback)
+    folder = litft.finetune(replace(args, resume=True, eval=EvalArgs(interval=0, max_new_tokens=0)), callback).folder
+    assert kept[0] == kept[1]
     measured = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
     model, _ = litft.load(folder / "best")
     assert held_out_loss(model, args) == pytest.approx(min(measured.values()), rel=1e-5)
