@@ -76,7 +76,8 @@ def user_errors() -> Iterator[None]:
     except runs.Stopped as stopped:
         # of several processes the first one speaks, and the others' ends are no failures
         first = os.environ.get("LOCAL_RANK", "0") == "0"
-        print(stopped if first else "", file=sys.stderr, end="\n" if first else "")
+        if first:
+            print(stopped, file=sys.stderr)
         sys.exit(stopped.code if first else 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

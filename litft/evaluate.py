@@ -123,7 +123,8 @@ class Validation:
     @property
     def stale(self) -> int:
         """How many validations there were since the best."""
-        return sum(step > (self.best or 0) for step in self.losses)
+        best = self.best or 0
+        return sum(step > best for step in self.losses)
 
 
 def _kept_answer(line: str) -> dict[str, str | int] | None:

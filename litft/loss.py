@@ -29,7 +29,7 @@ def summed_cross_entropy(
     frozen head gets no gradient buffer. The unchunked form stands in the tests.
     """
     count = (targets != IGNORED).sum()
-    kept = (targets != IGNORED).flatten().nonzero()[:, 0] if kept is None else kept
+    kept = places(targets) if kept is None else kept
     hidden, targets = hidden.flatten(0, 1).index_select(0, kept), targets.flatten().index_select(0, kept)  # (N, C), (N,)
     if is_plain(head):
         training = torch.is_grad_enabled()
@@ -39,6 +39,11 @@ def summed_cross_entropy(
     for rows, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
         total = total + checkpoint(_through_head, head, rows, wanted, softcap, smoothing, use_reentrant=False)
     return total, count
+
+
+def places(targets: Tensor) -> Tensor:
+    """Where the targets are among the flattened positions, (N,) int64."""
+    return (targets != IGNORED).flatten().nonzero()[:, 0]
 
 
 def is_plain(head: nn.Module) -> bool:

@@ -52,6 +52,11 @@ def make_optimizer(args: TrainArgs, method: Method, parameters: dict[str, nn.Par
     return Rounded(listed, make) if rounds else make(listed)
 
 
+def state_bytes(name: str, parameters: dict[str, Tensor]) -> int:
+    """What an optimizer keeps of these parameters."""
+    return round(sum(OPTIMIZERS[name].state(key, parameter) for key, parameter in parameters.items()))
+
+
 def set_rate(optimizer: Optimizer, rate: float) -> None:
     """The learning rate of the next step."""
     for group in optimizer.param_groups:

@@ -23,7 +23,7 @@ from litft.folder import Source
 from litft.loss import CHUNK, is_plain
 from litft.mlp import MoE
 from litft.model import GPT
-from litft.optim import OPTIMIZERS
+from litft.optim import state_bytes
 from litft.parallel import DTYPES
 from litft.peft import Method
 from litft.peft.parts import Part, Trained
@@ -109,7 +109,7 @@ def predict(source: Source, method: Method, precision: str, quantize: str, shape
             shape,
             weights,
             gradients=sum(p.numel() * p.element_size() for p in trained),
-            optimizer=round(sum(OPTIMIZERS[optimizer].state(name, p) for name, p in named.items())),
+            optimizer=state_bytes(optimizer, named),
             activations=_activations(model.train(), shape, compute),
             logits=_logits(source.config, model.lm_head, shape, compute),
             dequantized=dequantized,

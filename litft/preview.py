@@ -48,14 +48,13 @@ class Preview:
         self.size = args.train.global_batch_size
         self.order = Order(data.train.sizes, args.seed, data.weights)
         self.samples = planned_samples(args.train, self.order.size)
-        self.steps = -(-self.samples // self.size)
         self.optimizer = args.train.optimizer
-        self.origin = 0, 0  # a step, and the samples seen before it
-        self.lay_out(layout_of(args, data.limit, ranks))
+        self.layout = layout_of(args, data.limit, ranks)
+        self.go_on(0, 0)
 
     def go_on(self, step: int, samples: int) -> None:
         """Begin after so many steps: the last of a run that is made longer may have been a small one."""
-        self.origin = step, samples
+        self.origin = step, samples  # a step, and the samples seen before it
         self.steps = step + max(0, -(-(self.samples - samples) // self.size))
         if samples < self.samples:
             self.lay_out(self.layout)

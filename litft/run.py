@@ -44,12 +44,16 @@ class Run:
         self.peak = peak_flops(fabric.device, self.precision)
         self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
         self.preview = Preview(args, data, job.tokenizer, fabric.world_size)
-        self.steps = self.preview.steps
         self.validation = Validation(fabric, self.model, job.tokenizer, data, args.eval, folder / "samples.jsonl")
         self.logger: Any = None
         self.logged_as: list[str] | None = None  # who logged the run that goes on, and what they called it
         self.limit = seconds(args.train.max_time or "") or math.inf
         self.begun, self.elapsed, self.clock = 0, 0.0, time.monotonic()  # elapsed: as all processes see it
+
+    @property
+    def steps(self) -> int:
+        """How many there are, if no other limit comes first."""
+        return self.preview.steps
 
     def resume(self, optimizer: Optimizer) -> list[str]:
         """Continue from the newest whole checkpoint if asked to; returns what is wrong with newer ones."""
@@ -65,7 +69,6 @@ class Run:
         self.elapsed, self.logged_as = progress["elapsed"], progress.get("logger")
         self.clock -= self.elapsed
         self.preview.go_on(self.begun, progress["samples"])
-        self.steps = self.preview.steps
         return [f"warning: {reason}; the checkpoint before it is taken" for reason in damaged]
 
     def open_folder(self) -> None:

@@ -25,7 +25,7 @@ from litft.folder import DEMO, resolve
 from litft.job import Job
 from litft.loggers import check_logger, finish
 from litft.metrics import Row
-from litft.optim import OPTIMIZERS, averaged, make_optimizer, set_rate
+from litft.optim import averaged, make_optimizer, set_rate, state_bytes
 from litft.parallel import is_out_of_memory, make_fabric
 from litft.preview import dry_run, duration
 from litft.quantize import bitsandbytes
@@ -175,10 +175,7 @@ class Training(Run):
             self._evaluate(optimizer, done, final=True)
         except Paused as paused:
             self._stop(optimizer, done, paused.number)
-        if self.metrics.rows:
-            self._flush(done, pace=0.0)
-        if done > self.begun:
-            self.save(optimizer, done)
+        self._keep(optimizer, done)
         if self.main:
             self.place_best(done)
             with averaged(optimizer):
@@ -194,14 +191,18 @@ class Training(Run):
 
     def _stop(self, optimizer: Optimizer, done: int, number: int) -> None:
         """End with the state saved."""
-        if self.metrics.rows:
-            self._flush(done, pace=0.0)
-        if done > self.begun:
-            self.save(optimizer, done)
+        self._keep(optimizer, done)
         stopped = runs.Stopped(number, done, self.folder)
         if self.main and done:
             self.report(str(stopped))
         raise stopped
+
+    def _keep(self, optimizer: Optimizer, done: int) -> None:
+        """Write the rows and the state of a run that goes no further."""
+        if self.metrics.rows:
+            self._flush(done, pace=0.0)
+        if done > self.begun:
+            self.save(optimizer, done)
 
     def _steps(self, model: nn.Module, optimizer: Optimizer) -> Iterator[int]:
         """Make steps until one of the limits; after each, how many are done."""
@@ -379,12 +380,11 @@ class Training(Run):
         """One micro-batch, and where a step has several another beside its gradients."""
         rows = [[self.data.train[number] for number in row] for row in self.preview.heaviest]
         batch = collate(rows).to(self.fabric.device)
-        held, passes = 0.0, 1
+        held, passes = 0, 1
         if self.fabric.device.type == "cuda":
-            state_of = OPTIMIZERS[self.args.train.optimizer].state
-            held = 0 if self.begun else sum(state_of(name, p) for name, p in self.trained.items())
+            held = 0 if self.begun else state_bytes(self.args.train.optimizer, self.trained)
             passes += self.preview.shape().accumulated
-        state = torch.empty(round(held), dtype=torch.uint8, device=self.fabric.device)
+        state = torch.empty(held, dtype=torch.uint8, device=self.fabric.device)
         model.train()
         with self.fabric.no_backward_sync(model, enabled=self.fabric.world_size > 1):
             for _ in range(passes):

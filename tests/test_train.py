@@ -342,4 +342,4 @@ def test_a_step_waits_for_no_gpu(tiny, examples, tmp_path):
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("litft.train.Training", Watched)
-        litft.finetune(args)
+        assert litft.finetune(args).metrics["step"] == 6

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from litft.data.samples import Sample
-from litft.loss import IGNORED
+from litft.loss import IGNORED, places
 
 RANKED, LAID_OUT = 2_000_000, 200_000  # samples of a run that `heaviest` looks at, and that it lays out
 
@@ -185,7 +185,7 @@ def collate(rows: list[list[Sample]]) -> MicroBatch:
             tokens[row, start:end], targets[row, start:end] = sample.tokens, sample.targets
             positions[row, start:end], documents[row, start:end] = torch.arange(end - start), number
             start = end
-    kept = (targets != IGNORED).flatten().nonzero()[:, 0]
+    kept = places(targets)
     if all(len(samples) == 1 for samples in rows):
         return MicroBatch(tokens, targets, kept=kept)
     return MicroBatch(tokens, targets, positions, documents, kept)
