@@ -174,7 +174,7 @@ def _read(argv: list[str], known: dict[str, Any]) -> tuple[list[tuple[str, str]]
             problems.append(f"{word!r} is no flag: flags begin with --")
             continue
         if not equals:
-            bare = known.get(name) is bool and (not words or words[0].lower() not in ("true", "false"))
+            bare = known.get(name) in (bool, bool | None) and (not words or words[0].lower() not in ("true", "false"))
             value = "true" if bare else words.pop(0) if words and not words[0].startswith("--") else None
         if name == "config":
             given_there, problems_there = _read_config(value, known)

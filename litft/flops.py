@@ -77,13 +77,20 @@ class Flops:
 
     def __init__(self, model: GPT) -> None:
         head = model.lm_head.weight
+        inner = {id(module) for block in model.blocks for module in block.mlp.modules()}
         matrices = [
-            (_size(m, n, p), p.requires_grad, part)
+            (_size(m, n, p) * part, p.requires_grad, id(m) in inner)
             for m, part in _linears(model)
             for n, p in m.named_parameters()
             if n != "bias" and p is not head
         ]
-        self.per_token = sum(2 * size * part * (3 if trained else 2) for size, trained, part in matrices)
+        self.per_token = sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices)
+        # of a token's forward, which recomputation makes again
+        self.forward = {
+            "none": 0.0,
+            "selective": sum(2 * size for size, _, in_mlp in matrices if in_mlp),
+            "full": sum(2 * size for size, _, _ in matrices),
+        }
         self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
         config = model.config
         self.windows = [layer.window for layer in config.layers]

@@ -17,7 +17,7 @@ from litft.peft.tokens import untrained
 
 # flags whose change would make a resumed run another one, without a word
 SHARED = "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
-SHARED += "freeze label_smoothing neftune_alpha optimizer decay_fraction".split()
+SHARED += "freeze label_smoothing neftune_alpha optimizer decay_fraction compile".split()
 
 
 class Job:

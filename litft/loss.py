@@ -6,7 +6,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
-CHUNK = 1024  # rows of logits at a time: 1,024 x 128,256 x 4 bytes = 0.5 GB for Llama 3
+CHUNK = 1024  # rows of logits at a time: 1,024 x 128,256 x 2 bytes = 0.26 GB for Llama 3 in bf16
+# logits that go through the softmax at a time, in fp32: on a CPU they stay in its cache from pass to pass
+AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
 
 # N supervised tokens, C channels, V vocabulary
 
@@ -60,6 +62,29 @@ def capped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
+def _softmax(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
+    """The summed loss of logits (n, V), in fp32; in training they become its gradient."""
+    scores = capped(logits.float(), softcap)
+    slope = None if softcap is None or not training else 1 - (scores / softcap) ** 2  # of the cap
+    # in the scores' own memory: torch's logsumexp would make a copy
+    scores -= scores.amax(-1, keepdim=True)
+    total = -(1 - smoothing) * scores.gather(-1, targets[:, None]).sum()
+    if smoothing:
+        total -= smoothing * scores.mean(-1).sum()
+    sums = scores.exp_().sum(-1, keepdim=True)
+    total += sums.log().sum()
+    if training:
+        scores /= sums
+        scores[torch.arange(len(targets), device=targets.device), targets] -= 1.0 - smoothing
+        if smoothing:
+            scores -= smoothing / scores.size(-1)
+        if slope is not None:
+            scores *= slope
+        if scores is not logits:
+            logits.copy_(scores)
+    return total
+
+
 class _Chunked(torch.autograd.Function):
     """Computes the gradients together with the loss, so that each chunk's logits are made once and thrown away.
 
@@ -85,32 +110,18 @@ class _Chunked(torch.autograd.Function):
         for start in range(0, hidden.size(0), CHUNK):
             rows, wanted = hidden[start : start + CHUNK], targets[start : start + CHUNK]
             b = bias if bias is None else bias.to(rows.dtype)
-            logits = capped(F.linear(rows, weight.to(rows.dtype), b).float(), softcap)  # (n, V)
-            slope = None if softcap is None else 1 - (logits / softcap) ** 2  # of the cap
-            # the softmax in the logits' own memory: torch's logsumexp would make a copy
-            logits -= logits.amax(-1, keepdim=True)
-            total -= (1 - smoothing) * logits.gather(-1, wanted[:, None]).sum()
-            if smoothing:
-                total -= smoothing * logits.mean(-1).sum()
-            sums = logits.exp_().sum(-1, keepdim=True)
-            total += sums.log().sum()
-            if not (needs_hidden or needs_weight or needs_bias):
-                del logits
-                continue
-            d_logits = logits.div_(sums)
-            d_logits[torch.arange(wanted.numel(), device=wanted.device), wanted] -= 1.0 - smoothing
-            if smoothing:
-                d_logits -= smoothing / d_logits.size(-1)
-            if slope is not None:
-                d_logits *= slope
+            logits = F.linear(rows, weight.to(rows.dtype), b)  # (n, V)
+            count = max(1, AT_ONCE["cpu" if logits.is_cpu else "cuda"] // logits.size(1))
+            for part, their in zip(logits.split(count), wanted.split(count), strict=True):
+                total += _softmax(part, their, softcap, smoothing, needs_hidden or needs_weight or needs_bias)
+            # the logits are their own gradient now
             if needs_bias:
-                d_bias += d_logits.sum(0)
-            d_logits = d_logits.to(rows.dtype)
+                d_bias += logits.sum(0, dtype=torch.float32)
             if needs_hidden:
-                d_hidden[start : start + CHUNK] = d_logits @ weight.to(rows.dtype)
+                torch.mm(logits, weight.to(rows.dtype), out=d_hidden[start : start + CHUNK])
             if needs_weight:
-                d_weight += d_logits.t() @ rows
-            del logits, d_logits  # or the next chunk would be made beside them
+                d_weight += logits.t() @ rows
+            del logits, part  # or the next chunk would be made beside them
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return total

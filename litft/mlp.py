@@ -1,6 +1,7 @@
 """The feed-forward half of a block: one dense MLP, gated or plain, or a mixture of gated experts."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,8 +36,27 @@ def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """activation(gate) * up; with a limit, gpt-oss's clamped form of it (arXiv 2508.10925), activation(gate) * (up + 1)."""
     act, limit = activation(config), config.activation_limit
     if limit is None:
-        return lambda gate, up: act(gate) * up
+        return lambda gate, up: act(gate) * up if torch.compiler.is_compiling() else _Gated.apply(gate, up, act)
     return lambda gate, up: act(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
+
+
+class _Gated(torch.autograd.Function):
+    """activation(gate) * up that keeps its inputs alone: the activation is made again where the gradient asks for it."""
+
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.act = act
+        ctx.save_for_backward(gate, up)
+        return act(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        gate, up = ctx.saved_tensors
+        with torch.enable_grad():
+            gate = gate.detach().requires_grad_()
+            active = ctx.act(gate)
+        (d_gate,) = torch.autograd.grad(active, gate, grad * up)
+        return d_gate, active.detach().mul_(grad), None
 
 
 class GatedMLP(nn.Module):
@@ -74,6 +94,13 @@ def route(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor
     return best.to(scores.dtype), chosen
 
 
+class Grouping(NamedTuple):
+    """Rows sorted by expert. Both stay on the device: the host never waits to know who got what."""
+
+    expert: Tensor  # (N,), whose each row is
+    ends: Tensor  # (E,) int32, where the rows of each expert end
+
+
 class ExpertLinear(nn.Module):
     """One Linear an expert, stacked: weight (E, out, in). What a method mixes over, as it does over nn.Linear."""
 
@@ -83,22 +110,28 @@ class ExpertLinear(nn.Module):
         self.weight = nn.Parameter(torch.zeros(count, out_features, in_features))
         self.bias = nn.Parameter(torch.zeros(count, out_features)) if bias else None
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        """x (N, in), sorted by expert, of which expert e gets the next counts[e] rows; returns (N, out)."""
-        return expert_linear(x, self.weight, self.bias, counts)
+    def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
+        """x (N, in), sorted by expert; returns (N, out)."""
+        return expert_linear(x, self.weight, self.bias, grouping)
 
 
-def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, counts: list[int]) -> Tensor:
+def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
     """x (N, in), sorted by expert, through each expert's own weight (E, out, in) and bias (E, out)."""
-    biases = bias.unbind() if bias is not None else [None] * len(counts)
-    # unbind, not weight[e]: the backward of an index would fill a gradient of the whole stack for each expert
-    parts = zip(x.split(counts), weight.unbind(), biases, strict=True)
-    return torch.cat([F.linear(rows, w, b) for rows, w, b in parts])
+    y = grouped_product(x, weight.mT, grouping.ends)
+    return y if bias is None else y + by_expert(bias, grouping)
 
 
-def by_expert(values: Tensor, counts: list[int]) -> Tensor:
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """x (N, in), sorted by expert, times each expert's (E, in, out)."""
+    if x.dtype == torch.bfloat16 or x.is_cpu:
+        return F.grouped_mm(x, weight, offs=ends)
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()  # a GPU groups bf16 alone, and is waited for else
+    return torch.cat([rows @ each for rows, each in zip(x.split(counts), weight.unbind(), strict=True)])
+
+
+def by_expert(values: Tensor, grouping: Grouping) -> Tensor:
     """What each expert has, (E, out), for rows sorted by expert: (N, out)."""
-    return values.repeat_interleave(torch.tensor(counts, device=values.device), dim=0, output_size=sum(counts))
+    return F.embedding(grouping.expert, values)
 
 
 class ExpertStack(nn.Module):
@@ -111,9 +144,9 @@ class ExpertStack(nn.Module):
         self.up_proj = ExpertLinear(experts.count, config.dim, experts.hidden_dim, experts.bias)
         self.down_proj = ExpertLinear(experts.count, experts.hidden_dim, config.dim, experts.bias)
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """x (N, C), sorted by expert; returns (N, C)."""
-        return self.down_proj(self.gated(self.gate_proj(x, counts), self.up_proj(x, counts)), counts)
+        return self.down_proj(self.gated(self.gate_proj(x, grouping), self.up_proj(x, grouping)), grouping)
 
 
 CHOOSERS = (
@@ -137,9 +170,9 @@ class MoE(nn.Module):
         """x (B, T, C); each token's chosen experts, weighted, and the shared one. Returns (B, T, C)."""
         flat = x.flatten(0, 1)  # (B T, C)
         weights, chosen = route(self.router(flat), self.top_k, self.renormalize)  # (B T, top_k)
-        order = chosen.flatten().argsort(stable=True)
-        counts = self.counts(chosen)
-        y = self.experts(flat[order // chosen.size(1)], counts)
+        expert, order = chosen.flatten().sort(stable=True)
+        ends = torch.searchsorted(expert, torch.arange(self.count, device=x.device), right=True, out_int32=True)
+        y = self.experts(flat[order // chosen.size(1)], Grouping(expert, ends))
         # back to the tokens' order by a gather, which is deterministic, where adding into place would not be
         y = y[order.argsort()].unflatten(0, chosen.shape)  # (B T, top_k, C)
         y = (y * weights[..., None]).sum(1)
@@ -147,10 +180,6 @@ class MoE(nn.Module):
             shared = self.shared(flat)
             y = y + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(flat)))
         return y.view_as(x)
-
-    def counts(self, chosen: Tensor) -> list[int]:
-        """How many rows each expert gets; the seam of plan.py, which has no values to count."""
-        return chosen.flatten().bincount(minlength=self.count).tolist()
 
 
 def make_mlp(config: Config, layer: Layer) -> nn.Module:

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litft.attention import attend
+from litft.attention import Documents, attend
 from litft.cache import KVCache, LayerCache
 from litft.config import Config, Layer, Norm
 from litft.loss import IGNORED, capped, summed_cross_entropy
@@ -34,16 +34,40 @@ class Normalize(nn.Module):
         weight, bias = (p if p is None else p.float().view(self.shape) for p in (self.weight, self.bias))
         if self.norm.offset:
             weight = weight + self.norm.offset
+        if self.norm.kind == "rms" and bias is None and not torch.compiler.is_compiling():  # which keeps as little by itself
+            return _RMSNorm.apply(x, weight, self.norm.eps, len(self.over))
         if self.shape == self.over:
-            return self.normalized(x, weight, bias).to(x.dtype)
-        y = self.normalized(x, None, None) * weight
+            return self.normalized(x.float(), weight, bias).to(x.dtype)
+        y = self.normalized(x.float(), None, None) * weight
         return (y if bias is None else y + bias).to(x.dtype)
 
     def normalized(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """In fp32, whatever the dtype of x."""
-        if self.norm.kind == "rms":
-            return F.rms_norm(x.float(), self.over, weight, self.norm.eps)
-        return F.layer_norm(x.float(), self.over, weight, bias, self.norm.eps)
+        """Of fp32 numbers."""
+        if self.norm.kind == "layer":
+            return F.layer_norm(x, self.over, weight, bias, self.norm.eps)
+        y = F.rms_norm(x, self.over, weight, self.norm.eps)
+        return y if bias is None else y + bias
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm (arXiv 1910.07467) that keeps x as it came, and a number a row: no fp32 copy outlives the call."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, over: int) -> Tensor:
+        wide, ctx.dims = x.float(), tuple(range(-over, 0))
+        inverse = torch.rsqrt(wide.square().mean(ctx.dims, keepdim=True) + eps)
+        ctx.save_for_backward(x, weight, inverse)
+        y = wide * inverse
+        return (y if weight is None else y.mul_(weight)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight, inverse = ctx.saved_tensors
+        y, grad = x.float() * inverse, grad.float()
+        d_weight = (grad * y).flatten(0, -weight.dim() - 1).sum(0) if ctx.needs_input_grad[1] else None
+        grad = grad if weight is None else grad * weight
+        d_x = torch.addcmul(grad, y, (grad * y).mean(ctx.dims, keepdim=True), value=-1).mul_(inverse)
+        return d_x.to(x.dtype), d_weight, None, None
 
 
 class Attention(nn.Module):
@@ -62,7 +86,7 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = qk_norm(config, config.n_heads), qk_norm(config, config.n_kv_heads)
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
-    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
         q, (k, v) = self.heads(self.q_norm(self.split(self.q_proj(x)))), self.keys_values(x)
         if angles is not None:
             q, k = self.rotate(q, angles.cos, angles.sin), self.rotate(k, angles.cos, angles.sin)
@@ -70,7 +94,7 @@ class Attention(nn.Module):
         y = self.attended(q, k, v, documents, cache)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, cache: LayerCache | None) -> Tensor:
         """What the queries (B, H, T, D) see, (B, H, T, D): the seam of methods that let them see more."""
         return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
 
@@ -110,7 +134,7 @@ class Block(nn.Module):
         self.mlp = make_mlp(config, layer)
         self.mlp_post_norm = Normalize(config.norm, config.dim) if after else nn.Identity()
 
-    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
         y = self.attention(self.attention_norm(x), angles, documents, cache)
         x = x + scaled(self.attention_post_norm(y), self.scale)
         return x + scaled(self.mlp_post_norm(self.mlp(self.mlp_norm(x))), self.scale)
@@ -128,7 +152,7 @@ class ParallelBlock(Block):
         super().__init__(config, layer)
         self.shared = config.shared_norm
 
-    def forward(self, x: Tensor, angles: Angles | None, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
         normed = self.attention_norm(x)
         return x + self.attention(normed, angles, documents, cache) + self.mlp(normed if self.shared else self.mlp_norm(x))
 
@@ -170,7 +194,7 @@ class GPT(nn.Module):
         tokens: Tensor,
         *,
         positions: Tensor | None = None,
-        documents: Tensor | None = None,
+        documents: Documents | Tensor | None = None,
         cache: KVCache | None = None,
         targets: Tensor | None = None,
         kept: Tensor | None = None,
@@ -178,17 +202,22 @@ class GPT(nn.Module):
         """Run tokens (B, T) through the network.
 
         positions: (B, T), default: counted from the cache's length, restarting at each document. documents: (B, T)
-        integers, one value a packed sample; tokens of different documents do not see each other. cache: keys and values of
-        the tokens before, extended by these. targets: (B, T), IGNORED where there is none; `targets[b, t]` is what
-        `tokens[b, t]` predicts. kept: (N,), where the targets are among B x T, if that is known already: a GPU need not be
-        asked. Returns logits (B, T, V), or with targets the summed loss and the count of targets (the head runs inside
-        `forward`, so that DDP and FSDP see it).
+        integers, one value a packed sample, or what is made of them; tokens of different documents do not see each other.
+        cache: keys and values of the tokens before, extended by these. targets: (B, T), IGNORED where there is none;
+        `targets[b, t]` is what `tokens[b, t]` predicts. kept: (N,), where the targets are among B x T, if that is known
+        already: a GPU need not be asked.
+
+        Returns logits (B, T, V), or with targets the summed loss and the count of targets (the head runs inside `forward`,
+        so that DDP and FSDP see it).
         """
+        if isinstance(documents, Tensor):
+            documents = Documents.of(documents)
+        ids = documents.ids if documents else None
         if positions is None:
-            positions = default_positions(tokens, documents, cache.length if cache else 0)
+            positions = default_positions(tokens, ids, cache.length if cache else 0)
         x = self.embedded(tokens, positions)  # (B, T, C)
         if self.training and self.neftune_alpha:
-            x = with_noise(x, self.neftune_alpha, targets, documents)
+            x = with_noise(x, self.neftune_alpha, targets, ids)
         angles = self.angles(positions, cache, x.dtype)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_of, strict=True)):
             layer_cache = cache.layers[index] if cache else None

@@ -49,6 +49,8 @@ def make_optimizer(args: TrainArgs, method: Method, parameters: dict[str, nn.Par
     rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
     if rounds and args.optimizer == "schedule_free":
         raise ValueError("--train.optimizer schedule_free needs fp32 weights to average; use --precision bf16 or fp32")
+    if args.optimizer_in_backward:
+        return InBackward(listed, make)
     return Rounded(listed, make) if rounds else make(listed)
 
 
@@ -128,17 +130,54 @@ class Rounded(Optimizer):
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                inner = self.inner[parameter]
-                (own,) = inner.param_groups
-                (wide,) = own["params"]
-                own["lr"] = group["lr"]
-                wide.data, wide.grad = parameter.float(), parameter.grad.float()
-                inner.step()
-                parameter.copy_(wide if parameter.dtype == torch.float32 else stochastically_rounded(wide))
-                wide.data, wide.grad = wide.data.new_empty(0), None
-                self.state[parameter] = inner.state[wide]
+                if parameter.grad is not None:
+                    self.step_one(parameter, group["lr"])
+
+    def step_one(self, parameter: nn.Parameter, rate: float) -> None:
+        """One step of one weight."""
+        inner = self.inner[parameter]
+        (own,) = inner.param_groups
+        (wide,) = own["params"]
+        own["lr"] = rate
+        wide.data, wide.grad = parameter.data.float(), parameter.grad.float()
+        inner.step()
+        parameter.data.copy_(wide if parameter.dtype == torch.float32 else stochastically_rounded(wide))
+        wide.data, wide.grad = wide.data.new_empty(0), None
+        self.state[parameter] = inner.state[wide]
+
+
+class InBackward(Rounded):
+    """Each weight is stepped as soon as its gradient is there, which is then forgotten (LOMO, arXiv 2306.09782).
+
+    So gradients of all weights never exist together; nothing can be known of them before the first weight is stepped, no
+    norm to clip and no NaN. It steps only within `stepping`.
+    """
+
+    def __init__(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> None:
+        super().__init__(groups, make)
+        self.steps, self.squares = False, []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, group))
+
+    def _arrived(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        if self.steps:
+            self.squares.append(parameter.grad.float().square().sum())
+            self.step_one(parameter, group["lr"])
+            parameter.grad = None
+
+    @contextmanager
+    def stepping(self) -> Iterator[None]:
+        """Inside, a backward pass is a step."""
+        self.steps, self.squares = True, []
+        try:
+            yield
+        finally:
+            self.steps = False
+
+    def norm(self) -> Tensor:
+        """Of the gradients of the last step."""
+        return torch.stack(self.squares).sum().sqrt()
 
 
 def stochastically_rounded(wide: Tensor) -> Tensor:

@@ -1,32 +1,33 @@
-"""What a run will need: memory by kind, FLOPs, hours. No weight is read and none allocated.
+"""What a run will need: memory by kind, FLOPs, hours; and the fastest settings that fit. No weight is read or allocated.
 
-Weights, gradients, moments and logits are closed forms of the shapes. What the blocks keep for their backward is counted
-where autograd keeps it: each distinct block runs once on fake tensors, so that no change of the network goes unnoticed.
-`tests/test_plan.py` holds the sum against torch's MemTracker over whole training steps.
+Weights, gradients and moments are closed forms of the shapes. What a block keeps for its backward, and what passes through
+memory meanwhile, is seen: each distinct block, and the loss, run once forward and backward on fake tensors whose lives are
+watched, so that no change of the network goes unnoticed. `tests/test_plan.py` holds the sum against torch's MemTracker over
+whole training steps.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from litft.config import Config
+from litft.blockwise import recompute
 from litft.flops import Flops
 from litft.folder import Source
-from litft.loss import CHUNK, is_plain
-from litft.mlp import MoE
+from litft.loss import AT_ONCE, CHUNK, summed_cross_entropy
 from litft.model import GPT
 from litft.optim import state_bytes
 from litft.parallel import DTYPES
 from litft.peft import Method
-from litft.peft.parts import Part, Trained
+from litft.peft.parts import Trained
 from litft.quantize import is_quantizable
 
 
@@ -50,20 +51,21 @@ class Memory:
     gradients: int
     optimizer: int
     activations: int  # that the blocks keep for their backward
-    logits: int  # of the loss's chunks, with the gradients that it makes at once
-    dequantized: int  # the largest weight of a quantized base, for its product
+    loss: int  # that passes through memory while the loss and its gradient are made
+    backward: int  # that the activations and gradients exceed `activations` by, at the heaviest place of the backward pass
     rounding: int  # all that `optim.Rounded` makes of the largest weight to step it
 
     @property
     def peak(self) -> int:
-        """The most at once: when the loss is made, or when the optimizer steps."""
-        at_loss = self.activations + max(self.logits, self.dequantized) + self.gradients * self.shape.accumulated
-        return self.weights + self.optimizer + max(at_loss, self.gradients + self.rounding)
+        """The most at once: when the loss is made, within the backward pass, or when the optimizer steps."""
+        before = self.gradients * self.shape.accumulated
+        passing = max(before + self.activations + self.loss, before + self.activations + self.backward)
+        return self.weights + self.optimizer + max(passing, self.gradients + self.rounding)
 
     def line(self) -> str:
         """In words, in GiB, or in MiB where it is little."""
         unit, size = ("GiB", 2**30) if self.peak >= 2**30 else ("MiB", 2**20)
-        kinds = ("weights", "gradients", "optimizer", "activations", "logits")
+        kinds = ("weights", "gradients", "optimizer", "activations", "loss")
         parts = ", ".join(f"{kind} {getattr(self, kind) / size:.2f}" for kind in kinds)
         return f"{self.peak / size:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts})"
 
@@ -82,11 +84,23 @@ class Plan:
         return f"{self.parameters:,} parameters; {method} trains {self.trained:,} ({self.trained / self.parameters:.2%})"
 
 
-def predict(source: Source, method: Method, precision: str, quantize: str, shape: Shape, optimizer: str = "adamw") -> Plan:
+def predict(
+    source: Source,
+    method: Method,
+    precision: str,
+    quantize: str,
+    shape: Shape,
+    optimizer: str = "adamw",
+    recomputed: str = "none",
+    device: str = "cuda",
+    in_backward: bool = False,
+) -> Plan:
     """The plan of training `source` by `method`, which has chosen its targets.
 
     precision: what the network computes in (bf16, bf16-true, fp32). quantize: the base's kind, or none. optimizer: one of
-    OPTIMIZERS. CUDA itself and the caching of torch's allocator take half a GiB to one besides.
+    OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: whether
+    gradients are forgotten as soon as they are used. CUDA itself and the caching of torch's allocator
+    take half a GiB to one besides.
     """
     method = copy.copy(method)
     method.tokens = {}  # some rows, which are too few to matter and want real ids
@@ -100,22 +114,21 @@ def predict(source: Source, method: Method, precision: str, quantize: str, shape
         for name in method.frozen:
             model.get_parameter(name).requires_grad_(False)
         flops = Flops(model)
-        for module in [module for module in model.modules() if isinstance(module, MoE)]:
-            Evenly.mix_over(module)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        trained = list(named.values())
         weights, dequantized = _weights(model, method, quantize, compute)
+        recompute(model.train(), recomputed)
+        activations, backward = _blocks(model, shape, compute, in_backward)
         memory = Memory(
             shape,
             weights,
-            gradients=sum(p.numel() * p.element_size() for p in trained),
+            gradients=0 if in_backward else sum(p.nbytes for p in named.values()),
             optimizer=state_bytes(optimizer, named),
-            activations=_activations(model.train(), shape, compute),
-            logits=_logits(source.config, model.lm_head, shape, compute),
-            dequantized=dequantized,
-            rounding=max((20 * p.numel() for p in trained if p.dtype == torch.bfloat16), default=0),
+            activations=activations,
+            loss=max(_loss(model, shape, compute, device), dequantized),
+            backward=backward + dequantized,
+            rounding=max((20 * p.numel() for p in named.values() if p.dtype == torch.bfloat16), default=0),
         )
-    return Plan(parameters, sum(p.numel() for p in trained), flops, memory)
+    return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory)
 
 
 @contextmanager
@@ -129,14 +142,6 @@ def _built_in(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-class Evenly(Part):
-    """Experts that share the tokens evenly: a fake tensor has no values to choose by."""
-
-    def counts(self, chosen: Tensor) -> list[int]:
-        each, rest = divmod(chosen.numel(), self.count)
-        return [each + (number < rest) for number in range(self.count)]
-
-
 def _weights(model: GPT, method: Method, quantize: str, compute: torch.dtype) -> tuple[int, int]:
     """Bytes of all weights, and of the largest that is dequantized for a product."""
     others = [p for m in model.modules() if isinstance(m, Trained) and "others" in m.__dict__ for p in m.others.values()]
@@ -146,7 +151,7 @@ def _weights(model: GPT, method: Method, quantize: str, compute: torch.dtype) ->
         owner = name.rpartition(".")[0]
         if quantize != "none" and name and is_quantizable(name, model) and owner not in plain and not tensor.requires_grad:
             total += packed_bytes(tensor, quantize)
-            largest = max(largest, tensor[0].numel() if tensor.dim() == 3 else tensor.numel())
+            largest = max(largest, tensor.numel())
         else:
             total += tensor.untyped_storage().nbytes()
     return total, largest * compute.itemsize
@@ -160,46 +165,158 @@ def packed_bytes(weight: Tensor, kind: str) -> int:
     return weight.numel() // 2 + (scales + 4 * scales // 256 if kind.endswith("-dq") else 4 * scales)
 
 
-def _activations(model: GPT, shape: Shape, dtype: torch.dtype) -> int:
-    """Bytes that a forward of fake tensors keeps. Blocks that are alike are run once."""
-    known = {p.untyped_storage()._cdata for p in model.parameters()}
-    positions = torch.arange(shape.tokens)[None]
-    angles = model.angles(positions, None, dtype)
-    known |= {t.untyped_storage()._cdata for each in angles for t in each if t is not None}
-    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=model.embed.weight.requires_grad)
-    total, alike = 0, {}
+class Fit(NamedTuple):
+    """Settings, and what they need."""
+
+    rows: int
+    recomputed: str
+    quantize: str
+    plan: Plan
+
+    @property
+    def cost(self) -> float:
+        """The time of a token, to compare with: its FLOPs, and what small micro-batches and quantized weights cost."""
+        flops = self.plan.flops
+        tokens = self.plan.memory.shape.rows * self.plan.memory.shape.tokens
+        slower = QUANTIZED_COST if self.quantize != "none" else 1.0
+        return (flops.per_token + flops.forward[self.recomputed]) * (1 + FEW / tokens) * slower
+
+
+FEW = 128  # tokens of a micro-batch that cost a GPU as much as twice as many
+QUANTIZED_COST = 1.05  # of dequantizing each weight before its product
+
+
+def fastest(
+    planned: Callable[[int, str, str], Plan],
+    rows: Sequence[int],
+    recomputed: Sequence[str],
+    quantized: Sequence[str],
+    budget: int,
+) -> tuple[Fit | None, Fit]:
+    """The fastest of these settings whose peak is within `budget` bytes, None where there is none; and the smallest.
+
+    planned: the plan for rows, recomputed and quantize. rows and recomputed: from few to many, from the fastest to the
+    smallest.
+    """
+    found, smallest = [], None
+    for quantize in quantized:
+        for kind in recomputed:
+            for count in rows:
+                fit = Fit(count, kind, quantize, planned(count, kind, quantize))
+                smallest = min(smallest or fit, fit, key=lambda each: each.plan.memory.peak)
+                if fit.plan.memory.peak > budget:
+                    break
+                found.append(fit)
+            else:  # all fit: what comes now is slower
+                return min(found, key=lambda fit: fit.cost), smallest
+    return min(found, key=lambda fit: fit.cost, default=None), smallest
+
+
+class Alive(TorchDispatchMode):
+    """Counts the bytes of what is made within it: those alive now, and the most there were at once since `mark`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}  # views of these
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known | before:
+                self.known.add(storage._cdata)
+                self.now += storage.nbytes()
+                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
+        self.most = max(self.most, self.now)
+        return out
+
+    def gone(self, key: int, size: int) -> None:
+        """A storage has been freed."""
+        self.known.discard(key)
+        self.now -= size
+
+    def mark(self) -> int:
+        """Count the most from here; what is alive now."""
+        self.most = self.now
+        return self.now
+
+
+class Passage(NamedTuple):
+    """What one block does to memory."""
+
+    kept: int  # of its forward, until its backward has run, with its input where that is kept
+    gradients: int  # of its parameters
+    passing: int  # beyond what was kept, at most, while its backward runs; its parameters' gradients with it
+    grows: bool  # whether what comes after it has a gradient
+
+
+def _passage(run: Callable[[Tensor], Tensor], like: Tensor, own: list[nn.Parameter], accumulated: bool) -> Passage:
+    """Run it forward and backward on an input such as `like`; accumulated: its parameters have a gradient before."""
+    trained = [parameter for parameter in own if parameter.requires_grad]
+    for parameter in trained if accumulated else ():
+        parameter.grad = torch.empty_like(parameter)
+    with Alive() as alive:
+        x = torch.empty_like(like, requires_grad=like.requires_grad)
+        y = run(x)
+        del x  # or what is kept by nobody would count
+        grows, kept = y.requires_grad, alive.now - y.untyped_storage().nbytes()
+        gradient = torch.empty_like(y)
+        before = alive.mark() - gradient.nbytes  # which is alive in the whole backward pass, too
+        if grows:
+            y.backward(gradient)
+        passing = alive.most - before
+    for parameter in trained:
+        parameter.grad = None
+    return Passage(kept if grows else 0, sum(p.nbytes for p in trained), passing if grows else 0, grows)
+
+
+def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool) -> tuple[int, int]:
+    """Bytes that the blocks and the last norm keep, and those beyond at the heaviest place of the backward pass.
+
+    Blocks that are alike are run once.
+    """
+    angles = model.angles(torch.arange(shape.tokens)[None], None, dtype)
+    embedding = model.embed.weight
+    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=embedding.requires_grad)
+    passages, alike = [], {}
     for layer, block, rotary in zip(model.config.layers, model.blocks, model.rotary_of, strict=True):
-        parameters = tuple((name, p.requires_grad) for name, p in block.named_parameters())
-        key = (layer, parameters, tuple(type(module) for module in block.modules()), x.requires_grad)
+        key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)
+        key += (tuple(type(module) for module in block.modules()),)
         if key not in alike:
             angle = angles[rotary] if rotary is not None else None
-            alike[key] = _kept(partial(block, x, angle, None, None), known)
-        kept, grows = alike[key]
-        total += kept
-        x = x.detach().requires_grad_(grows)
-    return total + _kept(partial(model.norm, x), known)[0]
+            alike[key] = _passage(
+                lambda x, b=block, a=angle: b(x, a, None, None), x, [*block.parameters()], shape.accumulated
+            )
+        passages.append(alike[key])
+        x = x.detach().requires_grad_(passages[-1].grows)
+    passages.append(_passage(model.norm, x, [*model.norm.parameters()], shape.accumulated))
+    activations = alive = sum(passage.kept for passage in passages)
+    most, head = alive, model.lm_head.weight
+    stay = not (shape.accumulated or in_backward)  # gradients that are made now
+    tied = model.config.tied  # then autograd holds the head's until the embedding's is there, and adds them up
+    done = head.nbytes * (head.requires_grad and (stay or tied))
+    for passage in reversed(passages):
+        most = max(most, alive + done + passage.passing)
+        alive, done = alive - passage.kept, done + passage.gradients * stay
+    if embedding.requires_grad:  # its gradient is made whole
+        most = max(most, done + embedding.nbytes * (1 + tied))
+    return activations, most - activations
 
 
-def _kept(run: Callable[[], Tensor], known: set[int]) -> tuple[int, bool]:
-    """Bytes that autograd keeps of what `run` computes, in storages not `known`; and whether there is anything to keep."""
-    storages = {}
-
-    def keep(tensor: Tensor) -> Tensor:
-        storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage()
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        y = run()
-    return sum(storage.nbytes() for key, storage in storages.items() if key not in known), y.requires_grad
-
-
-def _logits(config: Config, head: nn.Linear, shape: Shape, dtype: torch.dtype) -> int:
-    """Bytes of one chunk of `loss.py` at its widest, and of the gradients that the loss makes; all tokens supervised."""
-    count, width, size = shape.rows * shape.tokens, config.dim, dtype.itemsize
-    chunk = min(CHUNK, count) * config.vocab_size
-    hidden = 2 * count * width * size  # what is supervised, and its gradient
-    if not is_plain(head):
-        return 16 * chunk + hidden  # autograd's own: logits, their softmax and both gradients
-    own = chunk * (12 if config.logit_softcap else 4 + size % 4)  # capped: the cap's slope, and a step on the way to it
-    # of a trained head the gradient so far, and a chunk's part of it
-    return own + hidden + (4 + size) * config.vocab_size * width * head.weight.requires_grad
+def _loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str) -> int:
+    """Bytes that pass through memory while the loss of one micro-batch is made, all its tokens supervised."""
+    count, head = shape.rows * shape.tokens, model.lm_head
+    rows = min(count, CHUNK)  # what follows is chunk after chunk
+    accumulated = [p for p in head.parameters() if p.requires_grad and shape.accumulated]
+    for parameter in accumulated:
+        parameter.grad = torch.empty_like(parameter)
+    targets = torch.zeros(1, rows, dtype=torch.int64)
+    with Alive() as alive:
+        hidden = torch.empty(1, rows, model.config.dim, dtype=dtype, requires_grad=True)
+        summed_cross_entropy(hidden, head, targets, model.config.logit_softcap, kept=torch.arange(rows))[0].backward()
+    for parameter in accumulated:
+        parameter.grad = None
+    size = model.config.vocab_size * min(count, CHUNK)
+    softmax = 4 * (min(AT_ONCE[device], size) - min(AT_ONCE["cpu"], size))
+    return alive.most + softmax + 3 * (count - rows) * model.config.dim * dtype.itemsize

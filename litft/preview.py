@@ -6,6 +6,7 @@ The commands `prepare_data` and `plan`, the `--dry_run` of every fine-tuning scr
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -19,7 +20,9 @@ from litft.args import (
     PlanArgs,
     PrepareArgs,
     TrainArgs,
+    size,
 )
+from litft.blockwise import RECOMPUTED
 from litft.data.load import Data, length_limit, load_data, unknown_tokens
 from litft.data.samples import Sample
 from litft.data.steps import Layout, Order, cells, heaviest
@@ -30,10 +33,12 @@ from litft.job import Job
 from litft.loss import IGNORED
 from litft.parallel import memory_there, pick_accelerator
 from litft.peft import method_of
-from litft.plan import Plan, Shape, predict
+from litft.plan import Fit, Plan, Shape, fastest, predict
 from litft.tokenizer import Tokenizer
 
+MOST_TOKENS = 32768  # of a micro-batch that --budget looks at: larger ones are no faster
 BARS = 10  # of the histogram
+FILLED = 0.9  # of the memory there is that a plan may take: the allocator's gaps take some
 SHARE = 0.4  # of a chip's peak that training reaches where all goes well
 GREEN, OFF = "\033[32m", "\033[0m"
 MARKS = "⟦", "⟧"  # where there is no colour
@@ -48,8 +53,7 @@ class Preview:
         self.size = args.train.global_batch_size
         self.order = Order(data.train.sizes, args.seed, data.weights)
         self.samples = planned_samples(args.train, self.order.size)
-        self.optimizer = args.train.optimizer
-        self.layout = layout_of(args, data.limit, ranks)
+        self.layout = layout_of(args, data, ranks)
         self.go_on(0, 0)
 
     def go_on(self, step: int, samples: int) -> None:
@@ -97,13 +101,46 @@ class Preview:
         numbers = self.order.indices(0, min(self.samples, 200_000))
         return plan.flops.of(train.lengths[numbers], train.supervised[numbers]) * self.samples / len(numbers)
 
+    def settle(self, job: Job, precision: str, device: torch.device) -> None:
+        """Choose what the flags leave to the memory there is: what is recomputed, and how many rows a micro-batch has."""
+        train, first = job.args.train, self.layout
+        rows, kinds = [first.rows], [train.activation_checkpointing]
+        if train.micro_batch_size == "auto":
+            steps = (self.layout.plan(self._lengths(step).tolist()) for step in range(min(self.steps, 16)))
+            most = max(sum(len(batch) for batch in step) for step in steps)
+            rows = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < 2 * most]
+        if train.activation_checkpointing == "auto":
+            kinds = list(RECOMPUTED)
+
+        def planned(count: int, kind: str, quantize: str) -> Plan:
+            if count != self.layout.rows:
+                self.lay_out(replace(first, rows=count))
+            return predict(
+                job.source,
+                job.method,
+                precision,
+                quantize,
+                self.shape(),
+                train.optimizer,
+                kind,
+                device.type,
+                train.optimizer_in_backward,
+            )
+
+        found, smallest = fastest(planned, rows, kinds, [job.quantize], int(FILLED * memory_there(device)))
+        chosen = found or smallest
+        self.recomputed, self.plan = chosen.recomputed, chosen.plan
+        if chosen.rows != self.layout.rows:
+            self.lay_out(replace(first, rows=chosen.rows))
+
     def plan_lines(self, job: Job, precision: str, device: torch.device, peak: float | None) -> Iterator[str]:
         """What the run needs, on the machine at hand."""
-        plan = predict(job.source, job.method, precision, job.quantize, self.shape(), self.optimizer)
+        plan = self.plan
         chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
         what = f"{job.source.folder} in {precision if job.quantize == 'none' else job.quantize}"
         yield f"{what}: {plan.title_line(job.method.title)}"
-        yield f"memory: {plan.memory.line()}"
+        recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[self.recomputed]
+        yield f"memory: {plan.memory.line()}{recomputed}"
         yield time_line(self.flops(plan), "the run", chip, peak, self.layout.ranks)
         if plan.memory.peak > (there := memory_there(device)):
             yield f"warning: that is more than the {there / 2**30:.1f} GiB there are; lower --train.micro_batch_size"
@@ -148,11 +185,12 @@ class Preview:
         return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / slots:.1%} padding"
 
 
-def layout_of(args: FinetuneArgs, limit: int, ranks: int) -> Layout:
-    """How the flags lay out samples of at most `limit` tokens."""
-    if args.data.packing:
-        return Layout(args.train.micro_batch_size or 1, limit, ranks)
-    return Layout(args.train.micro_batch_size or 4, None, ranks)
+def layout_of(args: FinetuneArgs, data: Data, ranks: int) -> Layout:
+    """How the flags lay out the samples; where no two of them share a row, each row is one."""
+    rows, shortest = args.train.micro_batch_size, np.sort(data.train.lengths)[:2]
+    packs = args.data.packing and (len(shortest) < 2 or shortest.sum() <= data.limit)
+    rows = (1 if args.data.packing else 4) if rows in (None, "auto") else rows
+    return Layout(rows, data.limit if packs else None, ranks)
 
 
 def planned_samples(train: TrainArgs, size: int) -> int:
@@ -254,6 +292,7 @@ def dry_run(args: FinetuneArgs, job: Job, data: Data) -> None:
     """What a run would do."""
     device = torch.device(pick_accelerator(args.accelerator))
     preview, precision = Preview(args, data, job.tokenizer, args.devices), job.precision(device)
+    preview.settle(job, precision, device)
     for line in data_report(preview, job.tokenizer, count=3):
         print(line)
     print()
@@ -272,6 +311,12 @@ def prepare_data(args: PrepareArgs) -> None:
         print(line)
 
 
+def setting_flags(fit: Fit) -> str:
+    """Settings as the flags of a fine-tuning command."""
+    flags = [f"--train.micro_batch_size {fit.rows}", f"--train.activation_checkpointing {fit.recomputed}"]
+    return " ".join(flags + ([f"--quantize {fit.quantize}"] if fit.quantize != "none" else []))
+
+
 def plan(args: PlanArgs) -> None:
     """Say what a method needs for a model, from its config.json alone."""
     finetuning = {
@@ -286,8 +331,23 @@ def plan(args: PlanArgs) -> None:
     method.choose(source.meta_model(), source.adapter_rules)
     source.check_length("--max_seq_length", args.max_seq_length)
     tokens = length_limit(args.max_seq_length, source.config.context)
-    shape = Shape(args.micro_batch_size, tokens, args.accumulate)
-    found = predict(source, method, args.precision, args.quantize, shape, args.optimizer)
+
+    def planned(rows: int, recomputed: str, quantize: str) -> Plan:
+        shape = Shape(rows, tokens, args.accumulate)
+        return predict(source, method, args.precision, quantize, shape, args.optimizer, recomputed)
+
+    if args.budget:
+        rows = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or count * tokens <= MOST_TOKENS]
+        quantized = [args.quantize] if args.quantize != "none" or args.method == "full" else ["none", "nf4"]
+        fit, smallest = fastest(planned, rows, RECOMPUTED, quantized, size(args.budget))
+        if fit is None:
+            least = f"{smallest.plan.memory.peak / 2**30:.1f} GiB with {setting_flags(smallest)}"
+            remedy = "shorten --max_seq_length, or choose another method"
+            raise ValueError(f"--budget {args.budget}: the least that this needs is {least}; {remedy}")
+        print(f"the fastest that fits into {args.budget}: {setting_flags(fit)}")
+        found = fit.plan
+    else:
+        found = planned(args.micro_batch_size, args.activation_checkpointing, args.quantize)
     flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"
     print(f"{source.folder}: {found.title_line(method.title)}")

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litft.mlp import CHOOSERS, ExpertLinear, by_expert
+from litft.mlp import CHOOSERS, ExpertLinear, Grouping, by_expert, grouped_product
 
 KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 # what folders of bitsandbytes' layers hold of a layer, beside `weight` and `bias`
@@ -92,6 +92,25 @@ class Packed:
         state.dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
         return functional.dequantize_4bit(self.data, state).to(dtype)
 
+    def pieces(self) -> tuple[list[Tensor], list[int], str]:
+        """All but `data`, as an operator can take it: tensors, numbers that begin with the matrix's shape, a name."""
+        if isinstance(self.state, Tensor):
+            return [self.state], [*self.data.shape], "int8"
+        state, inner = self.state, self.state.state2
+        nested = [inner.absmax, inner.code, state.offset] if state.nested else []
+        numbers = [*state.shape, state.blocksize, *([inner.blocksize] if state.nested else [])]
+        return [state.absmax, state.code, *nested], numbers, state.quant_type
+
+    @classmethod
+    def of_pieces(cls, data: Tensor, tensors: list[Tensor], numbers: list[int], kind: str) -> "Packed":
+        """The inverse of `pieces`."""
+        if kind == "int8":
+            return cls(data, tensors[0])
+        make, (absmax, code, *nested), (height, width, size, *sizes) = bitsandbytes().functional.QuantState, tensors, numbers
+        inner = make(nested[0], code=nested[1], blocksize=sizes[0], dtype=torch.float32) if nested else None
+        shape = torch.Size((height, width))
+        return cls(data, make(absmax, shape, code, size, kind, torch.float32, nested[2] if nested else None, inner))
+
     def to(self, device: torch.device | str) -> "Packed":
         """The same on another device."""
         if isinstance(self.state, Tensor):
@@ -115,17 +134,40 @@ def _check_state(data: Tensor, state: Any) -> None:
         raise ValueError(f"{data.nbytes} bytes and their statistics are no matrix of shape {tuple(state.shape)}")
 
 
-class _Product(torch.autograd.Function):
-    """x W^T for a frozen packed W, which is dequantized once more in backward, so that no dense copy is kept."""
+@torch.library.custom_op("litft::packed_product", mutates_args=())
+def packed_product(
+    x: Tensor, data: Tensor, statistics: list[Tensor], numbers: list[int], kind: str, ends: Tensor | None, turned: bool
+) -> Tensor:
+    """x W^T of a packed W, or x W where it is turned: the backward, so that no dense copy is kept.
 
-    @staticmethod
-    def forward(ctx, x: Tensor, packed: Packed) -> Tensor:
-        ctx.packed = packed
-        return F.linear(x, packed.dense(x.dtype))
+    The matrix is given by `Packed.pieces`. ends: of experts, whose matrices lie one below the other, as in `Grouping`. One
+    operator to the compiler, which knows nothing of bits.
+    """
+    weight = Packed.of_pieces(data, statistics, numbers, kind).dense(x.dtype)
+    if ends is None:
+        return x @ weight if turned else F.linear(x, weight)
+    weight = weight.unflatten(0, (len(ends), -1))
+    return grouped_product(x, weight if turned else weight.mT, ends)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad @ ctx.packed.dense(grad.dtype), None
+
+@packed_product.register_fake
+def _(x, data, statistics, numbers, kind, ends, turned):
+    height, width = numbers[0] // (1 if ends is None else len(ends)), numbers[1]
+    return x.new_empty(*x.shape[:-1], width if turned else height)
+
+
+def _keep(ctx, inputs, output) -> None:
+    _, data, statistics, ctx.numbers, ctx.kind, ends, ctx.turned = inputs
+    ctx.save_for_backward(data, ends, *statistics)
+
+
+def _backward(ctx, grad: Tensor):
+    data, ends, *statistics = ctx.saved_tensors
+    found = packed_product(grad.contiguous(), data, statistics, ctx.numbers, ctx.kind, ends, not ctx.turned)
+    return found, None, [None] * len(statistics), None, None, None, None
+
+
+packed_product.register_autograd(_backward, setup_context=_keep)
 
 
 class QuantizedLinear(nn.Linear):
@@ -143,31 +185,28 @@ class QuantizedLinear(nn.Linear):
         return Packed(self.weight.data, self.state)
 
     def forward(self, x: Tensor) -> Tensor:
-        y = _Product.apply(x, self.packed)
+        y = packed_product(x, self.weight, *self.packed.pieces(), None, False)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
 class QuantizedExpertLinear(ExpertLinear):
-    """A frozen ExpertLinear whose `weight` stacks each expert's packed bits."""
+    """A frozen ExpertLinear whose `weight` holds the packed bits of all experts' matrices, one below the other."""
 
-    def __init__(self, linear: ExpertLinear, packed: list[Packed]) -> None:
+    def __init__(self, linear: ExpertLinear, packed: Packed) -> None:
         nn.Module.__init__(self)
         self.count, self.in_features, self.out_features = linear.count, linear.in_features, linear.out_features
-        self.weight = nn.Parameter(torch.stack([each.data for each in packed]), requires_grad=False)
-        self.states, self.bias = [each.state for each in packed], linear.bias
+        self.weight = nn.Parameter(packed.data, requires_grad=False)
+        self.state, self.bias = packed.state, linear.bias
 
     @property
-    def packed(self) -> list[Packed]:
-        """Bits and statistics of each expert."""
-        return [Packed(data, state) for data, state in zip(self.weight.data, self.states, strict=True)]
+    def packed(self) -> Packed:
+        """Bits and statistics."""
+        return Packed(self.weight.data, self.state)
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """As ExpertLinear's."""
-        parts = zip(x.split(counts), self.packed, strict=True)
-        y = torch.cat([_Product.apply(rows, packed) for rows, packed in parts])
-        if self.bias is None:
-            return y
-        return y + by_expert(self.bias.to(y.dtype), counts)
+        y = packed_product(x, self.weight, *self.packed.pieces(), grouping.ends, False)
+        return y if self.bias is None else y + by_expert(self.bias.to(y.dtype), grouping)
 
 
 Quantized = QuantizedLinear | QuantizedExpertLinear
@@ -187,15 +226,13 @@ def is_quantizable(name: str, model: nn.Module) -> bool:
 def quantized(module: nn.Linear | ExpertLinear, weight: Tensor | Packed, kind: str) -> Quantized:
     """The quantized form of a module with this weight, which lies on its device already."""
     if isinstance(module, ExpertLinear):
-        return QuantizedExpertLinear(module, [Packed.of(each, kind) for each in weight])
+        return QuantizedExpertLinear(module, Packed.of(weight.flatten(0, 1), kind))
     return QuantizedLinear(module, weight if isinstance(weight, Packed) else Packed.of(weight, kind))
 
 
 def rounded(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """What a weight (out, in) or (E, out, in), quantized from `dtype`, stands for in `dtype`; as fp32."""
-    if weight.dim() == 3:
-        return torch.stack([rounded(each, kind, dtype) for each in weight])
-    return Packed.of(weight.to(dtype), kind).dense(dtype).float()
+    return Packed.of(weight.to(dtype).flatten(0, -2), kind).dense(dtype).float().view_as(weight)
 
 
 def stored_shape(state: Tensor) -> tuple[int, ...]:
@@ -208,5 +245,5 @@ def dense(module: nn.Module) -> Tensor:
     if isinstance(module, QuantizedLinear):
         return module.packed.dense()
     if isinstance(module, QuantizedExpertLinear):
-        return torch.stack([packed.dense() for packed in module.packed])
+        return module.packed.dense().unflatten(0, (module.count, -1))
     return module.weight.detach()

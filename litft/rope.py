@@ -113,9 +113,27 @@ class Rotary(nn.Module):
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first entries of x (B, H, T, D) in the half-split layout: entry i pairs with entry i + dim / 2."""
+    return _rotated(x, cos, sin) if torch.compiler.is_compiling() else _Rotation.apply(x, cos, sin)
+
+
+class _Rotation(torch.autograd.Function):
+    """Its gradient is turned back by the same angles: a third of the work of differentiating each product."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _rotated(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cos, sin = ctx.saved_tensors
+        return _rotated(grad, cos, -sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.size(-1)
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1)
+    return torch.cat(((first * cos).sub_(second * sin), (second * cos).add_(first * sin), rest), dim=-1)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from litft import checkpoint, runs
 from litft.args import FinetuneArgs, seconds
+from litft.blockwise import compile_blocks, offload_activations, recompute
 from litft.data.load import Data
 from litft.evaluate import Validation
 from litft.flops import peak_flops
@@ -39,11 +40,17 @@ class Run:
         self.folder, self.main = folder, fabric.global_rank == 0
         self.hosts = HostGroup(fabric.world_size)
         self.precision = job.precision(fabric.device)
+        self.preview = Preview(args, data, job.tokenizer, fabric.world_size)
+        self.preview.settle(job, self.precision, fabric.device)
         self.model, self.parameters = job.build(self.precision, fabric.device)
+        recompute(self.model, self.preview.recomputed)
+        if fabric.device.type == "cuda" if args.train.compile is None else args.train.compile:
+            compile_blocks(self.model)
+        if args.train.cpu_offload == "activations":
+            offload_activations(self.model, fabric.device)
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.peak = peak_flops(fabric.device, self.precision)
         self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
-        self.preview = Preview(args, data, job.tokenizer, fabric.world_size)
         self.validation = Validation(fabric, self.model, job.tokenizer, data, args.eval, folder / "samples.jsonl")
         self.logger: Any = None
         self.logged_as: list[str] | None = None  # who logged the run that goes on, and what they called it

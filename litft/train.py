@@ -17,16 +17,17 @@ from tqdm import tqdm
 
 from litft import runs
 from litft.args import FinetuneArgs, TrainArgs
+from litft.blockwise import as_written, is_compiled, run_uncompiled
 from litft.data.load import load_data
 from litft.data.samples import Sample
-from litft.data.steps import MicroBatch, collate
+from litft.data.steps import MicroBatch
 from litft.flops import Flops
 from litft.folder import DEMO, resolve
 from litft.job import Job
 from litft.loggers import check_logger, finish
 from litft.metrics import Row
 from litft.optim import averaged, make_optimizer, set_rate, state_bytes
-from litft.parallel import is_out_of_memory, make_fabric
+from litft.parallel import is_out_of_memory, make_fabric, pick_accelerator
 from litft.preview import dry_run, duration
 from litft.quantize import bitsandbytes
 from litft.run import Run
@@ -62,6 +63,10 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
     job = Job(args, source)
     if job.quantize != "none":
         bitsandbytes()  # where it is missing, that is said before the data is read
+    if args.train.cpu_offload != "none" and pick_accelerator(args.accelerator) == "cpu":
+        raise ValueError(
+            f"--train.cpu_offload {args.train.cpu_offload}: without a GPU all is in the host's memory; leave it out"
+        )
     check_logger(args.logger)
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
     data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
@@ -274,6 +279,11 @@ class Training(Run):
         # dropout's state is a function of the step and the rank: a resumed run draws what an uninterrupted one would
         seed = (self.args.seed * 1_000_003 + step) * 4099
         model.train()
+        set_rate(optimizer, rate)
+        if self.args.train.optimizer_in_backward:
+            with optimizer.optimizer.stepping():
+                loss = self._gradients(model, optimizer, samples, seed)
+            return loss, optimizer.optimizer.norm()
         loss = self._gradients(model, optimizer, samples, seed + self.fabric.global_rank)
         limit = self.args.train.max_grad_norm or math.inf
         norm = nn.utils.clip_grad_norm_(self.trained.values(), limit)
@@ -281,7 +291,6 @@ class Training(Run):
             self._leave_out(step)
         else:
             self.left_out = 0
-            set_rate(optimizer, rate)
             torch.manual_seed(seed)  # what an optimizer rounds by chance, every rank rounds alike
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -317,7 +326,7 @@ class Training(Run):
         asked = any(item["step"] == step for item in validation.answers)
         scored = step in validation.losses and not (final and self.args.eval.exact_match and step not in validation.matches)
         self.metrics.settle(self.fabric.device)
-        with averaged(optimizer):
+        with averaged(optimizer), as_written():
             if len(self.data.val) and not scored:
                 values = validation.measure(step, self.preview.layout, size, final)
                 if not math.isfinite(values["val_loss"]):
@@ -363,13 +372,21 @@ class Training(Run):
 
     def _fit(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Run the largest micro-batch of the whole run, beside the optimizer's state: what does not fit is told now."""
+        if self.args.train.optimizer_in_backward and self.preview.shape().accumulated:
+            reason = f"steps of {self.args.train.global_batch_size} examples are several micro-batches"
+            remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
+            raise ValueError(f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}")
         while True:
             reason = None
             try:
                 self._probe(model)
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
+            except Exception as error:  # compilers raise many kinds
+                if not is_out_of_memory(error) and not is_compiled(self.model):
                     raise
+                if not is_out_of_memory(error):
+                    run_uncompiled(self.model, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+                    optimizer.zero_grad(set_to_none=True)
+                    continue
                 reason = str(error)
             optimizer.zero_grad(set_to_none=True)
             if not any(self.hosts.most(float(reason is not None))):
@@ -379,7 +396,7 @@ class Training(Run):
     def _probe(self, model: nn.Module) -> None:
         """One micro-batch, and where a step has several another beside its gradients."""
         rows = [[self.data.train[number] for number in row] for row in self.preview.heaviest]
-        batch = collate(rows).to(self.fabric.device)
+        batch = self.preview.layout.collated(rows).to(self.fabric.device)
         held, passes = 0, 1
         if self.fabric.device.type == "cuda":
             held = 0 if self.begun else state_bytes(self.args.train.optimizer, self.trained)

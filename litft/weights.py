@@ -253,15 +253,15 @@ def load_weights(
 
     for move in check_weights(model, checkpoint, rules):
         if move.is_plain and packs(move.targets[0], move) and (bits := checkpoint.packed(move.sources[0])):
-            _place(model, move.targets[0], bits.to(device), quantize)
+            place(model, move.targets[0], bits.to(device), quantize)
             continue
         tensors = move.convert([checkpoint.read(name) for name in move.sources])
         for name, tensor in zip(move.targets, tensors, strict=True):
             # clone: a tensor that still lies in the memory-mapped file would change with it
-            _place(model, name, tensor.to(device=device, dtype=dtype, copy=True), quantize if packs(name, move) else None)
+            place(model, name, tensor.to(device=device, dtype=dtype, copy=True), quantize if packs(name, move) else None)
 
 
-def _place(model: nn.Module, name: str, tensor: Tensor | Packed, quantize: str | None) -> None:
+def place(model: nn.Module, name: str, tensor: Tensor | Packed, quantize: str | None) -> None:
     """Make a tensor the parameter `name`; quantize: as packed bits."""
     owner, _, leaf = name.rpartition(".")
     module = model.get_submodule(owner)

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from litft.attention import attend, attend_plainly, visible
+from litft.attention import Documents, attend, attend_plainly, visible
 from litft.cache import LayerCache
 
 
@@ -19,9 +19,35 @@ def tensors(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0):
 @pytest.mark.parametrize("window, packed", list(itertools.product([None, 1, 5, 64], [False, True])))
 def test_fused_is_plain(window, packed):
     q, k, v = tensors(19, 19)
-    documents = torch.tensor([[0] * 7 + [1] * 12, [4] * 15 + [2] * 4]) if packed else None
+    documents = Documents.of(torch.tensor([[0] * 7 + [1] * 12, [4] * 15 + [2] * 4])) if packed else None
     expected = attend_plainly(q, k, v, visible(q, k, documents, window))
     torch.testing.assert_close(attend(q, k, v, documents, window), expected, rtol=1e-5, atol=1e-6)
+
+
+LENGTHS = [40, 1, 200, 15, 450, 6]  # of documents, more and fewer than a block of queries
+
+
+@pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(
+    "packed, window, scale, width", [(True, None, None, 64), (True, 37, None, 64), (False, None, 0.3, 48)]
+)
+def test_gradients_are_those_of_attention_in_fp64(dtype, most, packed, window, scale, width):
+    """Of packed documents and of whole rows; a scale that is no power of two; scores of up to 30."""
+    torch.manual_seed(0)
+    rows, length = (1, sum(LENGTHS)) if packed else (3, 250)
+    q, k, v = (torch.randn(rows, heads, length, width).to(dtype) for heads in (6, 2, 2))
+    documents = Documents.of(torch.arange(6).repeat_interleave(torch.tensor(LENGTHS))[None]) if packed else None
+    inputs = [(2 * q).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    expected = attend_plainly(*exact, visible(q, k, documents, window), scale=scale)
+    found, grad = attend(*inputs, documents, window, scale=scale), torch.randn_like(q)
+    pairs = zip(
+        (found, *torch.autograd.grad(found, inputs, grad)),
+        (expected, *torch.autograd.grad(expected, exact, grad.double())),
+        strict=True,
+    )
+    for a, b in pairs:
+        assert float((a.double() - b).norm() / b.norm()) < most
 
 
 @pytest.mark.parametrize("window", [None, 4, 50])

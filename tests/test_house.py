@@ -13,7 +13,19 @@ TIERS = [
     {"rope", "attention", "cache", "rules", "prompts", "tokenizer", "loss", "mlp"},
     {"model", "families"},
     {"weights", "quantize", "adapter_files", "peft", "data"},
-    {"folder", "result", "optim", "flops", "metrics", "loggers", "report", "parallel", "checkpoint", "generate"},
+    {
+        "blockwise",
+        "folder",
+        "result",
+        "optim",
+        "flops",
+        "metrics",
+        "loggers",
+        "report",
+        "parallel",
+        "checkpoint",
+        "generate",
+    },
     {"job", "plan", "preview", "run", "train", "evaluate", "convert"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}

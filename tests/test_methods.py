@@ -57,6 +57,27 @@ MERGE = [name for name in METHODS if not name.startswith("adapter") or name.star
 QUANTIZED = [None, "nf4", "int8"]
 
 
+def grouped_plainly(x, weight, offs):
+    """Expert after expert."""
+    counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
+    return torch.cat([rows @ each for rows, each in zip(x.split(counts), weight, strict=True)])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_those_of_each_expert(dtype):
+    """With experts that nobody chose, first and last and between."""
+    x, weight = torch.randn(20, 16).to(dtype).requires_grad_(), torch.randn(5, 16, 8).to(dtype).requires_grad_()
+    ends = torch.tensor([0, 7, 7, 20, 20], dtype=torch.int32)
+    found, expected = F.grouped_mm(x, weight, offs=ends), grouped_plainly(x, weight, ends)
+    grad = torch.randn_like(found)
+    for a, b in zip(
+        (found, *torch.autograd.grad(found, (x, weight), grad)),
+        (expected, *torch.autograd.grad(expected, (x, weight), grad)),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b)
+
+
 def marks(family, kind):
     """The whole matrix takes three minutes: without the slow tests there are a plain, a fused and an expert family."""
     return [] if family in ("llama", "phi3", "qwen3_moe") and kind != "int8" else [pytest.mark.slow]
@@ -174,6 +195,7 @@ def test_gradients_are_finite_differences(folders, name, family, kind, monkeypat
     model, method, _ = attached(folders(family), name, kind)
     shaken(method.parameters(model).values())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
+    monkeypatch.setattr(F, "grouped_mm", grouped_plainly)  # which has no fp64
     model, tokens = model.double(), tokens_for(method)
     for module in model.modules():
         if getattr(module, "lora_m", None) is not None:

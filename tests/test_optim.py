@@ -3,11 +3,13 @@
 import pytest
 import torch
 import transformers
+from conftest import rows_of, script
 from lightning_fabric import Fabric
 from parity import ROWS, draw
+from safetensors.torch import load_file
 
 from litft import checkpoint
-from litft.args import AdapterV2Args, FullFinetuneArgs, LoRAArgs, TrainArgs
+from litft.args import AdapterV2Args, DataArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
 from litft.folder import resolve
 from litft.optim import OPTIMIZERS, Rounded, Together, averaged, is_hidden, make_optimizer, set_rate, stochastically_rounded
 from litft.peft import AdapterV2, Full, LoRA
@@ -290,3 +292,38 @@ def test_schedule_free_rounds_no_weights(tiny):
     _, method, parameters = trainable(tiny, "bf16-true")
     with pytest.raises(ValueError, match="schedule_free needs fp32 weights"):
         optimizer_of("schedule_free", method, parameters)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
+def test_stepped_in_the_backward_pass_is_stepped_after_it(tiny, examples, tmp_path, precision):
+    """The same run: weights to the bit where nothing is rounded by chance, and the same gradient norms."""
+    rows = {}
+    for name, flags in (("after", []), ("within", ["--train.optimizer_in_backward"])):
+        out = tmp_path / name
+        script(
+            "finetune/full.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", out,
+            "--precision", precision, "--train.max_steps", "3", "--train.micro_batch_size", "16",
+            "--train.max_grad_norm", "0", "--train.global_batch_size", "8", *flags, cwd=tmp_path,
+        )  # fmt: skip
+        rows[name] = rows_of(out)
+        tensors = load_file(out / "final" / "model.safetensors")
+        rows[name + " weights"] = tensors
+    for a, b in zip(rows["after"], rows["within"], strict=True):
+        for column in {"loss", "grad_norm"} & a.keys():
+            assert a[column] == pytest.approx(b[column], rel=1e-5 if precision == "fp32" else 5e-2)
+    if precision == "fp32":
+        for name, tensor in rows["after weights"].items():
+            assert torch.equal(tensor, rows["within weights"][name]), name
+
+
+def test_what_cannot_be_stepped_in_the_backward_pass(tiny, examples, tmp_path):
+    train = TrainArgs(optimizer_in_backward=True, skip_nan=True)
+    found = "\n".join(FullFinetuneArgs(checkpoint_dir="x", data=DataArgs(path=["y"]), devices=2, train=train).problems())
+    for word in ("add --train.max_grad_norm 0", "add --train.skip_nan false", "2 devices"):
+        assert word in found
+    done = script(
+        "finetune/full.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", tmp_path / "x",
+        "--train.max_steps", "1", "--train.max_grad_norm", "0", "--train.optimizer_in_backward", "--data.packing", "false",
+        cwd=tmp_path, code=2,
+    )  # fmt: skip
+    assert "steps of 16 examples are several micro-batches" in done.stderr

@@ -4,25 +4,38 @@ import re
 import subprocess
 import sys
 from collections import OrderedDict
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ENV
+from conftest import ENV, script
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.hooks import RemovableHandle
 from transformers import Qwen3MoeConfig
 
-from litft.args import AdapterFinetuneArgs, AdapterV2FinetuneArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs
+import litft.preview
+from litft.args import (
+    AdapterFinetuneArgs,
+    AdapterV2FinetuneArgs,
+    DataArgs,
+    FullFinetuneArgs,
+    LoRAArgs,
+    LoRAFinetuneArgs,
+    TrainArgs,
+)
+from litft.blockwise import recompute
+from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.flops import CHIPS, Flops, peak_flops
 from litft.folder import resolve
-from litft.mlp import MoE
+from litft.job import Job
 from litft.model import GPT
 from litft.optim import make_optimizer
 from litft.peft import LoRA, method_of
-from litft.plan import Evenly, Shape, predict
+from litft.plan import Shape, predict
+from litft.preview import Preview
 from litft.quantize import QuantizedLinear
 
 
@@ -98,16 +111,15 @@ CASES = {
 }
 
 
-def tracked(source, method, args, precision, shape) -> int:
+def tracked(source, method, args, precision, shape, recomputed="none", mode=FakeTensorMode) -> int:
     """The peak of two whole training steps under MemTracker, of which the second has the optimizer's state."""
-    with FakeTensorMode():
+    with mode():
         torch.set_default_dtype({"fp32": torch.float32, "bf16": torch.bfloat16}[method.storage(precision)])
         model = GPT(source.config)
         torch.set_default_dtype(torch.float32)
         method.attach(model)
         method.compute_in(model, precision)
-        for module in [module for module in model.modules() if isinstance(module, MoE)]:
-            Evenly.mix_over(module)
+        recompute(model, recomputed)
         trained = {name: p for name, p in method.parameters(model).items() if p.requires_grad}
         optimizer = make_optimizer(args.train, method, trained)
         tracker, frozen = MemTracker(), RemovableHandle(OrderedDict())
@@ -134,21 +146,92 @@ def default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize("case", CASES)
+RECOMPUTED = ("LoRA, fp32", "full, fp32 masters", "LoRA on a Llama 3", "dropout, a parallel block", "experts")
+
+
+@pytest.mark.parametrize(
+    "case, recomputed",
+    [(case, "none") for case in CASES]
+    + [pytest.param(case, kind, marks=pytest.mark.slow) for case in RECOMPUTED for kind in ("selective", "full")],
+)
 @pytest.mark.filterwarnings("ignore")
-def test_memory_is_that_of_whole_training_steps(shared, checkpoints, case):
-    """Within 2 % of MemTracker under fake tensors (the issue asks for 5 %)."""
+def test_memory_is_that_of_whole_training_steps(shared, checkpoints, case, recomputed):
+    """Within 3 % of MemTracker under fake tensors."""
     name, layers, args, precision, shape = CASES[case]
     source = resolve(checkpoints.get(name, shared / "configs" / name))
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method = method_of(args)
     method.choose(source.meta_model(), source.adapter_rules)
-    found = predict(source, method, precision, "none", shape).memory
-    expected = tracked(source, method, args, precision, shape)
-    print(
-        f"{case}: {found.peak / 2**20:,.0f} MiB predicted, {expected / 2**20:,.0f} tracked, {found.peak / expected - 1:+.2%}"
+    found = predict(source, method, precision, "none", shape, recomputed=recomputed, device="cpu").memory.peak
+    expected = tracked(source, method, args, precision, shape, recomputed)
+    print(f"{case}, {recomputed}: {found / 2**20:,.0f} MiB, {expected / 2**20:,.0f} tracked, {found / expected - 1:+.2%}")
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    "args", [LoRAFinetuneArgs(), FullFinetuneArgs(), AdapterV2FinetuneArgs()], ids=lambda a: type(a).__name__
+)
+@pytest.mark.parametrize("recomputed", ["none", "full"])
+@pytest.mark.filterwarnings("ignore")
+def test_memory_is_that_of_real_tensors(checkpoints, args, recomputed):
+    """Within 3 %, on a small model whose steps are really made."""
+    source, method, shape = resolve(checkpoints["stories15M"]), method_of(args), Shape(2, 200, True)
+    method.choose(source.meta_model(), source.adapter_rules)
+    found = predict(source, method, "fp32", "none", shape, recomputed=recomputed, device="cpu").memory.peak
+    expected = tracked(source, method, args, "fp32", shape, recomputed, nullcontext)
+    print(f"{found / 2**20:,.1f} MiB predicted, {expected / 2**20:,.1f} tracked, {found / expected - 1:+.2%}")
+    assert found == pytest.approx(expected, rel=0.03)
+
+
+def test_gradients_that_are_forgotten_take_no_room(tiny):
+    source, method = resolve(tiny), method_of(FullFinetuneArgs())
+    kept, forgotten = (
+        predict(source, method, "fp32", "none", Shape(1, 8), in_backward=each).memory for each in (False, True)
     )
-    assert found.peak == pytest.approx(expected, rel=0.02)
+    assert forgotten.gradients == 0 and forgotten.peak < kept.peak
+
+
+def plan_script(shared, cwd, *flags, code=0):
+    words = ["scripts/plan.py", "--checkpoint_dir", shared / "configs" / "llama-3-8b", "--max_seq_length", "2048"]
+    return script(*words, *flags, cwd=cwd, code=code)
+
+
+@pytest.mark.slow
+def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
+    """More memory buys weights in bf16, then nothing recomputed; what is too little is told what it would take."""
+    flags = {
+        size: plan_script(shared, tmp_path, "--budget", size).stdout.split("\n")[0] for size in ("9GiB", "20GiB", "80GiB")
+    }
+    assert flags["9GiB"].endswith("--train.activation_checkpointing full --quantize nf4")
+    assert flags["80GiB"].endswith("--train.activation_checkpointing none")
+    for size, line in flags.items():
+        named = dict(zip(*[iter(line.split(": ")[1].split())] * 2, strict=True))
+        named = {name.removeprefix("--train.").removeprefix("--"): value for name, value in named.items()}
+        again = plan_script(
+            shared, tmp_path, *(word for name, value in named.items() for word in (f"--{name}", value))
+        ).stdout
+        assert float(re.search(r"memory: ([\d.]+) GiB", again)[1]) <= float(size.removesuffix("GiB"))
+    less = plan_script(shared, tmp_path, "--budget", "4GiB", code=2).stderr
+    assert "the least that this needs is" in less and "--quantize nf4" in less
+    assert "expected a size such as 24GiB" in plan_script(shared, tmp_path, "--budget", "lots", code=2).stderr
+
+
+def test_a_run_recomputes_as_little_as_its_memory_asks_for(tiny, examples, monkeypatch):
+    """And takes as many rows, where they are left to it."""
+    train = TrainArgs(micro_batch_size="auto", global_batch_size=32)
+    args = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)], packing=False), train=train)
+    source = resolve(tiny)
+    job, cpu = Job(args, source), torch.device("cpu")
+    data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.context)
+    found = []
+    for room in (2**40, 10 * 2**20, 4 * 2**20, 1):
+        monkeypatch.setattr(litft.preview, "memory_there", lambda device, room=room: room)
+        preview = Preview(args, data, job.tokenizer, 1)
+        preview.settle(job, "fp32", cpu)
+        found.append((preview.layout.rows, preview.recomputed))
+        assert room == 1 or preview.plan.memory.peak <= 0.9 * room
+    assert found[0] == (32, "none") and found[-1] == (1, "full")
+    assert found[0][0] > found[1][0] > found[2][0]
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "int8"])

@@ -35,7 +35,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tiny, data, tmp_path):
     assert "6 skipped: the answer is empty" in text and "line 1, line 8, line 15" in text
     assert "2 with an end token written behind an answer" in text and "1 ended by a turn without an answer" in text
     assert "32 training and 4 validation examples; 6 steps of 16, 3 epochs of 32, on 1 device" in text
-    assert "packed into rows of at most 128 tokens" in text and "% padding" in text
+    assert "a row for each example: 16.0 rows a step" in text and "% padding" in text  # no two of them fit into 128
     assert text.count("--- training example") == 3 and "once upon a time</s>⟧" in text
     assert "58,336 parameters; lora trains 11,712 (20.08%)" in text
     assert "MiB at its peak, with micro-batches of 1 x" in text and "of its peak" in text

@@ -8,7 +8,7 @@ from parity import ROWS
 
 import litft
 from litft.args import DataArgs
-from litft.attention import attend, attend_plainly, visible
+from litft.attention import Documents, attend, attend_plainly, visible
 from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.data.steps import Layout, Order, collate, pack
@@ -94,7 +94,7 @@ def test_padding_is_no_sample(tiny):
     short, long = draws(1, 512, 4)[0], draws(9, 512)[-1]
     batch = collate([[long, long], [short]])
     n = short.tokens.numel()
-    assert (batch.documents[1, n:] == -1).all() and (batch.positions[1, n:] == 0).all()
+    assert (batch.documents.ids[1, n:] == -1).all() and (batch.positions[1, n:] == 0).all()
     assert (batch.targets[1, n:] == -100).all()
 
 
@@ -104,7 +104,7 @@ def test_padding_is_no_sample(tiny):
 def test_document_after_document_is_the_mask(window, softcap, sinks):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 30, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
-    documents = torch.tensor([[0] * 4 + [1] * 20 + [2] * 6, [0] * 29 + [-1]])
+    documents = Documents.of(torch.tensor([[0] * 4 + [1] * 20 + [2] * 6, [0] * 29 + [-1]]))
     sinks = torch.randn(6) if sinks else None
     found = attend(q, k, v, documents, window, softcap, sinks)
     expected = attend_plainly(q, k, v, visible(q, k, documents, window), softcap, sinks)

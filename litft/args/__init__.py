@@ -1,6 +1,6 @@
 """Every flag, as typed and documented fields. The text under a field is its --help; a default stands there only."""
 
-from litft.args.checks import impossible_numbers, seconds
+from litft.args.checks import impossible_numbers, seconds, size
 from litft.args.finetune import (
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -55,4 +55,5 @@ __all__ = [
     "WriteArgs",
     "impossible_numbers",
     "seconds",
+    "size",
 ]

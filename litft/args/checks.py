@@ -40,6 +40,15 @@ def below(args: Any, group: str, least: int, *names: str) -> list[str]:
     return [f"--{name} {value}: {reason}" for name, value in values.items() if value is not None and value < least]
 
 
+def size(text: str) -> int | None:
+    """Bytes in words (24GiB, 80GB, 500MB); None for what is no size."""
+    found = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B", text.strip())
+    try:
+        return round(float(found[1]) * (1024 if found[3] else 1000) ** ("KMGT".index(found[2]) + 1)) if found else None
+    except ValueError:
+        return None
+
+
 def seconds(text: str) -> float | None:
     """A time in words (1h30m, 90m, 45s, 2d), in seconds; None for what is no time."""
     found = re.fullmatch(r"(?:([\d.]+)d)?(?:([\d.]+)h)?(?:([\d.]+)m)?(?:([\d.]+)s)?", text.strip())

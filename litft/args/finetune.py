@@ -94,12 +94,23 @@ class TrainArgs:
     learning rate has fallen by then, and the last validation and final/ follow. Default: no limit."""
     global_batch_size: int = 16
     """Examples a step, over all devices and micro-batches."""
-    micro_batch_size: int | None = None
-    """Rows that go through the network at once on one device. Changes speed and memory, not the result. Default: 1 row of
-    packed examples, or 4 of one example."""
+    micro_batch_size: int | Literal["auto"] | None = None
+    """Rows that go through the network at once on one device. Changes speed and memory, not the result. auto: as many as
+    are fastest and fit. Default: 1 row of packed examples, or 4 of one example."""
+    compile: bool | None = None
+    """Compile the blocks with torch.compile: most of a minute before the first step, and faster ones after it. Default: on a
+    GPU."""
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
+    """Recompute the MLPs (selective) or whole blocks (full) in the backward pass instead of keeping what it needs. auto: as
+    little of it as fits into memory."""
+    cpu_offload: Literal["none", "activations"] = "none"
+    """Keep what the backward pass needs in the host's memory meanwhile. It needs a GPU."""
     optimizer: Optimizers = "adamw"
     """What makes the steps. 8-bit and paged AdamW and Lion are bitsandbytes' (pip install 'litft[quantize]'), schedule_free
     is its package's (pip install 'litft[schedulefree]'), the others are torch's. Each wants a learning_rate of its own."""
+    optimizer_in_backward: bool = False
+    """Step each weight as soon as its gradient is there, which is then forgotten: full fine-tuning without room for all
+    gradients. A step must be one micro-batch, and max_grad_norm 0."""
     learning_rate: float = 5e-4
     """The peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
@@ -129,8 +140,8 @@ class TrainArgs:
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
-        ones = ("global_batch_size", "micro_batch_size", "max_steps", "log_interval")
-        found = below(self, "train", 1, *ones)
+        found = below(self, "train", 1, "global_batch_size", "max_steps", "log_interval")
+        found += below(self, "train", 1, "micro_batch_size") if self.micro_batch_size != "auto" else []
         found += below(self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha")
         for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
@@ -139,6 +150,16 @@ class TrainArgs:
             found.append(f"--train.epochs {self.epochs}: must be above 0")
         if self.max_time is not None and not seconds(self.max_time):
             found.append(f"--train.max_time {self.max_time}: expected a time such as 90m, 1h30m or 45s")
+        if self.optimizer_in_backward:
+            clashes = {"max_grad_norm": self.max_grad_norm, "skip_nan": self.skip_nan, "oom_retry": self.oom_retry}
+            reason = "the first weights are stepped before all gradients are known"
+            found += [
+                f"--train.optimizer_in_backward: {reason}; add --train.{name} {'0' if name == 'max_grad_norm' else 'false'}"
+                for name, value in clashes.items()
+                if value
+            ]
+            if self.optimizer == "schedule_free":
+                found.append("--train.optimizer_in_backward: schedule_free averages all weights at once; choose another")
         if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
             reason = "it averages the weights where others let the rate fall"
             found.append(f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant")
@@ -228,6 +249,8 @@ class FinetuneArgs:
         found = impossible_numbers(self) + below(self, "", 1, "devices")
         if self.resume and self.overwrite:
             found.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
+        if self.devices > 1 and self.train.optimizer_in_backward:
+            found.append(f"--train.optimizer_in_backward: {self.devices} devices add their gradients up first; use one")
         found += [*self.data.problems(), *self.train.problems(), *self.eval.problems(), *self.save.problems()]
         if self.checkpoint_dir and not self.data.path:
             found.append("--data.path is missing: name the file of examples to learn from")

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from litft.args.checks import LARGEST, below, impossible_numbers
+from litft.args.checks import LARGEST, below, impossible_numbers, size
 from litft.args.finetune import DataArgs, Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs
 
@@ -44,6 +44,10 @@ class PlanArgs:
     """Keep the frozen Linears in 4 or 8 bits."""
     optimizer: Optimizers = "adamw"
     """What makes the steps."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What is recomputed in the backward pass: nothing, the MLPs, or whole blocks."""
+    budget: str | None = None
+    """Find the fastest micro-batches, recomputation and quantization that fit into this much memory: 24GiB, 80GB."""
     max_seq_length: int | None = None
     """Tokens of a row. Default: the model's context, at most 2048."""
     micro_batch_size: int = 1
@@ -68,6 +72,8 @@ class PlanArgs:
             found.append(
                 f"--max_seq_length {self.max_seq_length} x --micro_batch_size {self.micro_batch_size}: too many tokens"
             )
+        if self.budget is not None and not size(self.budget):
+            found.append(f"--budget {self.budget}: expected a size such as 24GiB or 80GB")
         if self.method == "full" and self.quantize != "none":
             found.append(f"--quantize {self.quantize}: full fine-tuning changes every weight; use another method")
         if self.method != "full" and self.precision == "bf16-true":

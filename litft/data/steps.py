@@ -13,7 +13,9 @@ from functools import lru_cache
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
+from litft.attention import Documents
 from litft.data.samples import Sample
 from litft.loss import IGNORED, places
 
@@ -27,17 +29,19 @@ class MicroBatch:
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
     positions: Tensor | None = None  # (B, T) int64 within each sample; None: each row holds one
-    documents: Tensor | None = None  # (B, T) int64, which sample of its row a token belongs to; -1: padding
+    documents: Documents | None = None  # which sample of its row a token belongs to; -1: padding
     kept: Tensor | None = None  # (N,) int64, where the targets are in the flattened rows: known before a GPU has them
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device."""
-        values = [getattr(self, item.name) for item in fields(self)]
-        if device.type == "cuda":  # from pinned memory a copy makes the host wait for nothing
-            values = [v if v is None else v.pin_memory() for v in values]
-        return MicroBatch(*(v if v is None else v.to(device, non_blocking=True) for v in values))
+        pinned = device.type == "cuda"  # from pinned memory a copy makes the host wait for nothing
 
-    def inputs(self) -> dict[str, Tensor | None]:
+        def moved(value: Tensor) -> Tensor:
+            return (value.pin_memory() if pinned else value).to(device, non_blocking=True)
+
+        return MicroBatch(*(tree_map_only(Tensor, moved, getattr(self, item.name)) for item in fields(self)))
+
+    def inputs(self) -> dict[str, Tensor | Documents | None]:
         """What the model takes besides the tokens."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "tokens"}
 
@@ -104,7 +108,11 @@ class Layout:
     def batches(self, samples: Sequence[Sample], rank: int = 0) -> list[MicroBatch]:
         """A rank's micro-batches."""
         planned = self.plan([sample.tokens.numel() for sample in samples])[rank :: self.ranks]
-        return [collate([[samples[i] for i in row] for row in rows]) for rows in planned]
+        return [self.collated([[samples[i] for i in row] for row in rows]) for rows in planned]
+
+    def collated(self, rows: list[list[Sample]]) -> MicroBatch:
+        """A micro-batch; all of a run are of one kind, or torch.compile would make a graph for each."""
+        return collate(rows, packed=self.room is not None)
 
     def in_blocks(self, samples: Sequence[Sample], size: int, rank: int) -> Iterator[MicroBatch]:
         """A rank's micro-batches of many samples, for validation: `size` of them are held at once."""
@@ -166,16 +174,13 @@ def pack(lengths: Sequence[int], room: int, ranks: int = 1) -> list[list[int]]:
     return even if max(filled, default=(0, 0))[0] <= max(room, max(lengths, default=0)) else rows
 
 
-def collate(rows: list[list[Sample]]) -> MicroBatch:
-    """Samples one behind the other, row by row.
+def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
+    """Samples one behind the other, row by row; packed: whether a row may hold several.
 
     No rows make one token without a target: a rank that is left over counts nothing, and keeps the collectives in step.
     """
-    if not rows:
-        nothing = torch.zeros(0, dtype=torch.int64)
-        return MicroBatch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), IGNORED), kept=nothing)
-    longest = max(sum(sample.tokens.numel() for sample in row) for row in rows)
-    shape = (len(rows), longest)
+    longest = max((sum(sample.tokens.numel() for sample in row) for row in rows), default=1)
+    shape = (max(1, len(rows)), longest)
     tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     targets, documents = torch.full(shape, IGNORED), torch.full(shape, -1)
     for row, samples in enumerate(rows):
@@ -186,6 +191,6 @@ def collate(rows: list[list[Sample]]) -> MicroBatch:
             positions[row, start:end], documents[row, start:end] = torch.arange(end - start), number
             start = end
     kept = places(targets)
-    if all(len(samples) == 1 for samples in rows):
+    if not packed:
         return MicroBatch(tokens, targets, kept=kept)
-    return MicroBatch(tokens, targets, positions, documents, kept)
+    return MicroBatch(tokens, targets, positions, Documents.of(documents), kept)

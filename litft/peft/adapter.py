@@ -16,10 +16,10 @@ from litft.adapter_files import (
 )
 from litft.args import AdapterArgs, AdapterV2Args
 from litft.args.checks import LARGEST_SIZE
-from litft.attention import attend_plainly
+from litft.attention import Documents, attend_plainly
 from litft.cache import LayerCache
 from litft.config import Config
-from litft.mlp import ExpertLinear, by_expert
+from litft.mlp import ExpertLinear, Grouping, by_expert
 from litft.model import GPT
 from litft.peft.method import Base, Method, Values
 from litft.peft.parts import Part, norm_names, train_parameters
@@ -41,7 +41,7 @@ class PrefixAttention(Part):
         self.adaption_prompt = nn.Parameter(torch.randn(1, length, self.q_proj.in_features, device=weight.device))
         self.adaption_gate = nn.Parameter(torch.zeros(1, device=weight.device))
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, cache: LayerCache | None) -> Tensor:
+    def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, cache: LayerCache | None) -> Tensor:
         """What the queries see of the tokens, and the gate's part of what they see of the prefix."""
         y = super().attended(q, k, v, documents, cache)
         if not self.on:
@@ -67,14 +67,14 @@ class AffineLinear(Part):
             "adapter_bias", nn.Parameter(torch.zeros(shape, device=self.weight.device)) if bias else None
         )
 
-    def forward(self, x: Tensor, *counts: list[int]) -> Tensor:
-        y = super().forward(x, *counts)
+    def forward(self, x: Tensor, *grouping: Grouping) -> Tensor:
+        y = super().forward(x, *grouping)
         if not self.on:
             return y
         scale, bias = self.adapter_scale, self.adapter_bias
-        if counts:  # of experts: rows (N, out) sorted by expert
-            scale = by_expert(scale, *counts)
-            bias = bias if bias is None else by_expert(bias, *counts)
+        if grouping:  # of experts: rows (N, out) sorted by expert
+            scale = by_expert(scale, *grouping)
+            bias = bias if bias is None else by_expert(bias, *grouping)
         return (scale * (y if bias is None else y + bias)).to(y.dtype)
 
     def remove(self) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from litft.adapter_files import Adapter, Factors, Slot, adaptable, read_adapter, slots, write_adapter
 from litft.args import LoRAArgs
-from litft.mlp import CHOOSERS, ExpertLinear, by_expert, expert_linear
+from litft.mlp import CHOOSERS, ExpertLinear, Grouping, by_expert, expert_linear
 from litft.model import GPT
 from litft.peft.method import Base, Method, Values, matching, means, siblings
 from litft.peft.parts import Part, train_parameters
@@ -79,27 +79,34 @@ class LoRALinear(Part):
         for name in LEAVES:
             delattr(self, name)
 
-    def forward(self, x: Tensor, *counts: list[int]) -> Tensor:
-        y = super().forward(x, *counts)
+    def forward(self, x: Tensor, *grouping: Grouping) -> Tensor:
+        y = super().forward(x, *grouping)
         if not self.on:
             return y
-        update = self.update(x, *counts)
-        if self.lora_m is not None:
-            # y is the one product with the base; where the lengths have not changed it stays what it is, to the bit
-            ratio = self.by_row(ratios(self.lora_m, self.lengths()), *counts)
-            bias = getattr(self, "bias", None)
-            update = ratio * update + (ratio - 1) * (y if bias is None else y - self.by_row(bias, *counts))
-        # the fp32 update is added before rounding to the base's dtype, so that small updates are not lost
-        return (y + update).to(y.dtype)
+        y = self.updated(y, x, *grouping)
+        if self.lora_m is None:
+            return y
+        # where the lengths have not changed it stays what it is, to the bit; beside 1 a small change would be rounded off
+        change = self.by_row(ratios(self.lora_m, self.lengths()) - 1, *grouping).to(y.dtype)
+        bias = getattr(self, "bias", None)
+        return torch.addcmul(y, y if bias is None else y - self.by_row(bias, *grouping), change)
 
-    def update(self, x: Tensor, *counts: list[int]) -> Tensor:
-        """What the factors add, in fp32."""
-        low = self.product(F.dropout(x.to(self.lora_a.dtype), self.lora_dropout, self.training), self.lora_a, *counts)
-        update = self.product(low * self.lora_scale, self.lora_b, *counts)
-        if self.lora_a0 is None:
-            return update
-        first = self.product(x.to(self.lora_a0.dtype), self.lora_a0, *counts)
-        return update - self.product(first * self.lora_scale, self.lora_b0, *counts)
+    def updated(self, y: Tensor, x: Tensor) -> Tensor:
+        """y (..., out) with what the factors add, which is summed in fp32 and rounded with y: a small one is not lost."""
+        a, b = self.factors(x.dtype)
+        low = F.linear(F.dropout(x, self.lora_dropout, self.training), a)
+        return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.mT).view_as(y)
+
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """A and scale * B, rounded to what the product is made in.
+
+        Of PiSSA and OLoRA scale * (B A - B0 A0) = scale * (B (A - A0) + (B - B0) A0), of twice the rank: the differences
+        are made in fp32, where rounding A and A0 would leave little of them.
+        """
+        a, b = self.lora_a, self.lora_b
+        if self.lora_a0 is not None:
+            a, b = torch.cat((a - self.lora_a0, self.lora_a0), -2), torch.cat((b, b - self.lora_b0), -1)
+        return a.to(dtype), (b * self.lora_scale).to(dtype)
 
     @torch.no_grad()
     def lengths(self) -> Tensor:
@@ -115,10 +122,6 @@ class LoRALinear(Part):
         squares = self.squares + 2 * s * (cross * b).sum(-1) + s * s * ((b @ (a @ a.mT)) * b).sum(-1)
         return squares.clamp(min=0).sqrt()
 
-    def product(self, x: Tensor, factor: Tensor) -> Tensor:
-        """x (..., in) times a factor (out, in)."""
-        return F.linear(x, factor)
-
     def by_row(self, values: Tensor) -> Tensor:
         """Values (out,) to multiply an output (..., out) with."""
         return values
@@ -127,17 +130,27 @@ class LoRALinear(Part):
 class LoRAExpertLinear(LoRALinear):
     """The same beside each expert of an ExpertLinear: A (E, R, in), B (E, out, R)."""
 
+    def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """As above; of a rank with zeros behind that makes it a multiple of 8, which grouped_mm wants of rows on a GPU."""
+        a, b = super().factors(dtype)
+        behind = -a.size(-2) % 8
+        return (F.pad(a, (0, 0, 0, behind)), F.pad(b, (0, behind))) if behind else (a, b)
+
     def stack_shape(self) -> tuple[int, ...]:
         """(E, out, in)"""
         return (self.count, self.out_features, self.in_features)
 
-    def product(self, x: Tensor, factor: Tensor, counts: list[int]) -> Tensor:
-        """x (N, in), sorted by expert, times each expert's factor (E, out, in)."""
-        return expert_linear(x, factor, None, counts)
+    def updated(self, y: Tensor, x: Tensor, grouping: Grouping) -> Tensor:
+        """y (N, out) of rows sorted by expert, with what each expert's factors add."""
+        if not self.lora_a.numel():  # DoRA's lengths alone
+            return y
+        a, b = self.factors(x.dtype)
+        low = expert_linear(F.dropout(x, self.lora_dropout, self.training), a, None, grouping)
+        return y + expert_linear(low, b, None, grouping)
 
-    def by_row(self, values: Tensor, counts: list[int]) -> Tensor:
+    def by_row(self, values: Tensor, grouping: Grouping) -> Tensor:
         """Values (E, out) to the rows (N, out)."""
-        return by_expert(values, counts)
+        return by_expert(values, grouping)
 
 
 class LoRAEmbedding(LoRALinear):
@@ -156,10 +169,10 @@ class LoRAEmbedding(LoRALinear):
         nn.init.zeros_(self.lora_a)
         nn.init.normal_(self.lora_b)
 
-    def update(self, tokens: Tensor) -> Tensor:
-        """What the factors add, in fp32; dropping parts of a one-hot would drop words, so there is no dropout."""
+    def updated(self, y: Tensor, tokens: Tensor) -> Tensor:
+        """y (..., C) with what the factors add; dropping parts of a one-hot would drop words, so there is no dropout."""
         tokens = tokens.clamp(max=self.num_embeddings - 1)
-        return F.linear(F.embedding(tokens, self.lora_a.mT), self.lora_b) * self.lora_scale
+        return (y + F.linear(F.embedding(tokens, self.lora_a.mT), self.lora_b) * self.lora_scale).to(y.dtype)
 
 
 class Site(NamedTuple):

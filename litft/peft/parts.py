@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litft.mlp import ExpertLinear, expert_linear
+from litft.mlp import ExpertLinear, Grouping, expert_linear
 from litft.model import GPT, Normalize
 from litft.quantize import Quantized
 
@@ -109,8 +109,9 @@ class TrainedLinear(Trained):
 class TrainedExpertLinear(Trained):
     """An ExpertLinear with trained parameters."""
 
-    def forward(self, x: Tensor, counts: list[int]) -> Tensor:
-        return expert_linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype), counts)
+    def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
+        bias = self.bias if self.bias is None else self.bias.to(x.dtype)
+        return expert_linear(x, self.weight.to(x.dtype), bias, grouping)
 
 
 class TrainedEmbedding(Trained):
