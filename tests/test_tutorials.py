@@ -137,6 +137,36 @@ def test_the_guides_to_methods(clone, name):
     assert named and all(any((folder / out).glob("**/*.safetensors")) for out in named)
 
 
+@pytest.mark.slow
+def test_the_guide_to_performance(clone):
+    folder, paths = clone
+    printed = run_guide("performance.md", folder, paths)
+    assert "full trains" in printed[0] and "the fastest that fits into 64MiB: --train.micro_batch_size" in printed[1]
+    assert "blocks are recomputed" in printed[2] and (folder / "out" / "small" / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_the_benchmark_takes_turns(shared, tmp_path):
+    """litft, itself padded, and peft; without weights, any method; and what cannot be compared."""
+    data = tmp_path / "data.json"
+    data.write_text(json.dumps(RECORDS))
+    stories = shared / "checkpoints" / "stories260K"
+    words = ["scripts/benchmark.py", "--steps", "2", "--warmup", "1", "--data.max_seq_length", "256"]
+    real = [*words, "--checkpoint_dir", stories, "--data.path", data]
+    done = script(*real, "--peer", "padded,full,peft", "--out", tmp_path / "out.json", cwd=tmp_path)
+    found = json.loads((tmp_path / "out.json").read_text())["figures"]
+    assert set(found) == {"litft", "litft, padded", "litft, full", "peft, padded", "peft, unpadded"}
+    assert all(row["seconds_per_step"] > 0 and row["peak_memory_gib"] > 0 for row in found.values())
+    assert found["litft"]["litft_is_faster_by"] == 1 and "| peft, padded |" in done.stdout
+    config = tmp_path / "config"
+    config.mkdir()
+    (config / "config.json").write_text((stories / "config.json").read_text())
+    done = script(*words, "--checkpoint_dir", config, "--method", "full", cwd=tmp_path)
+    assert "| litft |" in done.stdout
+    done = script(*real, "--peer", "nobody", cwd=tmp_path, code=2)
+    assert "--peer nobody: neither a peer nor a commit" in done.stderr
+
+
 def test_the_guide_to_a_family_shows_what_is_there():
     printed = run_guide("add_a_family.md", ROOT, {})
     assert "passed" in printed[0] and "| `ernie4_5` |" in printed[0]

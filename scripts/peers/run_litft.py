@@ -1,0 +1,108 @@
+"""litft's side of scripts/benchmark.py: the loop of the fine-tuning scripts."""
+
+from typing import Any
+
+import torch
+from turns import Contender, Sample, contend
+
+import litft.data.samples as data
+from litft.data.steps import Layout
+from litft.folder import resolve
+from litft.train import accumulate
+
+
+class Litft(Contender):
+    """An adapter folder that all sides share, or with --peer none any method on any base, or on random weights."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        from lightning_fabric import Fabric
+
+        self.setup, device = setup, setup["device"]
+        if setup["adapter"]:
+            model, method, parameters = self.with_adapter(setup, device)
+        else:
+            model, method, parameters = self.with_method(setup, device)
+        self.parameters = [parameter for parameter in parameters.values() if parameter.requires_grad]
+        self.arrange(model, setup)
+        self.fabric = Fabric(accelerator=device, devices=1)
+        self.model = self.fabric.setup_module(model).train()
+        self.layout = Layout(setup["rows"], setup["room"])
+        if not setup["adapter"]:
+            from litft.args import TrainArgs
+            from litft.optim import make_optimizer
+
+            named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+            self.optimizer = make_optimizer(TrainArgs(optimizer=setup["optimizer"], learning_rate=1e-5), method, named)
+        from litft.flops import Flops
+
+        self.flops = Flops(model)
+
+    def with_adapter(self, setup: dict[str, Any], device: str) -> tuple:
+        """The base, with the adapter on it."""
+        source = resolve(setup["adapter"])
+        model = source.base_model(setup["precision"], device)
+        method, values = source.read_adapter()
+        method.load(model, values)
+        return model, method, method.parameters(model)
+
+    def with_method(self, setup: dict[str, Any], device: str) -> tuple:
+        """The method as the flags say."""
+        from litft.args import AdapterArgs, AdapterV2Args, FullFinetuneArgs, LoRAArgs
+        from litft.peft import Adapter, AdapterV2, Full, LoRA
+
+        kinds = {"lora": (LoRA, LoRAArgs), "adapter": (Adapter, AdapterArgs), "adapter_v2": (AdapterV2, AdapterV2Args)}
+        name = setup["method"]
+        flags = setup["lora" if name == "lora" else "adapter_flags"]
+        method = Full(FullFinetuneArgs()) if name == "full" else kinds[name][0](kinds[name][1](**flags))
+        source = resolve(setup["checkpoint_dir"])
+        method.choose(source.meta_model(), source.adapter_rules)
+        storage = method.storage(setup["precision"])
+        quantize = setup["quantize"]
+        if setup["random"]:
+            model = random_model(source.config, storage, device, quantize, method.plain())
+        else:
+            model = source.base_model(storage, device, quantize, method.plain())
+        method.attach(model)
+        method.compute_in(model, setup["precision"])
+        return model, method, method.parameters(model)
+
+    def arrange(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:
+        """Compiled, recomputed, offloaded, where asked for."""
+        if setup["compile"] or setup["recomputed"] != "none" or setup["cpu_offload"] != "none":
+            from litft import blockwise
+
+            blockwise.recompute(model, setup["recomputed"])
+            if setup["compile"]:
+                blockwise.compile_blocks(model)
+            if setup["cpu_offload"] == "activations":
+                blockwise.offload_activations(model, torch.device(setup["device"]))
+
+    def samples(self, samples: list[Sample]) -> list[data.Sample]:
+        """As the loop takes them."""
+        return [data.Sample(torch.tensor(tokens), torch.tensor(targets)) for tokens, targets in samples]
+
+    def accumulate(self, samples: list[data.Sample], count: int) -> torch.Tensor:
+        """As every run does it."""
+        return accumulate(self.fabric, self.model, self.layout.batches(samples), count)
+
+
+def random_model(config: Any, precision: str, device: str, quantize: str, plain: set[str]) -> torch.nn.Module:
+    """A network of normal weights with a deviation of 0.02, vectors one."""
+    from litft.model import GPT
+    from litft.parallel import DTYPES
+    from litft.quantize import is_quantizable
+    from litft.weights import place
+
+    with torch.device("meta"):
+        model = GPT(config)
+    for name, like in list(model.named_parameters()):
+        tensor = torch.ones(like.shape, dtype=DTYPES[precision], device=device)
+        packs = quantize != "none" and name.removesuffix(".weight") not in plain and is_quantizable(name, model)
+        place(model, name, tensor.normal_(std=0.02) if like.dim() > 1 else tensor, quantize if packs else None)
+    model.tie()
+    model.rotaries.to_empty(device=device)
+    return model
+
+
+if __name__ == "__main__":
+    contend(Litft)

@@ -1,0 +1,61 @@
+"""litgpt's side of scripts/benchmark.py (0.5): the steps of its finetune/lora.py, on a copy of the folder that it converts.
+
+Its adapter begins with factors of its own, and each micro-batch counts alike: its losses are only near to the others'.
+"""
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
+from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
+from litgpt.utils import chunked_cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+from turns import Contender, Sample, contend
+
+
+class LitGPT(Contender):
+    """Padded micro-batches, in the order of the samples."""
+
+    def __init__(self, setup: dict[str, Any]) -> None:
+        self.fabric = L.Fabric(
+            accelerator=setup["device"], devices=1, precision={"bf16": "bf16-true", "fp32": "32-true"}[setup["precision"]]
+        )
+        targets = {f"lora_{name}": f"{short}_proj" in setup["lora"]["targets"] for name, short in NAMES.items()}
+        with tempfile.TemporaryDirectory() as folder:
+            source, copy = Path(setup["checkpoint_dir"]), Path(folder) / Path(setup["checkpoint_dir"]).name
+            shutil.copytree(source, copy)
+            convert_hf_checkpoint(copy)
+            r, alpha = setup["lora"]["r"], setup["lora"]["alpha"]
+            config = Config.from_file(copy / "model_config.yaml", lora_r=r, lora_alpha=alpha, lora_dropout=0.0, **targets)
+            with self.fabric.init_module():
+                model = GPT(config)
+            mark_only_lora_as_trainable(model)
+            model.max_seq_length = setup["longest"]
+            weights = torch.load(copy / "lit_model.pth", weights_only=True, mmap=True)
+            model.load_state_dict(weights, strict=False)
+        self.parameters = [p for p in model.parameters() if p.requires_grad]
+        self.model, self.rows = self.fabric.setup_module(model).train(), setup["rows"]
+
+    def accumulate(self, samples: list[Sample], count: int) -> torch.Tensor:
+        """As its training loop does it."""
+        total, batches = 0.0, -(-len(samples) // self.rows)
+        for start in range(0, len(samples), self.rows):
+            batch = samples[start : start + self.rows]
+            tokens = pad_sequence([torch.tensor(tokens) for tokens, _ in batch], batch_first=True).to(self.fabric.device)
+            targets = pad_sequence([torch.tensor(t) for _, t in batch], batch_first=True, padding_value=-100)
+            targets = targets.to(self.fabric.device)
+            loss = chunked_cross_entropy(self.model(tokens, lm_head_chunk_size=128), targets)
+            self.fabric.backward(loss / batches)
+            total += loss.detach() * (targets >= 0).sum() / count
+        return total
+
+
+NAMES = {"query": "q", "key": "k", "value": "v", "projection": "o"}
+
+
+if __name__ == "__main__":
+    contend(LitGPT)
