@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterator
+from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -15,7 +15,9 @@ from litft.cache import LayerCache
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, N documents
 
-QUERIES = 192  # at a time in the CPU's backward: their scores stay in its cache, and the keys behind them are left out
+# of the CPU's backward, as measured: documents up to WHOLE are computed in one piece, longer ones QUERIES at a time, which
+# leaves out most keys behind them; a group's scores are at most FILLED times its documents' own, and SCORES stay in cache
+WHOLE, QUERIES, FILLED, SCORES = 512, 256, 1.2, 3_000_000
 aten = torch.ops.aten
 # torch 2.11 groups heads unasked
 GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -94,46 +96,95 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int 
 # ---- on a CPU -------------------------------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
-    """Some documents of one length: these rows of a batch, from token `start` to `stop`."""
+class Groups(NamedTuple):
+    """Documents of like length side by side, filled up to the longest of them: few large products serve many documents.
 
-    rows: slice
-    start: int
-    stop: int
+    Their numbers stand in rows, ordered by group, document, head and position.
+    """
 
-    def of(self, x: Tensor) -> Tensor:
-        """Their part of x (B, heads, T, ...)."""
-        return x[self.rows, :, self.start : self.stop]
+    shapes: list[tuple[int, int]]  # how many documents a group has, and their length
+    index: Tensor | None  # (R,) which of the batch's B x T x heads vectors a row holds; None: they are in order
+    places: Tensor | None  # (B T heads,) the row of each
+    beyond: Tensor | None  # the rows behind the end of a document, which hold its last token once more
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The rows (R, W) of vectors (B T heads, W)."""
+        return x if self.index is None else x.index_select(0, self.index)
+
+    def spread(self, rows: Tensor) -> Tensor:
+        """Vectors (B T heads, W) from their rows (R, W)."""
+        return rows.contiguous() if self.places is None else rows.index_select(0, self.places)
+
+    def without_beyond(self, rows: Tensor) -> Tensor:
+        """Zeros behind the end of each document, in place."""
+        return rows if self.beyond is None else rows.index_fill_(0, self.beyond, 0)
+
+    def split(self, rows: Tensor) -> tuple[Tensor, ...]:
+        """Each group's rows (R, W)."""
+        total = sum(count * length for count, length in self.shapes)
+        return rows.split([count * length * (rows.size(0) // total) for count, length in self.shapes])
 
 
-def _parts(starts: Tensor, batch: int, length: int) -> Iterator[Part]:
-    """The documents one by one, or all at once where each row is one."""
-    bounds = starts.tolist()
-    if len(bounds) == batch + 1:
-        yield Part(slice(None), 0, length)
-        return
-    for begin, end in pairwise(bounds):
-        row = begin // length
-        yield Part(slice(row, row + 1), begin - row * length, end - row * length)
+@lru_cache(maxsize=8)  # the layers of a model ask for the same
+def _groups(bounds: tuple[int, ...], sharing: int, heads: int) -> Groups:
+    """Groups of documents that begin at these tokens, of which `sharing` query heads compute scores; rows for `heads`."""
+    grouped: list[list[tuple[int, int]]] = []  # (length, begin) of documents, the longest first
+    for length, begin in sorted(((end - begin, -begin) for begin, end in pairwise(bounds)), reverse=True):
+        group = grouped[-1] if grouped else []
+        area = sum(own**2 for own, _ in group) + length**2
+        widest = group[0][0] if group else 0
+        filled = (len(group) + 1) * widest**2
+        if group and filled <= FILLED * area and (len(group) + 1) * sharing * widest * _queries(widest) <= SCORES:
+            group.append((length, -begin))
+        else:
+            grouped.append([(length, -begin)])
+    index, beyond = [], []
+    for group in grouped:
+        lengths, begins = torch.tensor(group)[:, :, None, None].unbind(1)  # (N, 1, 1)
+        position, head = torch.arange(group[0][0]), torch.arange(heads)[:, None]
+        index.append(((begins + position.minimum(lengths - 1)) * heads + head).flatten())  # (N, heads, length)
+        beyond.append((position >= lengths).expand(-1, heads, -1).flatten())
+    rows, hidden = torch.cat(index), torch.cat(beyond)
+    shapes = [(len(group), group[0][0]) for group in grouped]
+    if torch.equal(rows, torch.arange(len(rows))):
+        return Groups(shapes, None, None, None)
+    places, seen = torch.empty(bounds[-1] * heads, dtype=torch.int64), (~hidden).nonzero()[:, 0]
+    places[rows[seen]] = seen
+    return Groups(shapes, rows, places, hidden.nonzero()[:, 0] if hidden.any() else None)
+
+
+def _queries(length: int) -> int:
+    """How many queries of documents this long are computed at a time."""
+    return length if length <= WHOLE else QUERIES
+
+
+def _by_token(x: Tensor) -> Tensor:
+    """(B, heads, T, ...) as (B T, heads ...)."""
+    return x.transpose(1, 2).reshape(x.size(0) * x.size(2), -1)
+
+
+def _by_head(x: Tensor) -> Tensor:
+    """(B, heads, T, D) as (B T heads, D)."""
+    return x.transpose(1, 2).reshape(-1, x.size(-1))
 
 
 @torch.library.custom_op("litft::attend_documents", mutates_args=())
 def attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
     """Causal attention within documents, and the logarithm of each softmax's sum (B, H, T); window 0: none.
 
-    Document after document: no kernel of the CPU skips what a mask hides, and most of a packed row is hidden. One
-    operator to autograd and the compiler, since how many there are is data.
+    Group after group: no kernel of the CPU skips what a mask hides, and most of a packed row is hidden. One operator to
+    autograd and the compiler, since how many documents there are is data.
     """
-    batch, heads, length, _ = q.shape
-    out = _rows_first(q)
-    sums = q.new_empty(batch, heads, length, dtype=torch.promote_types(q.dtype, torch.float32))
-    for part in _parts(starts, batch, length):
-        y, s = aten._scaled_dot_product_flash_attention_for_cpu(
-            *(part.of(x) for x in (q, k, v)), 0.0, **_masking(part, window, q), scale=scale
-        )
-        part.of(out).copy_(y)
-        part.of(sums).copy_(s)
-    return out, sums
+    batch, heads, length, width = q.shape
+    groups = _groups(tuple(starts.tolist()), heads, 1)
+    out, sums = [], []
+    for shape, *parts in zip(groups.shapes, *(groups.split(groups.gather(_by_token(x))) for x in (q, k, v)), strict=True):
+        own = [part.view(*shape, -1, width).transpose(1, 2) for part in parts]  # (N, heads, length, D)
+        y, s = aten._scaled_dot_product_flash_attention_for_cpu(*own, 0.0, **_masking(own[0], window), scale=scale)
+        out.append(_by_token(y))
+        sums.append(_by_token(s))
+    y, s = (groups.spread(torch.cat(x)) for x in (out, sums))
+    return y.view(batch, length, heads, width).transpose(1, 2), s.view(batch, length, heads).transpose(1, 2)
 
 
 @torch.library.custom_op("litft::attend_documents_backward", mutates_args=())
@@ -141,67 +192,84 @@ def attend_documents_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
+    batch, heads, length, width = q.shape
+    bounds = tuple(starts.tolist())
     if q.dtype == torch.bfloat16 and not window:
-        return _gradients(grad, q, k, v, out, sums, starts, scale)
-    grads = tuple(_rows_first(x) for x in (q, k, v))
-    for part in _parts(starts, q.size(0), q.size(2)):
-        found = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *(part.of(x) for x in (grad, q, k, v, out, sums)), 0.0, **_masking(part, window, q), scale=scale
-        )
-        for whole, value in zip(grads, found, strict=True):
-            part.of(whole).copy_(value)
-    return grads
+        return _gradients(grad, q, k, v, out, sums, bounds, scale)
+    groups = _groups(bounds, heads, 1)
+    rows = [groups.gather(_by_token(x)) for x in (grad, q, k, v, out, sums)]
+    groups.without_beyond(rows[0])
+    found = []
+    for shape, *parts, s in zip(groups.shapes, *(groups.split(x) for x in rows), strict=True):
+        own = [part.view(*shape, -1, width).transpose(1, 2) for part in parts]
+        own.append(s.view(*shape, heads).transpose(1, 2))
+        backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
+        found.append(backward(*own, 0.0, **_masking(own[1], window), scale=scale))
+    grads = (groups.spread(torch.cat([_by_token(x) for x in part])) for part in zip(*found, strict=True))
+    return tuple(x.view(batch, length, -1, width).transpose(1, 2) for x in grads)
 
 
-def _masking(part: Part, window: int, q: Tensor) -> dict[str, bool | Tensor | None]:
+def _masking(q: Tensor, window: int) -> dict[str, bool | Tensor | None]:
     """What torch's kernel is told of what is visible."""
-    length = part.stop - part.start
-    if not 0 < window < length:
+    if not 0 < window < q.size(2):
         return {"is_causal": True}
-    x = q[:1, :, :length]
-    hidden = ~visible(x, x, None, window)
+    hidden = ~visible(q, q, None, window)
     return {"is_causal": False, "attn_mask": torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)}
 
 
 def _gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bounds: tuple[int, ...], scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Attention's backward (arXiv 2205.14135, appendix B.2) as bf16 matrix products; torch's kernel takes twice the time.
 
     With P = exp(scale Q K^T - sums): dV = P^T dO, dS = P * (dO V^T - rowsum(dO * O)), dQ = scale dS K, dK = scale dS^T Q.
     What is subtracted from a product is made part of it, as columns that meet ones: so it happens in the fp32 in which the
-    product is summed, and no score is rounded while it is large.
+    product is summed, and no score is rounded while it is large. The columns stay until the end: products of whole
+    matrices are not copied first.
     """
-    width, heads, groups = q.size(-1), q.size(1), k.size(1)
+    batch, heads, length, width = q.shape
     power = math.frexp(scale)[0] == 0.5  # then it multiplies a number without rounding it
     inner, outer = (scale, 1.0) if power else (1.0, scale)
-    queries = torch.cat((q * inner, _split(sums / -outer)), -1)
-    rates = torch.cat((grad, _split(-(grad.float() * out).sum(-1))), -1)
-    keys, values = (F.pad(x, (0, PIECES), value=1.0) for x in (k, v))
-    d_q, d_k, d_v = (_rows_first(x) for x in (q, k, v))
-    for part in _parts(starts, q.size(0), q.size(2)):
-        length = part.stop - part.start
-        key, value = (part.of(x).flatten(0, 1) for x in (keys, values))  # (B K, T, D + PIECES)
-        sum_k, sum_v = torch.zeros(2, *key.shape[:2], width) if length > QUERIES else (0, 0)  # fp32
-        for start in range(0, length, QUERIES):
-            stop = min(length, start + QUERIES)
-            rows = part._replace(start=part.start + start, stop=part.start + stop)
-            # the queries that share keys, one behind the other: (B K, H / K * n, D + PIECES)
-            own, rate = (rows.of(x).reshape(key.size(0), -1, x.size(-1)) for x in (queries, rates))
-            shares = torch.bmm(own, key[:, :stop].mT)  # (B K, H / K * n, S)
-            shares = (shares if power else shares.mul_(outer)).exp_()
-            shares.view(-1, stop - start, stop).tril_(start)
-            d_scores = torch.bmm(rate, value[:, :stop].mT).mul_(shares)
-            rows.of(d_q).copy_(torch.bmm(d_scores, key[:, :stop, :width]).view(-1, heads, stop - start, width))
-            of_k, of_v = torch.bmm(d_scores.mT, own[..., :width]), torch.bmm(shares.mT, rate[..., :width])
-            if length > QUERIES:
-                sum_k[:, :stop] += of_k
-                sum_v[:, :stop] += of_v
-            else:
-                sum_k, sum_v = of_k, of_v
-        part.of(d_k).copy_(sum_k.view(-1, groups, length, width))
-        part.of(d_v).copy_(sum_v.view(-1, groups, length, width))
+    of_q, of_k = _groups(bounds, heads, heads), _groups(bounds, heads, k.size(1))
+    rate = _by_head(grad)
+    queries = of_q.gather(torch.cat((_by_head(q) * inner, _split(_by_token(sums).flatten() / -outer)), -1))
+    rates = of_q.gather(torch.cat((rate, _split(-(rate.float() * _by_head(out)).sum(-1))), -1))
+    keys, values = (of_k.gather(F.pad(_by_head(x), (0, PIECES), value=1.0)) for x in (k, v))
+    of_q.without_beyond(rates)
+    d_q, d_k, d_v = (torch.empty_like(x) for x in (queries, keys, values))
+    shared = [of_k.split(x) for x in (keys, values, d_k, d_v)]
+    for (count, size), *parts in zip(of_q.shapes, *(of_q.split(x) for x in (queries, rates, d_q)), *shared, strict=True):
+        _add_up(*(part.view(count * k.size(1), -1, size, width + PIECES) for part in parts), 1.0 if power else outer)
+
+    def whole(groups: Groups, rows: Tensor) -> Tensor:
+        return groups.spread(rows[:, :width]).view(batch, length, -1, width).transpose(1, 2)
+
+    d_q, d_k, d_v = whole(of_q, d_q), whole(of_k, d_k), whole(of_k, d_v)
     return d_q.mul_(scale), d_k if power else d_k.mul_(outer), d_v
+
+
+def _add_up(
+    query: Tensor, rate: Tensor, d_q: Tensor, key: Tensor, value: Tensor, d_k: Tensor, d_v: Tensor, scale: float
+) -> None:
+    """A group's gradients, into d_q (N K, H / K, length, W) and d_k, d_v (N K, 1, length, W); the rest alike."""
+    key, value, length, step = key[:, 0], value[:, 0], key.size(2), _queries(key.size(2))
+    sum_k, sum_v = torch.zeros(2, *key.shape) if step < length else (0, 0)  # fp32
+    for start in range(0, length, step):
+        stop = min(length, start + step)
+        # the queries that share keys, one behind the other: (N K, H / K * n, W)
+        own, own_rate = (x[:, :, start:stop].reshape(len(key), -1, key.size(-1)) for x in (query, rate))
+        shares = torch.bmm(own, key[:, :stop].mT)  # (N K, H / K * n, S)
+        shares = (shares if scale == 1 else shares.mul_(scale)).exp_()
+        shares.view(-1, stop - start, stop).tril_(start)
+        d_scores = torch.bmm(own_rate, value[:, :stop].mT).mul_(shares)
+        d_q[:, :, start:stop] = torch.bmm(d_scores, key[:, :stop]).view(*d_q.shape[:2], stop - start, -1)
+        of_k, of_v = torch.bmm(d_scores.mT, own), torch.bmm(shares.mT, own_rate)
+        if step < length:
+            sum_k[:, :stop] += of_k
+            sum_v[:, :stop] += of_v
+        else:
+            sum_k, sum_v = of_k, of_v
+    d_k[:, 0], d_v[:, 0] = sum_k, sum_v
 
 
 PIECES = 3
@@ -221,7 +289,8 @@ def _rows_first(x: Tensor) -> Tensor:
 
 @attend_documents.register_fake
 def _(q, k, v, starts, window, scale):
-    return _rows_first(q), q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
+    sums = q.new_empty(q.size(0), q.size(2), q.size(1), dtype=torch.promote_types(q.dtype, torch.float32))
+    return _rows_first(q), sums.transpose(1, 2)
 
 
 @attend_documents_backward.register_fake
@@ -242,12 +311,14 @@ attend_documents.register_autograd(_backward, setup_context=_keep)
 
 
 def _each_plainly(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, *settings) -> Tensor:
-    """Attention written out, document after document."""
+    """Attention written out, group after group of documents."""
+    batch, heads, length, width = q.shape
+    groups = _groups(tuple(documents.starts.tolist()), heads, 1)
     out = []
-    for part in _parts(documents.starts, q.size(0), q.size(2)):
-        own = [part.of(x) for x in (q, k, v)]
-        out.append(attend_plainly(*own, visible(own[0], own[1], None, window), *settings).transpose(1, 2).flatten(0, 1))
-    return torch.cat(out).unflatten(0, (q.size(0), q.size(2))).transpose(1, 2)
+    for shape, *parts in zip(groups.shapes, *(groups.split(groups.gather(_by_token(x))) for x in (q, k, v)), strict=True):
+        own = [part.view(*shape, -1, width).transpose(1, 2) for part in parts]
+        out.append(_by_token(attend_plainly(*own, visible(own[0], own[1], None, window), *settings)))
+    return groups.spread(torch.cat(out)).view(batch, length, heads, -1).transpose(1, 2)
 
 
 # ---- the plain form -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from litft.attention import Documents, attend, attend_plainly, visible
+from litft.attention import Documents, attend, attend_documents, attend_documents_backward, attend_plainly, visible
 from litft.cache import LayerCache
 
 
@@ -24,19 +24,20 @@ def test_fused_is_plain(window, packed):
     torch.testing.assert_close(attend(q, k, v, documents, window), expected, rtol=1e-5, atol=1e-6)
 
 
-LENGTHS = [40, 1, 200, 15, 450, 6]  # of documents, more and fewer than a block of queries
+LENGTHS = [40, 1, 200, 15, 450, 6, 38, 195, 700, 440]  # of documents: like ones, and one that is computed in parts
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.bfloat16, 1e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize(
-    "packed, window, scale, width", [(True, None, None, 64), (True, 37, None, 64), (False, None, 0.3, 48)]
+    "packed, window, scale, width, shared",
+    [(True, None, None, 64, 2), (True, 37, None, 64, 2), (False, None, 0.3, 48, 2), (False, None, None, 64, 1)],
 )
-def test_gradients_are_those_of_attention_in_fp64(dtype, most, packed, window, scale, width):
+def test_gradients_are_those_of_attention_in_fp64(dtype, most, packed, window, scale, width, shared):
     """Of packed documents and of whole rows; a scale that is no power of two; scores of up to 30."""
     torch.manual_seed(0)
     rows, length = (1, sum(LENGTHS)) if packed else (3, 250)
-    q, k, v = (torch.randn(rows, heads, length, width).to(dtype) for heads in (6, 2, 2))
-    documents = Documents.of(torch.arange(6).repeat_interleave(torch.tensor(LENGTHS))[None]) if packed else None
+    q, k, v = (torch.randn(rows, heads, length, width).to(dtype) for heads in (6, shared, shared))
+    documents = Documents.of(torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]) if packed else None
     inputs = [(2 * q).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
     exact = [x.detach().double().requires_grad_() for x in inputs]
     expected = attend_plainly(*exact, visible(q, k, documents, window), scale=scale)
@@ -48,6 +49,29 @@ def test_gradients_are_those_of_attention_in_fp64(dtype, most, packed, window, s
     )
     for a, b in pairs:
         assert float((a.double() - b).norm() / b.norm()) < most
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ends", [[12, 24], [5, 11, 12, 24]])
+def test_the_compiler_is_told_what_comes_out(dtype, ends):
+    q = torch.randn(2, 12, 4, 8).to(dtype).transpose(1, 2)
+    k, v = q[:, :1], q[:, 1:2]
+    starts = torch.tensor([0, *ends], dtype=torch.int32)
+    torch.library.opcheck(attend_documents, (q, k, v, starts, 0, 0.5), test_utils="test_faketensor")
+    out, sums = attend_documents(q, k, v, starts, 0, 0.5)
+    given = (torch.randn_like(q), q, k, v, out, sums, starts, 0, 0.5)
+    torch.library.opcheck(attend_documents_backward, given, test_utils="test_faketensor")
+
+
+@pytest.mark.parametrize("window, softcap, sinks", [(None, 5.0, False), (4, None, True)])
+def test_soft_cap_and_sinks_see_their_document_alone(window, softcap, sinks):
+    inputs = [x.requires_grad_() for x in tensors(29, 29)]
+    documents = Documents.of(torch.tensor([[0] * 7 + [1] * 12 + [2] * 10, [4] * 15 + [2] * 8 + [3] * 6]))
+    settings = (softcap, torch.randn(4) if sinks else None)
+    expected = attend_plainly(*inputs, visible(*inputs[:2], documents, window), *settings)
+    found, grad = attend(*inputs, documents, window, *settings), torch.randn_like(expected)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad))
 
 
 @pytest.mark.parametrize("window", [None, 4, 50])
