@@ -54,20 +54,23 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, over: int) -> Tensor:
-        wide, ctx.dims = x.float(), tuple(range(-over, 0))
-        inverse = torch.rsqrt(wide.square().mean(ctx.dims, keepdim=True) + eps)
+        ctx.dims, ctx.count = tuple(range(-over, 0)), math.prod(x.shape[-over:])
+        # one pass, without the squares
+        length = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=torch.float32)
+        inverse = torch.rsqrt(length.square_().div_(ctx.count).add_(eps))
         ctx.save_for_backward(x, weight, inverse)
-        y = wide * inverse
+        y = x.to(torch.float32, copy=True).mul_(inverse)
         return (y if weight is None else y.mul_(weight)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, inverse = ctx.saved_tensors
-        y, grad = x.float() * inverse, grad.float()
-        d_weight = (grad * y).flatten(0, -weight.dim() - 1).sum(0) if ctx.needs_input_grad[1] else None
-        grad = grad if weight is None else grad * weight
-        d_x = torch.addcmul(grad, y, (grad * y).mean(ctx.dims, keepdim=True), value=-1).mul_(inverse)
-        return d_x.to(x.dtype), d_weight, None, None
+        wide, d_x = x.float(), grad.to(torch.float32, copy=True)
+        d_weight = (d_x * wide).mul_(inverse).flatten(0, -weight.dim() - 1).sum(0) if ctx.needs_input_grad[1] else None
+        if weight is not None:
+            d_x.mul_(weight)
+        along = (d_x * wide).sum(ctx.dims, keepdim=True).mul_(inverse.square()).div_(-ctx.count)
+        return d_x.addcmul_(wide, along).mul_(inverse).to(x.dtype), d_weight, None, None
 
 
 class Attention(nn.Module):

@@ -117,17 +117,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is turned back by the same angles: a third of the work of differentiating each product."""
+    """Its gradient is turned back by the same angles: a third of the work of differentiating each product.
+
+    Rounded as `_rotated` rounds, in fewer and larger operations.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _rotated(x, cos, sin)
+        return _turned(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _rotated(grad, cos, -sin), None, None
+        return _turned(grad, cos, -sin), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = cos.size(-1)
+    y = torch.empty_like(x)
+    y[..., 2 * half :] = x[..., 2 * half :]
+    x, turned = x[..., : 2 * half], y[..., : 2 * half]
+    torch.mul(x, torch.cat((cos, cos), -1), out=turned)
+    crossed = x * torch.cat((sin, sin), -1)
+    turned[..., :half].sub_(crossed[..., half:])
+    turned[..., half:].add_(crossed[..., :half])
+    return y
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
