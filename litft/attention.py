@@ -2,6 +2,7 @@
 
 import inspect
 import math
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from litft.cache import LayerCache
@@ -28,6 +30,7 @@ class Documents(NamedTuple):
 
     ids: Tensor  # (B, T) integers, one value a document of its row
     starts: Tensor  # (N + 1,) int32: where documents begin among the flattened B x T tokens, and B x T itself
+    masks: dict[int | None, BlockMask] | None = None  # by window, for flex_attention, which is to be used where they are
 
     @classmethod
     def of(cls, ids: Tensor) -> "Documents":
@@ -35,6 +38,21 @@ class Documents(NamedTuple):
         begins = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
         starts = F.pad(begins.nonzero()[:, 0], (0, 1), value=ids.numel())
         return cls(ids, starts.to(torch.int32))
+
+    def with_masks(self, windows: Iterable[int | None]) -> "Documents":
+        """With the blocks of queries and keys that see each other; made by the device, which is not waited for."""
+        batch, length = self.ids.shape
+
+        def seen(window: int | None, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            own = (key <= query) & (self.ids[row, query] == self.ids[row, key])
+            return own if window is None else own & (query - key < window)
+
+        def mask(window: int | None) -> BlockMask:
+            return create_block_mask(
+                lambda row, _, query, key: seen(window, row, query, key), batch, None, length, length, self.ids.device
+            )
+
+        return self._replace(masks={window: mask(window) for window in windows})
 
 
 def attend(
@@ -62,6 +80,8 @@ def attend(
     scale = q.size(-1) ** -0.5 if scale is None else scale
     square, on_cpu = q.size(2) == k.size(2), q.device.type == "cpu"
     if softcap is not None or sinks is not None:
+        if documents is not None and documents.masks and square:
+            return _attend_flex(q, k, v, documents.masks[window], softcap, sinks, scale)
         if documents is not None and square and on_cpu:
             return _each_plainly(q, k, v, documents, window, softcap, sinks, scale)
         return attend_plainly(q, k, v, visible(q, k, documents, window), softcap, sinks, scale)
@@ -91,6 +111,23 @@ def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int 
     seen = (-1 if window is None else window - 1, 0)
     y = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=seen, **GROUPED)
     return y.unflatten(0, (rows, longest)).transpose(1, 2)
+
+
+def _attend_flex(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, softcap: float | None, sinks: Tensor | None, scale: float
+) -> Tensor:
+    """The kernel that the compiler makes for changed scores (arXiv 2412.05496). A sink takes its part of each softmax."""
+
+    cap = None if softcap is None else q.new_full((), softcap, dtype=torch.float32)  # the compiler takes no number here
+
+    def capped(score: Tensor, *_: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    change, grouped = None if softcap is None else capped, q.size(1) != k.size(1)
+    if sinks is None:
+        return flex_attention(q, k, v, change, mask, scale, grouped)
+    y, aux = flex_attention(q, k, v, change, mask, scale, grouped, return_aux=AuxRequest(lse=True))
+    return y * torch.sigmoid(aux.lse - sinks.float()[:, None])[..., None].to(y.dtype)
 
 
 # ---- on a CPU -------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from torch.utils.weak import WeakIdKeyDictionary
 
+from litft.attention import Documents
 from litft.model import GPT
 from litft.peft.parts import mixed
 
@@ -41,17 +42,27 @@ def recompute(model: GPT, kind: str) -> None:
         module.draws = any(getattr(part, "lora_dropout", 0.0) for part in module.modules())
 
 
+class Compiled(nn.Module):
+    """A network of compiled blocks."""
+
+    def arranged(self, documents: Documents | None, tokens: Tensor) -> Documents | None:
+        """On a GPU, where scores are changed before the softmax, with what its compiled attention needs."""
+        if documents is not None:  # Dynamo may take their count for a constant, unless it is told
+            torch._dynamo.maybe_mark_dynamic(documents.starts, 0)
+        changed = self.config.attention_softcap is not None or self.config.sinks
+        if not (changed and tokens.is_cuda and torch.is_grad_enabled() and is_compiled(self)):
+            return documents
+        if documents is None:  # each row is one
+            begins = torch.arange(tokens.size(0) + 1, device=tokens.device, dtype=torch.int32)
+            documents = Documents(torch.zeros_like(tokens), begins * tokens.size(1))
+        return documents.with_masks({layer.window for layer in self.config.layers})
+
+
 def compile_blocks(model: GPT) -> None:
     """Each block by torch.compile, for any count of tokens and documents; blocks that are alike share a graph."""
-    model.register_forward_pre_hook(_any_count_of_documents, with_kwargs=True)
+    model.__class__ = mixed(Compiled, type(model))
     for block in model.blocks:
         block.compile(dynamic=True)
-
-
-def _any_count_of_documents(model: GPT, inputs: tuple, named: dict[str, Any]) -> None:
-    """Dynamo may take the count for a constant, unless it is told."""
-    if (documents := named.get("documents")) is not None and not isinstance(documents, Tensor):
-        torch._dynamo.maybe_mark_dynamic(documents.starts, 0)
 
 
 def is_compiled(model: GPT) -> bool:

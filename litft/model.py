@@ -222,6 +222,7 @@ class GPT(nn.Module):
         if self.training and self.neftune_alpha:
             x = with_noise(x, self.neftune_alpha, targets, ids)
         angles = self.angles(positions, cache, x.dtype)
+        documents = self.arranged(documents, tokens)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_of, strict=True)):
             layer_cache = cache.layers[index] if cache else None
             x = block(x, angles[rotary] if rotary is not None else None, documents, layer_cache)
@@ -230,6 +231,10 @@ class GPT(nn.Module):
             smoothing = self.label_smoothing if self.training else 0.0
             return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap, smoothing, kept)
         return capped(self.lm_head(x), self.config.logit_softcap)
+
+    def arranged(self, documents: Documents | None, tokens: Tensor) -> Documents | None:
+        """What the blocks are told of the documents: the seam of compiled ones."""
+        return documents
 
     def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """The residual stream's first state; the scale is rounded to the weights' dtype, as Gemma was trained."""
