@@ -24,6 +24,7 @@ from litft.flops import Flops
 from litft.folder import Source
 from litft.loss import AT_ONCE, CHUNK, summed_cross_entropy
 from litft.model import GPT
+from litft.offload import waits
 from litft.optim import state_bytes
 from litft.parallel import DTYPES
 from litft.peft import Method
@@ -94,13 +95,14 @@ def predict(
     recomputed: str = "none",
     device: str = "cuda",
     in_backward: bool = False,
+    cpu_offload: str = "none",
 ) -> Plan:
     """The plan of training `source` by `method`, which has chosen its targets.
 
     precision: what the network computes in (bf16, bf16-true, fp32). quantize: the base's kind, or none. optimizer: one of
-    OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: whether
-    gradients are forgotten as soon as they are used. CUDA itself and the caching of torch's allocator
-    take half a GiB to one besides.
+    OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: whether gradients are forgotten as
+    soon as they are used. cpu_offload: none, parameters, or activations, of which the plan counts all as if they stayed.
+    CUDA itself and the caching of torch's allocator take half a GiB to one besides.
     """
     method = copy.copy(method)
     method.tokens = {}  # some rows, which are too few to matter and want real ids
@@ -116,6 +118,9 @@ def predict(
         flops = Flops(model)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         weights, dequantized = _weights(model, method, quantize, compute)
+        if cpu_offload == "parameters":
+            waiting = [sum(p.nbytes for p in block.parameters() if waits(p)) for block in model.blocks]
+            weights += min(sum(waiting), 2 * max(waiting)) - sum(waiting)
         recompute(model.train(), recomputed)
         activations, backward = _blocks(model, shape, compute, in_backward)
         memory = Memory(
@@ -171,6 +176,7 @@ class Fit(NamedTuple):
     rows: int
     recomputed: str
     quantize: str
+    cpu_offload: str
     plan: Plan
 
     @property
@@ -179,30 +185,32 @@ class Fit(NamedTuple):
         flops = self.plan.flops
         tokens = self.plan.memory.shape.rows * self.plan.memory.shape.tokens
         slower = QUANTIZED_COST if self.quantize != "none" else 1.0
-        return (flops.per_token + flops.forward[self.recomputed]) * (1 + FEW / tokens) * slower
+        fetched = FETCHED_COST * self.plan.parameters / tokens if self.cpu_offload == "parameters" else 0.0
+        return (flops.per_token + flops.forward[self.recomputed]) * (1 + FEW / tokens) * slower + fetched
 
 
 FEW = 128  # tokens of a micro-batch that cost a GPU as much as twice as many
 QUANTIZED_COST = 1.05  # of dequantizing each weight before its product
+FETCHED_COST = 50_000  # FLOPs that a GPU could make while a frozen number comes over PCIe, forward and backward
 
 
 def fastest(
-    planned: Callable[[int, str, str], Plan],
+    planned: Callable[[int, str, str, str], Plan],
     rows: Sequence[int],
     recomputed: Sequence[str],
-    quantized: Sequence[str],
+    held: Sequence[tuple[str, str]],
     budget: int,
 ) -> tuple[Fit | None, Fit]:
     """The fastest of these settings whose peak is within `budget` bytes, None where there is none; and the smallest.
 
-    planned: the plan for rows, recomputed and quantize. rows and recomputed: from few to many, from the fastest to the
-    smallest.
+    planned: the plan for rows, recomputed, quantize and cpu_offload. rows and recomputed: from few to many, from the fastest
+    to the smallest. held: how the weights may be, (quantize, cpu_offload), the fastest first.
     """
     found, smallest = [], None
-    for quantize in quantized:
-        for kind in recomputed:
+    for quantize, offload in held:
+        for kind in recomputed if offload != "parameters" else ("full",):
             for count in rows:
-                fit = Fit(count, kind, quantize, planned(count, kind, quantize))
+                fit = Fit(count, kind, quantize, offload, planned(count, kind, quantize, offload))
                 smallest = min(smallest or fit, fit, key=lambda each: each.plan.memory.peak)
                 if fit.plan.memory.peak > budget:
                     break

@@ -112,7 +112,7 @@ class Preview:
         if train.activation_checkpointing == "auto":
             kinds = list(RECOMPUTED)
 
-        def planned(count: int, kind: str, quantize: str) -> Plan:
+        def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
             if count != self.layout.rows:
                 self.lay_out(replace(first, rows=count))
             return predict(
@@ -125,9 +125,11 @@ class Preview:
                 kind,
                 device.type,
                 train.optimizer_in_backward,
+                offload,
             )
 
-        found, smallest = fastest(planned, rows, kinds, [job.quantize], int(FILLED * memory_there(device)))
+        held = [(job.quantize, train.cpu_offload)]
+        found, smallest = fastest(planned, rows, kinds, held, int(FILLED * memory_there(device)))
         chosen = found or smallest
         self.recomputed, self.plan = chosen.recomputed, chosen.plan
         if chosen.rows != self.layout.rows:
@@ -314,7 +316,8 @@ def prepare_data(args: PrepareArgs) -> None:
 def setting_flags(fit: Fit) -> str:
     """Settings as the flags of a fine-tuning command."""
     flags = [f"--train.micro_batch_size {fit.rows}", f"--train.activation_checkpointing {fit.recomputed}"]
-    return " ".join(flags + ([f"--quantize {fit.quantize}"] if fit.quantize != "none" else []))
+    flags += [f"--quantize {fit.quantize}"] if fit.quantize != "none" else []
+    return " ".join(flags + ([f"--train.cpu_offload {fit.cpu_offload}"] if fit.cpu_offload != "none" else []))
 
 
 def plan(args: PlanArgs) -> None:
@@ -332,14 +335,16 @@ def plan(args: PlanArgs) -> None:
     source.check_length("--max_seq_length", args.max_seq_length)
     tokens = length_limit(args.max_seq_length, source.config.context)
 
-    def planned(rows: int, recomputed: str, quantize: str) -> Plan:
+    def planned(rows: int, recomputed: str, quantize: str, offload: str) -> Plan:
         shape = Shape(rows, tokens, args.accumulate)
-        return predict(source, method, args.precision, quantize, shape, args.optimizer, recomputed)
+        return predict(source, method, args.precision, quantize, shape, args.optimizer, recomputed, cpu_offload=offload)
 
     if args.budget:
         rows = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or count * tokens <= MOST_TOKENS]
-        quantized = [args.quantize] if args.quantize != "none" or args.method == "full" else ["none", "nf4"]
-        fit, smallest = fastest(planned, rows, RECOMPUTED, quantized, size(args.budget))
+        held = [(args.quantize, args.cpu_offload)]
+        if held == [("none", "none")] and args.method != "full":
+            held += [("nf4", "none"), ("none", "parameters")]
+        fit, smallest = fastest(planned, rows, RECOMPUTED, held, size(args.budget))
         if fit is None:
             least = f"{smallest.plan.memory.peak / 2**30:.1f} GiB with {setting_flags(smallest)}"
             remedy = "shorten --max_seq_length, or choose another method"
@@ -347,7 +352,7 @@ def plan(args: PlanArgs) -> None:
         print(f"the fastest that fits into {args.budget}: {setting_flags(fit)}")
         found = fit.plan
     else:
-        found = planned(args.micro_batch_size, args.activation_checkpointing, args.quantize)
+        found = planned(args.micro_batch_size, args.activation_checkpointing, args.quantize, args.cpu_offload)
     flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"
     print(f"{source.folder}: {found.title_line(method.title)}")

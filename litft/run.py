@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from litft import checkpoint, runs
 from litft.args import FinetuneArgs, seconds
-from litft.blockwise import compile_blocks, offload_activations, recompute
+from litft.blockwise import compile_blocks, recompute
 from litft.data.load import Data
 from litft.evaluate import Validation
 from litft.flops import peak_flops
@@ -24,6 +24,7 @@ from litft.folder import base_record, copy_tokenizer
 from litft.job import Job
 from litft.loggers import make_logger, row_sink
 from litft.metrics import Metrics
+from litft.offload import offload_activations, offload_parameters
 from litft.parallel import HostGroup, machine_lines
 from litft.preview import Preview, histogram
 from litft.report import Report, write_report
@@ -42,12 +43,8 @@ class Run:
         self.precision = job.precision(fabric.device)
         self.preview = Preview(args, data, job.tokenizer, fabric.world_size)
         self.preview.settle(job, self.precision, fabric.device)
-        self.model, self.parameters = job.build(self.precision, fabric.device)
-        recompute(self.model, self.preview.recomputed)
-        if fabric.device.type == "cuda" if args.train.compile is None else args.train.compile:
-            compile_blocks(self.model)
-        if args.train.cpu_offload == "activations":
-            offload_activations(self.model, fabric.device)
+        self.model, self.parameters = job.build(self.precision, "cpu" if self.on_host else fabric.device)
+        self._arrange_blocks()
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.peak = peak_flops(fabric.device, self.precision)
         self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
@@ -56,6 +53,21 @@ class Run:
         self.logged_as: list[str] | None = None  # who logged the run that goes on, and what they called it
         self.limit = seconds(args.train.max_time or "") or math.inf
         self.begun, self.elapsed, self.clock = 0, 0.0, time.monotonic()  # elapsed: as all processes see it
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the blocks' frozen weights wait in the host's memory."""
+        return self.args.train.cpu_offload == "parameters"
+
+    def _arrange_blocks(self) -> None:
+        train, device = self.args.train, self.fabric.device
+        if self.on_host:
+            offload_parameters(self.model, device)
+        recompute(self.model, self.preview.recomputed)
+        if train.compile if train.compile is not None else device.type == "cuda" and not self.on_host:
+            compile_blocks(self.model)
+        if train.cpu_offload == "activations":
+            offload_activations(self.model, device)
 
     @property
     def steps(self) -> int:

@@ -67,6 +67,9 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
         raise ValueError(
             f"--train.cpu_offload {args.train.cpu_offload}: without a GPU all is in the host's memory; leave it out"
         )
+    if args.train.cpu_offload == "parameters" and (job.quantize != "none" or job.method.name == "full"):
+        reason = "what is trained stays on the GPU" if job.method.name == "full" else "quantized weights stay on the GPU"
+        raise ValueError(f"--train.cpu_offload parameters: {reason}; leave it out")
     check_logger(args.logger)
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
     data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
@@ -166,7 +169,7 @@ class Training(Run):
             self.open_folder()
         self.metrics.before = self.fabric.broadcast(self.metrics.before)  # whatever goes by it, all processes do alike
         self.validation.go_on(self.metrics.before)
-        model, optimizer = self.fabric.setup(self.model, optimizer)
+        model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not self.on_host)
         if self.main:
             self.say("\n".join([*damaged, *self.headline]))
         self._fit(model, optimizer)

@@ -3,17 +3,19 @@
 import pytest
 import torch
 import torch._dynamo.utils
+from conftest import script
 from torch import nn
 
-from litft import blockwise
-from litft.args import LoRAArgs
-from litft.blockwise import as_written, compile_blocks, is_compiled, offload_activations, recompute, run_uncompiled
+from litft import offload
+from litft.args import LoRAArgs, LoRAFinetuneArgs, TrainArgs
+from litft.blockwise import as_written, compile_blocks, is_compiled, recompute, run_uncompiled
 from litft.config import Norm
 from litft.data.samples import Sample
 from litft.data.steps import Layout
 from litft.folder import resolve
 from litft.mlp import ACTIVATIONS, _Gated
 from litft.model import Normalize
+from litft.offload import offload_activations, offload_parameters
 from litft.peft import LoRA
 from litft.plan import Alive
 from litft.rope import rotate
@@ -80,16 +82,54 @@ def test_recomputed_keeps_less(tiny):
 
 def test_offloaded_is_kept_to_the_bit(tiny, monkeypatch):
     """On a CPU the copies lie beside the originals, and come back in the order that a GPU would see."""
-    monkeypatch.setattr(blockwise, "SMALLEST", 1)
+    monkeypatch.setattr(offload, "SMALLEST", 1)
     model, parameters = learner(tiny)
     loss, expected = gradients(model, parameters, batches())
     offload_activations(model, torch.device("cpu"))
     packed = []
-    monkeypatch.setattr(blockwise.Kept, "pack", count_calls(blockwise.Kept.pack, packed))
+    monkeypatch.setattr(offload.Kept, "pack", count_calls(offload.Kept.pack, packed))
     again, found = gradients(model, parameters, batches())
     numbers = [number for number in packed if isinstance(number, int)]
     assert len(packed) > len(numbers) > len(set(numbers)) > 20  # weights stay; what several products keep is copied once
     assert loss == again and all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_weights_that_wait_are_there_to_the_bit(tiny, monkeypatch, dora):
+    """Each block's own while it runs, forward and again backward, and those of the next; no others."""
+    monkeypatch.setattr(offload, "SMALLEST", 1)
+    model, parameters = learner(tiny, dora=dora)
+    loss, expected = gradients(model, parameters, batches())
+    offload_parameters(model, torch.device("cpu"))
+    recompute(model, "full")
+    weights, ran = model.blocks[0].weights, []
+    assert [len(waiting) for waiting in weights.waiting] == [9] * len(model.blocks)  # 7 matrices, 2 norms
+
+    def look(block, _):
+        there = [w.parameter.data_ptr() != w.host.data_ptr() for waiting in weights.waiting for w in waiting]
+        assert sum(there) == 9 and len(weights.fetched) <= 2
+        ran.append([block.number, *(number for number in weights.fetched if number != block.number)])
+
+    for block in model.blocks:
+        block.attention_norm.register_forward_pre_hook(lambda _, x, block=block: look(block, x))
+    (batch,) = batches(room=512)
+    gradients(model, parameters, [batch])
+    last = len(model.blocks) - 1
+    up, down = [[number, number + 1] for number in range(last)], [[number, number - 1] for number in range(last, 0, -1)]
+    assert ran == [*up, [last], *down, [0, 1]]
+    again, found = gradients(model, parameters, batches())
+    assert loss == again and all(torch.equal(found[name], expected[name]) for name in expected)
+    assert all(w.parameter.data_ptr() == w.host.data_ptr() for waiting in weights.waiting for w in waiting)
+
+
+def test_what_excludes_waiting_weights_is_told(tiny, examples, tmp_path):
+    given = dict(cpu_offload="parameters", compile=True, activation_checkpointing="selective")
+    found = LoRAFinetuneArgs(train=TrainArgs(**given), devices=2).problems()
+    remedies = ("use one", "leave --train.compile true out", "leave --train.activation_checkpointing selective out")
+    assert [line.split("; ")[1] for line in found if "cpu_offload" in line] == [*remedies]
+    words = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.cpu_offload", "parameters", "--out_dir", "run"]
+    done = script("finetune/lora.py", *words, "--accelerator", "cpu", cwd=tmp_path, code=2)
+    assert "without a GPU all is in the host's memory" in done.stderr and not (tmp_path / "run").exists()
 
 
 def count_calls(function, calls):

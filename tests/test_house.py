@@ -15,6 +15,7 @@ TIERS = [
     {"weights", "quantize", "adapter_files", "peft", "data"},
     {
         "blockwise",
+        "offload",
         "folder",
         "result",
         "optim",

@@ -198,10 +198,12 @@ def plan_script(shared, cwd, *flags, code=0):
 
 @pytest.mark.slow
 def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
-    """More memory buys weights in bf16, then nothing recomputed; what is too little is told what it would take."""
+    """More memory buys weights that stay, then bf16, then nothing recomputed; the least that is needed is told."""
     flags = {
-        size: plan_script(shared, tmp_path, "--budget", size).stdout.split("\n")[0] for size in ("9GiB", "20GiB", "80GiB")
+        size: plan_script(shared, tmp_path, "--budget", size).stdout.split("\n")[0]
+        for size in ("5GiB", "9GiB", "20GiB", "80GiB")
     }
+    assert flags["5GiB"].endswith("--train.activation_checkpointing full --train.cpu_offload parameters")
     assert flags["9GiB"].endswith("--train.activation_checkpointing full --quantize nf4")
     assert flags["80GiB"].endswith("--train.activation_checkpointing none")
     for size, line in flags.items():
@@ -211,8 +213,8 @@ def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
             shared, tmp_path, *(word for name, value in named.items() for word in (f"--{name}", value))
         ).stdout
         assert float(re.search(r"memory: ([\d.]+) GiB", again)[1]) <= float(size.removesuffix("GiB"))
-    less = plan_script(shared, tmp_path, "--budget", "4GiB", code=2).stderr
-    assert "the least that this needs is" in less and "--quantize nf4" in less
+    less = plan_script(shared, tmp_path, "--budget", "3GiB", code=2).stderr
+    assert "the least that this needs is" in less and "--train.cpu_offload parameters" in less
     assert "expected a size such as 24GiB" in plan_script(shared, tmp_path, "--budget", "lots", code=2).stderr
 
 

@@ -103,8 +103,9 @@ class TrainArgs:
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
     """Recompute the MLPs (selective) or whole blocks (full) in the backward pass instead of keeping what it needs. auto: as
     little of it as fits into memory."""
-    cpu_offload: Literal["none", "activations"] = "none"
-    """Keep what the backward pass needs in the host's memory meanwhile. It needs a GPU."""
+    cpu_offload: Literal["none", "activations", "parameters"] = "none"
+    """What waits in the host's memory while a GPU works: what the backward pass needs, or the blocks' frozen weights, each
+    block's being fetched while the one before it runs (blocks are recomputed then, and not compiled)."""
     optimizer: Optimizers = "adamw"
     """What makes the steps. 8-bit and paged AdamW and Lion are bitsandbytes' (pip install 'litft[quantize]'), schedule_free
     is its package's (pip install 'litft[schedulefree]'), the others are torch's. Each wants a learning_rate of its own."""
@@ -160,6 +161,13 @@ class TrainArgs:
             ]
             if self.optimizer == "schedule_free":
                 found.append("--train.optimizer_in_backward: schedule_free averages all weights at once; choose another")
+        if self.cpu_offload == "parameters":
+            kept = "" if self.activation_checkpointing in ("auto", "full") else self.activation_checkpointing
+            clashes = {"compile true": self.compile, f"activation_checkpointing {kept}": kept}
+            reason = "weights are fetched anew for the backward pass"
+            found += [
+                f"--train.cpu_offload parameters: {reason}; leave --train.{name} out" for name, on in clashes.items() if on
+            ]
         if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
             reason = "it averages the weights where others let the rate fall"
             found.append(f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant")
@@ -251,6 +259,8 @@ class FinetuneArgs:
             found.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
         if self.devices > 1 and self.train.optimizer_in_backward:
             found.append(f"--train.optimizer_in_backward: {self.devices} devices add their gradients up first; use one")
+        if self.devices > 1 and self.train.cpu_offload == "parameters":
+            found.append(f"--train.cpu_offload parameters: {self.devices} devices would each hold all of them; use one")
         found += [*self.data.problems(), *self.train.problems(), *self.eval.problems(), *self.save.problems()]
         if self.checkpoint_dir and not self.data.path:
             found.append("--data.path is missing: name the file of examples to learn from")

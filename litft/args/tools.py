@@ -46,8 +46,10 @@ class PlanArgs:
     """What makes the steps."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """What is recomputed in the backward pass: nothing, the MLPs, or whole blocks."""
+    cpu_offload: Literal["none", "parameters"] = "none"
+    """Whether the blocks' frozen weights wait in the host's memory."""
     budget: str | None = None
-    """Find the fastest micro-batches, recomputation and quantization that fit into this much memory: 24GiB, 80GB."""
+    """Find the fastest micro-batches, recomputation, quantization, offload that fit into so much memory: 24GiB, 80GB."""
     max_seq_length: int | None = None
     """Tokens of a row. Default: the model's context, at most 2048."""
     micro_batch_size: int = 1
@@ -76,6 +78,8 @@ class PlanArgs:
             found.append(f"--budget {self.budget}: expected a size such as 24GiB or 80GB")
         if self.method == "full" and self.quantize != "none":
             found.append(f"--quantize {self.quantize}: full fine-tuning changes every weight; use another method")
+        if self.cpu_offload != "none" and (self.method == "full" or self.quantize != "none"):
+            found.append(f"--cpu_offload {self.cpu_offload}: of frozen weights that are not quantized; leave it out")
         if self.method != "full" and self.precision == "bf16-true":
             found.append(
                 "--precision bf16-true is of full fine-tuning; the other methods keep frozen weights in bf16 anyway"

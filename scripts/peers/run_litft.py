@@ -70,12 +70,13 @@ class Litft(Contender):
         """Compiled, recomputed, offloaded, where asked for."""
         if setup["compile"] or setup["recomputed"] != "none" or setup["cpu_offload"] != "none":
             from litft import blockwise
+            from litft.offload import offload_activations
 
             blockwise.recompute(model, setup["recomputed"])
             if setup["compile"]:
                 blockwise.compile_blocks(model)
             if setup["cpu_offload"] == "activations":
-                blockwise.offload_activations(model, torch.device(setup["device"]))
+                offload_activations(model, torch.device(setup["device"]))
 
     def samples(self, samples: list[Sample]) -> list[data.Sample]:
         """As the loop takes them."""
