@@ -167,6 +167,27 @@ def test_the_benchmark_takes_turns(shared, tmp_path):
     assert "--peer nobody: neither a peer nor a commit" in done.stderr
 
 
+@pytest.mark.slow
+def test_the_plan_is_held_against_steps_and_goes_on(tiny, tmp_path):
+    words = [
+        "scripts/plan_accuracy.py",
+        "--checkpoint_dirs",
+        tiny,
+        "--methods",
+        "lora",
+        "--lengths",
+        "64",
+        "--precision",
+        "fp32",
+    ]
+    first = script(*words, "--activation_checkpointing", "none", cwd=tmp_path)
+    (cell,) = json.loads((tmp_path / "plan_accuracy.json").read_text()).values()
+    assert 0 < cell["planned_gib"] < cell["measured_gib"] and "1 cells of 1 ran" in first.stdout
+    again = script(*words, "--activation_checkpointing", "none,full", cwd=tmp_path)
+    cells = json.loads((tmp_path / "plan_accuracy.json").read_text())
+    assert len(cells) == 2 and cell in cells.values() and again.stderr.count("step 1 of 2") == 1
+
+
 def test_the_guide_to_a_family_shows_what_is_there():
     printed = run_guide("add_a_family.md", ROOT, {})
     assert "passed" in printed[0] and "| `ernie4_5` |" in printed[0]
