@@ -117,7 +117,6 @@ def _attend_flex(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, softcap: float | None, sinks: Tensor | None, scale: float
 ) -> Tensor:
     """The kernel that the compiler makes for changed scores (arXiv 2412.05496). A sink takes its part of each softmax."""
-
     cap = None if softcap is None else q.new_full((), softcap, dtype=torch.float32)  # the compiler takes no number here
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
@@ -165,16 +164,7 @@ class Groups(NamedTuple):
 @lru_cache(maxsize=8)  # the layers of a model ask for the same
 def _groups(bounds: tuple[int, ...], sharing: int, heads: int) -> Groups:
     """Groups of documents that begin at these tokens, of which `sharing` query heads compute scores; rows for `heads`."""
-    grouped: list[list[tuple[int, int]]] = []  # (length, begin) of documents, the longest first
-    for length, begin in sorted(((end - begin, -begin) for begin, end in pairwise(bounds)), reverse=True):
-        group = grouped[-1] if grouped else []
-        area = sum(own**2 for own, _ in group) + length**2
-        widest = group[0][0] if group else 0
-        filled = (len(group) + 1) * widest**2
-        if group and filled <= FILLED * area and (len(group) + 1) * sharing * widest * _queries(widest) <= SCORES:
-            group.append((length, -begin))
-        else:
-            grouped.append([(length, -begin)])
+    grouped = _alike(bounds, sharing)
     index, beyond = [], []
     for group in grouped:
         lengths, begins = torch.tensor(group)[:, :, None, None].unbind(1)  # (N, 1, 1)
@@ -188,6 +178,22 @@ def _groups(bounds: tuple[int, ...], sharing: int, heads: int) -> Groups:
     places, seen = torch.empty(bounds[-1] * heads, dtype=torch.int64), (~hidden).nonzero()[:, 0]
     places[rows[seen]] = seen
     return Groups(shapes, rows, places, hidden.nonzero()[:, 0] if hidden.any() else None)
+
+
+def _alike(bounds: tuple[int, ...], heads: int) -> list[list[tuple[int, int]]]:
+    """Documents of like length, the longest first: (length, begin) of each, group by group."""
+    grouped: list[list[tuple[int, int]]] = []
+    area = 0  # of a head's scores of the last group's documents
+    for begin, end in sorted(pairwise(bounds), key=lambda ends: (ends[0] - ends[1], ends[0])):
+        length, area = end - begin, area + (end - begin) ** 2
+        count, widest = (len(grouped[-1]) + 1, grouped[-1][0][0]) if grouped else (1, length)
+        fits = count * widest**2 <= FILLED * area and count * heads * widest * _queries(widest) <= SCORES
+        if grouped and fits:
+            grouped[-1].append((length, begin))
+        else:
+            grouped.append([(length, begin)])
+            area = length**2
+    return grouped
 
 
 def _queries(length: int) -> int:
