@@ -145,7 +145,7 @@ class Groups(NamedTuple):
 
     def gather(self, x: Tensor) -> Tensor:
         """The rows (R, W) of vectors (B T heads, W)."""
-        return x if self.index is None else x.index_select(0, self.index)
+        return x.contiguous() if self.index is None else x.index_select(0, self.index)
 
     def spread(self, rows: Tensor) -> Tensor:
         """Vectors (B T heads, W) from their rows (R, W)."""
@@ -162,6 +162,7 @@ class Groups(NamedTuple):
 
 
 @lru_cache(maxsize=8)  # the layers of a model ask for the same
+@torch.inference_mode(False)  # or training could not use what generation has left here
 def _groups(bounds: tuple[int, ...], sharing: int, heads: int) -> Groups:
     """Groups of documents that begin at these tokens, of which `sharing` query heads compute scores; rows for `heads`."""
     grouped = _alike(bounds, sharing)

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from litft.config import Config, Experts, Layer
 
@@ -50,6 +51,7 @@ class _Gated(torch.autograd.Function):
         return act(gate).mul_(up)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad: Tensor):
         gate, up = ctx.saved_tensors
         with torch.enable_grad():

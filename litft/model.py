@@ -56,16 +56,17 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, over: int) -> Tensor:
         ctx.dims, ctx.count = tuple(range(-over, 0)), math.prod(x.shape[-over:])
         # one pass, without the squares
-        length = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=torch.float32)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        length = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=wide)
         inverse = torch.rsqrt(length.square_().div_(ctx.count).add_(eps))
         ctx.save_for_backward(x, weight, inverse)
-        y = x.to(torch.float32, copy=True).mul_(inverse)
+        y = x.to(wide, copy=True).mul_(inverse)
         return (y if weight is None else y.mul_(weight)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, inverse = ctx.saved_tensors
-        wide, d_x = x.float(), grad.to(torch.float32, copy=True)
+        wide, d_x = x.to(inverse.dtype), grad.to(inverse.dtype, copy=True)
         d_weight = (d_x * wide).mul_(inverse).flatten(0, -weight.dim() - 1).sum(0) if ctx.needs_input_grad[1] else None
         if weight is not None:
             d_x.mul_(weight)

@@ -65,10 +65,15 @@ class Memory:
 
     def line(self) -> str:
         """In words, in GiB, or in MiB where it is little."""
-        unit, size = ("GiB", 2**30) if self.peak >= 2**30 else ("MiB", 2**20)
+        unit, size = unit_of(self.peak)
         kinds = ("weights", "gradients", "optimizer", "activations", "loss")
         parts = ", ".join(f"{kind} {getattr(self, kind) / size:.2f}" for kind in kinds)
         return f"{self.peak / size:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts})"
+
+
+def unit_of(size: int) -> tuple[str, int]:
+    """What so many bytes are counted in, and its bytes."""
+    return ("GiB", 2**30) if size >= 2**30 else ("MiB", 2**20)
 
 
 @dataclass(frozen=True)
@@ -180,13 +185,22 @@ class Fit(NamedTuple):
     plan: Plan
 
     @property
-    def cost(self) -> float:
-        """The time of a token, to compare with: its FLOPs, and what small micro-batches and quantized weights cost."""
+    def tokens(self) -> int:
+        """Of a micro-batch."""
+        return self.plan.memory.shape.rows * self.plan.memory.shape.tokens
+
+    @property
+    def slower(self) -> float:
+        """The time of a token as a part of that of its FLOPs: some are made again, weights may be waited for."""
         flops = self.plan.flops
-        tokens = self.plan.memory.shape.rows * self.plan.memory.shape.tokens
-        slower = QUANTIZED_COST if self.quantize != "none" else 1.0
-        fetched = FETCHED_COST * self.plan.parameters / tokens if self.cpu_offload == "parameters" else 0.0
-        return (flops.per_token + flops.forward[self.recomputed]) * (1 + FEW / tokens) * slower + fetched
+        fetched = FETCHED_COST * self.plan.parameters / self.tokens if self.cpu_offload == "parameters" else 0.0
+        return 1 + (flops.forward[self.recomputed] + fetched) / flops.per_token
+
+    @property
+    def cost(self) -> float:
+        """The time of a token, to compare with: also what small micro-batches and quantized weights cost."""
+        dequantized = QUANTIZED_COST if self.quantize != "none" else 1.0
+        return self.plan.flops.per_token * self.slower * (1 + FEW / self.tokens) * dequantized
 
 
 FEW = 128  # tokens of a micro-batch that cost a GPU as much as twice as many
@@ -286,7 +300,8 @@ def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool) -> 
     """
     angles = model.angles(torch.arange(shape.tokens)[None], None, dtype)
     embedding = model.embed.weight
-    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=embedding.requires_grad)
+    grows = any(parameter.requires_grad for parameter in model.embed.parameters())
+    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=grows)
     passages, alike = [], {}
     for layer, block, rotary in zip(model.config.layers, model.blocks, model.rotary_of, strict=True):
         key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)

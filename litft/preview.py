@@ -33,7 +33,7 @@ from litft.job import Job
 from litft.loss import IGNORED
 from litft.parallel import memory_there, pick_accelerator
 from litft.peft import method_of
-from litft.plan import Fit, Plan, Shape, fastest, predict
+from litft.plan import Fit, Plan, Shape, fastest, predict, unit_of
 from litft.tokenizer import Tokenizer
 
 MOST_TOKENS = 32768  # of a micro-batch that --budget looks at: larger ones are no faster
@@ -131,9 +131,13 @@ class Preview:
         held = [(job.quantize, train.cpu_offload)]
         found, smallest = fastest(planned, rows, kinds, held, int(FILLED * memory_there(device)))
         chosen = found or smallest
-        self.recomputed, self.plan = chosen.recomputed, chosen.plan
+        self.recomputed, self.plan, self.slower = chosen.recomputed, chosen.plan, chosen.slower
         if chosen.rows != self.layout.rows:
             self.lay_out(replace(first, rows=chosen.rows))
+        if train.optimizer_in_backward and self.shape().accumulated:
+            reason = f"steps of {train.global_batch_size} examples are several micro-batches"
+            remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
+            raise ValueError(f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}")
 
     def plan_lines(self, job: Job, precision: str, device: torch.device, peak: float | None) -> Iterator[str]:
         """What the run needs, on the machine at hand."""
@@ -143,7 +147,7 @@ class Preview:
         yield f"{what}: {plan.title_line(job.method.title)}"
         recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[self.recomputed]
         yield f"memory: {plan.memory.line()}{recomputed}"
-        yield time_line(self.flops(plan), "the run", chip, peak, self.layout.ranks)
+        yield time_line(self.flops(plan), self.slower, "the run", chip, peak, self.layout.ranks)
         if plan.memory.peak > (there := memory_there(device)):
             yield f"warning: that is more than the {there / 2**30:.1f} GiB there are; lower --train.micro_batch_size"
 
@@ -278,10 +282,13 @@ def data_report(preview: Preview, tokenizer: Tokenizer, count: int) -> Iterator[
     yield from samples_lines(preview, tokenizer, count)
 
 
-def time_line(flops: float, what: str, chip: str, peak: float | None, devices: int) -> str:
-    """What so many FLOPs come to on so many chips that can do `peak` a second."""
-    time = f"{duration(flops / (peak * SHARE * devices))} at {SHARE:.0%} of its peak" if peak else "whose peak is not known"
-    return f"{what}: {flops / 1e12:,.0f} TFLOPs; on {devices} x {chip}, {time}"
+def time_line(flops: float, slower: float, what: str, chip: str, peak: float | None, devices: int) -> str:
+    """What so many FLOPs, which take `slower` times as long, come to on so many chips that can do `peak` a second."""
+    time = "whose peak is not known"
+    if peak:
+        time = f"{duration(flops * slower / (peak * SHARE * devices))} at {SHARE:.0%} of its peak"
+    size = f"{flops / 1e12:,.0f}" if flops >= 1e13 else f"{flops / 1e12:.2g}"
+    return f"{what}: {size} TFLOPs; on {devices} x {chip}, {time}"
 
 
 def duration(seconds: float) -> str:
@@ -341,20 +348,25 @@ def plan(args: PlanArgs) -> None:
 
     if args.budget:
         rows = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or count * tokens <= MOST_TOKENS]
+        rows = [args.micro_batch_size] if args.micro_batch_size else rows
+        kinds = [args.activation_checkpointing] if args.activation_checkpointing else RECOMPUTED
         held = [(args.quantize, args.cpu_offload)]
         if held == [("none", "none")] and args.method != "full":
-            held += [("nf4", "none"), ("none", "parameters")]
-        fit, smallest = fastest(planned, rows, RECOMPUTED, held, size(args.budget))
+            held += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
+        fit, smallest = fastest(planned, rows, kinds, held, size(args.budget))
         if fit is None:
-            least = f"{smallest.plan.memory.peak / 2**30:.1f} GiB with {setting_flags(smallest)}"
+            unit, bytes_each = unit_of(smallest.plan.memory.peak)
+            least = f"{smallest.plan.memory.peak / bytes_each:.1f} {unit} with {setting_flags(smallest)}"
             remedy = "shorten --max_seq_length, or choose another method"
             raise ValueError(f"--budget {args.budget}: the least that this needs is {least}; {remedy}")
         print(f"the fastest that fits into {args.budget}: {setting_flags(fit)}")
-        found = fit.plan
     else:
-        found = planned(args.micro_batch_size, args.activation_checkpointing, args.quantize, args.cpu_offload)
+        kind = args.activation_checkpointing or ("full" if args.cpu_offload == "parameters" else "none")
+        setting = (args.micro_batch_size or 1, kind, args.quantize, args.cpu_offload)
+        fit = Fit(*setting, planned(*setting))
+    found = fit.plan
     flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"
     print(f"{source.folder}: {found.title_line(method.title)}")
     print(f"memory: {found.memory.line()}")
-    print(time_line(flops, what, args.chip, peak_of(args.chip, args.precision), args.devices))
+    print(time_line(flops, fit.slower, what, args.chip, peak_of(args.chip, args.precision), args.devices))

@@ -375,10 +375,6 @@ class Training(Run):
 
     def _fit(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Run the largest micro-batch of the whole run, beside the optimizer's state: what does not fit is told now."""
-        if self.args.train.optimizer_in_backward and self.preview.shape().accumulated:
-            reason = f"steps of {self.args.train.global_batch_size} examples are several micro-batches"
-            remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
-            raise ValueError(f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}")
         while True:
             reason = None
             try:

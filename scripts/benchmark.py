@@ -73,6 +73,13 @@ class BenchmarkArgs:
         found = [] if self.checkpoint_dir else ["--checkpoint_dir is missing"]
         counts = ("steps", "threads")
         found += [f"--{name} {getattr(self, name)}: must be at least 1" for name in counts if getattr(self, name) < 1]
+        found += [] if self.warmup >= 0 else [f"--warmup {self.warmup}: must be at least 0"]
+        if self.method == "full" and self.quantize != "none":
+            found.append(f"--quantize {self.quantize}: full fine-tuning changes every weight; leave it out")
+        if self.method != "full" and self.precision == "bf16-true":
+            found.append("--precision bf16-true: of full fine-tuning; use bf16")
+        if self.train.optimizer_in_backward or self.train.cpu_offload == "parameters":
+            found.append("--train.optimizer_in_backward and --train.cpu_offload parameters are not measured; leave them out")
         if self.peer and (self.method != "lora" or self.quantize != "none"):
             found.append(f"--peer {','.join(self.peer)}: compared is LoRA on unquantized weights")
         if self.peer and not self.data.path:

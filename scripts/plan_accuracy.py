@@ -19,6 +19,7 @@ from typing import Any, Literal
 from litft.cli import fail, parse, user_errors
 
 BENCHMARK = Path(__file__).parent / "benchmark.py"
+Cells = dict[str, dict[str, Any]]
 METHODS = {"full": ("full", "none"), "lora": ("lora", "none"), "qlora": ("lora", "nf4")}  # (method, quantize)
 
 
@@ -43,7 +44,12 @@ class AccuracyArgs:
 
     def problems(self) -> list[str]:
         """What is missing."""
-        return [] if self.checkpoint_dirs else ["--checkpoint_dirs is missing: name folders with a config.json"]
+        found = [] if self.checkpoint_dirs else ["--checkpoint_dirs is missing: name folders with a config.json"]
+        if min(self.lengths, default=0) < 1:
+            found.append(f"--lengths {self.lengths}: name at least one, each at least 1")
+        if self.precision == "bf16-true" and self.methods != ["full"]:
+            found.append("--precision bf16-true: of full fine-tuning; add --methods full")
+        return found
 
 
 def planned(folder: str, kind: str, length: int, recomputed: str, precision: str, device: str) -> float:
@@ -74,20 +80,40 @@ def measured(folder: str, kind: str, length: int, recomputed: str, precision: st
         return json.loads(out.read_text())["figures"]["litft"]["peak_memory_gib"] if done.returncode == 0 else None
 
 
+def begun(path: Path) -> Cells:
+    """What the file holds; it is written at once, so that what cannot be written is told before anything is measured."""
+    try:
+        cells = json.loads(path.read_text("utf-8")) if path.exists() else {}
+        known = all(cell.keys() >= {"planned_gib", "measured_gib", "off_by"} for cell in cells.values())
+    except (ValueError, AttributeError):
+        known = False
+    if not known:
+        raise ValueError(f"{path} is not what this script writes; remove it, or name another --out")
+    write(path, cells)
+    return cells
+
+
+def write(path: Path, cells: Cells) -> None:
+    """In one piece."""
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(cells, indent=2) + "\n", "utf-8")
+    part.replace(path)
+
+
 def main(args: AccuracyArgs) -> None:
     """Measure what the file lacks, and say how far the plan is off."""
     from litft.parallel import pick_accelerator
 
     path, device = Path(args.out), pick_accelerator(args.accelerator)
-    cells: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.is_file() else {}
+    cells = begun(path)
     grid = list(itertools.product(args.checkpoint_dirs, args.methods, args.lengths, args.activation_checkpointing))
     for folder, kind, length, recomputed in grid:
-        key = f"{Path(folder).name} {kind} {length} {recomputed} {args.precision} {device}"
+        key = f"{folder} {kind} {length} {recomputed} {args.precision} {device}"
         if key not in cells:
             cell = (folder, kind, length, recomputed, args.precision, device)
             plan, peak = planned(*cell), measured(*cell)
             cells[key] = {"planned_gib": plan, "measured_gib": peak, "off_by": peak and plan / peak - 1}
-            path.write_text(json.dumps(cells, indent=2) + "\n", "utf-8")
+            write(path, cells)
         row = cells[key]
         off = f"{row['measured_gib']:.2f} GiB measured, {row['off_by']:+.1%}" if row["measured_gib"] else "did not run"
         print(f"{key}: {row['planned_gib']:.2f} GiB planned, {off}", flush=True)

@@ -77,6 +77,20 @@ def test_soft_cap_and_sinks_see_their_document_alone(window, softcap, sinks):
         torch.testing.assert_close(attend(*own, documents.with_masks([window]), window, *settings), expected)
 
 
+def test_strides_and_what_generation_leaves_change_nothing():
+    """Numbers that do not lie side by side; documents that were laid out in inference mode."""
+    q, v = torch.randn(2, 4, 33, 8), torch.randn(2, 1, 33, 8)
+    k = torch.randn(2, 33, 16)[..., ::2][:, None]
+    torch.testing.assert_close(attend(q, k, v), attend_plainly(q, k, v, visible(q, k, None, None)))
+    documents = Documents.of(torch.tensor([[0] * 20 + [1] * 13, [2] * 5 + [3] * 28]))
+    with torch.inference_mode():
+        expected = attend(q, k, v, documents, softcap=3.0)
+    inputs = [x.requires_grad_() for x in (q, v)]
+    found = attend(q, k, v, documents, softcap=3.0)
+    found.sum().backward()
+    assert torch.equal(found, expected) and all(x.grad is not None for x in inputs)
+
+
 @pytest.mark.parametrize("window", [None, 4, 50])
 @pytest.mark.parametrize("new", [1, 3])
 def test_with_a_cache_the_queries_are_the_last_tokens(window, new):

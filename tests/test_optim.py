@@ -322,7 +322,7 @@ def test_what_cannot_be_stepped_in_the_backward_pass(tiny, examples, tmp_path):
     for word in ("add --train.max_grad_norm 0", "add --train.skip_nan false", "2 devices"):
         assert word in found
     done = script(
-        "finetune/full.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", tmp_path / "x",
+        "finetune/full.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", tmp_path / "x", "--dry_run",
         "--train.max_steps", "1", "--train.max_grad_norm", "0", "--train.optimizer_in_backward", "--data.packing", "false",
         cwd=tmp_path, code=2,
     )  # fmt: skip

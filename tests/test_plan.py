@@ -213,6 +213,10 @@ def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
             shared, tmp_path, *(word for name, value in named.items() for word in (f"--{name}", value))
         ).stdout
         assert float(re.search(r"memory: ([\d.]+) GiB", again)[1]) <= float(size.removesuffix("GiB"))
+    given = plan_script(
+        shared, tmp_path, "--budget", "20GiB", "--micro_batch_size", "4", "--activation_checkpointing", "full"
+    )
+    assert "micro_batch_size 4 --train.activation_checkpointing full" in given.stdout
     less = plan_script(shared, tmp_path, "--budget", "3GiB", code=2).stderr
     assert "the least that this needs is" in less and "--train.cpu_offload parameters" in less
     assert "expected a size such as 24GiB" in plan_script(shared, tmp_path, "--budget", "lots", code=2).stderr
@@ -252,6 +256,16 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
             total += sum(tensor.nbytes for tensor in tensors)
     factors = sum(p.numel() for p in factors_of(source, method)) * 4
     assert memory.weights - factors == pytest.approx(total, rel=0.01)
+
+
+def test_an_embedding_that_learns_makes_the_blocks_keep(checkpoints):
+    """Though nothing in them is trained."""
+    source, kept = resolve(checkpoints["stories15M"]), {}
+    for targets in (["q_proj"], ["embed"], ["lm_head"]):
+        method = method_of(LoRAFinetuneArgs(lora=LoRAArgs(targets=targets)))
+        method.choose(source.meta_model(), source.adapter_rules)
+        kept[targets[0]] = predict(source, method, "fp32", "none", Shape(1, 64)).memory.activations
+    assert kept["embed"] > 0.8 * kept["q_proj"] and kept["lm_head"] < 0.1 * kept["q_proj"]
 
 
 def factors_of(source, method):

@@ -44,16 +44,17 @@ class PlanArgs:
     """Keep the frozen Linears in 4 or 8 bits."""
     optimizer: Optimizers = "adamw"
     """What makes the steps."""
-    activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """What is recomputed in the backward pass: nothing, the MLPs, or whole blocks."""
+    activation_checkpointing: Literal["none", "selective", "full"] | None = None
+    """What is recomputed in the backward pass: nothing, the MLPs, or whole blocks. Default: with --budget what is fastest,
+    else nothing, or blocks whose weights wait."""
     cpu_offload: Literal["none", "parameters"] = "none"
     """Whether the blocks' frozen weights wait in the host's memory."""
     budget: str | None = None
     """Find the fastest micro-batches, recomputation, quantization, offload that fit into so much memory: 24GiB, 80GB."""
     max_seq_length: int | None = None
     """Tokens of a row. Default: the model's context, at most 2048."""
-    micro_batch_size: int = 1
-    """Rows at once on one device."""
+    micro_batch_size: int | None = None
+    """Rows at once on one device. Default: with --budget what is fastest, else 1."""
     accumulate: bool = True
     """Whether a step has several micro-batches."""
     devices: int = 1
@@ -70,7 +71,7 @@ class PlanArgs:
         found = impossible_numbers(self) + self.lora.problems() + self.adapter.problems()
         found += [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a folder with a config.json"]
         found += below(self, "", 1, "max_seq_length", "micro_batch_size", "devices", "tokens")
-        if (self.max_seq_length or 1) * self.micro_batch_size > LARGEST:
+        if (self.max_seq_length or 1) * (self.micro_batch_size or 1) > LARGEST:
             found.append(
                 f"--max_seq_length {self.max_seq_length} x --micro_batch_size {self.micro_batch_size}: too many tokens"
             )
@@ -79,7 +80,11 @@ class PlanArgs:
         if self.method == "full" and self.quantize != "none":
             found.append(f"--quantize {self.quantize}: full fine-tuning changes every weight; use another method")
         if self.cpu_offload != "none" and (self.method == "full" or self.quantize != "none"):
-            found.append(f"--cpu_offload {self.cpu_offload}: of frozen weights that are not quantized; leave it out")
+            found.append(f"--cpu_offload {self.cpu_offload}: only frozen weights wait that are not quantized; leave it out")
+        if self.cpu_offload != "none" and self.activation_checkpointing not in (None, "full"):
+            found.append(
+                f"--cpu_offload {self.cpu_offload}: such blocks are recomputed; leave --activation_checkpointing out"
+            )
         if self.method != "full" and self.precision == "bf16-true":
             found.append(
                 "--precision bf16-true is of full fine-tuning; the other methods keep frozen weights in bf16 anyway"
