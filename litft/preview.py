@@ -5,7 +5,7 @@ The commands `prepare_data` and `plan`, the `--dry_run` of every fine-tuning scr
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -327,6 +327,23 @@ def setting_flags(fit: Fit) -> str:
     return " ".join(flags + ([f"--train.cpu_offload {fit.cpu_offload}"] if fit.cpu_offload != "none" else []))
 
 
+def within_budget(args: PlanArgs, tokens: int, planned: Callable[[int, str, str, str], Plan]) -> Fit:
+    """The fastest settings that fit, of those that the flags leave open; ValueError where none do."""
+    rows = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or count * tokens <= MOST_TOKENS]
+    rows = [args.micro_batch_size] if args.micro_batch_size else rows
+    kinds = [args.activation_checkpointing] if args.activation_checkpointing else RECOMPUTED
+    held = [(args.quantize, args.cpu_offload)]
+    if held == [("none", "none")] and args.method != "full":
+        held += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
+    fit, smallest = fastest(planned, rows, kinds, held, size(args.budget))
+    if fit is None:
+        unit, one = unit_of(smallest.plan.memory.peak)
+        least = f"{smallest.plan.memory.peak / one:.1f} {unit} with {setting_flags(smallest)}"
+        remedy = "shorten --max_seq_length, or choose another method"
+        raise ValueError(f"--budget {args.budget}: the least that this needs is {least}; {remedy}")
+    return fit
+
+
 def plan(args: PlanArgs) -> None:
     """Say what a method needs for a model, from its config.json alone."""
     finetuning = {
@@ -347,18 +364,7 @@ def plan(args: PlanArgs) -> None:
         return predict(source, method, args.precision, quantize, shape, args.optimizer, recomputed, cpu_offload=offload)
 
     if args.budget:
-        rows = [count for count in (1, 2, 4, 8, 16, 32) if count == 1 or count * tokens <= MOST_TOKENS]
-        rows = [args.micro_batch_size] if args.micro_batch_size else rows
-        kinds = [args.activation_checkpointing] if args.activation_checkpointing else RECOMPUTED
-        held = [(args.quantize, args.cpu_offload)]
-        if held == [("none", "none")] and args.method != "full":
-            held += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
-        fit, smallest = fastest(planned, rows, kinds, held, size(args.budget))
-        if fit is None:
-            unit, bytes_each = unit_of(smallest.plan.memory.peak)
-            least = f"{smallest.plan.memory.peak / bytes_each:.1f} {unit} with {setting_flags(smallest)}"
-            remedy = "shorten --max_seq_length, or choose another method"
-            raise ValueError(f"--budget {args.budget}: the least that this needs is {least}; {remedy}")
+        fit = within_budget(args, tokens, planned)
         print(f"the fastest that fits into {args.budget}: {setting_flags(fit)}")
     else:
         kind = args.activation_checkpointing or ("full" if args.cpu_offload == "parameters" else "none")
