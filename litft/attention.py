@@ -2,7 +2,7 @@
 
 import inspect
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
@@ -99,9 +99,12 @@ def attend(
 
 def _starts(q: Tensor, documents: Documents | None) -> Tensor:
     """Where documents begin; by default each row is one."""
-    if documents is not None:
-        return documents.starts
-    return torch.arange(q.size(0) + 1, device=q.device, dtype=torch.int32) * q.size(2)
+    return documents.starts if documents is not None else row_starts(q.size(0), q.size(2), q.device)
+
+
+def row_starts(rows: int, length: int, device: torch.device) -> Tensor:
+    """Where documents begin if each row is one, (rows + 1,) int32."""
+    return torch.arange(rows + 1, device=device, dtype=torch.int32) * length
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, scale: float) -> Tensor:
@@ -159,6 +162,17 @@ class Groups(NamedTuple):
         """Each group's rows (R, W)."""
         total = sum(count * length for count, length in self.shapes)
         return rows.split([count * length * (rows.size(0) // total) for count, length in self.shapes])
+
+    def each(self, *tensors: Tensor) -> Iterator[list[Tensor]]:
+        """Of tensors (B, heads, T, D), every group's part (N, heads, length, D)."""
+        rows = (self.split(self.gather(_by_token(x))) for x in tensors)
+        for shape, *parts in zip(self.shapes, *rows, strict=True):
+            yield [part.view(*shape, x.size(1), -1).transpose(1, 2) for part, x in zip(parts, tensors, strict=True)]
+
+    def whole(self, parts: Sequence[Tensor], batch: int) -> Tensor:
+        """A tensor (B, heads, T, ...) from every group's part (N, heads, length, ...)."""
+        rows = self.spread(torch.cat([_by_token(part) for part in parts]))
+        return rows.view(batch, -1, parts[0].size(1), *parts[0].shape[3:]).transpose(1, 2)
 
 
 @lru_cache(maxsize=8)  # the layers of a model ask for the same
@@ -219,16 +233,13 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: in
     Group after group: no kernel of the CPU skips what a mask hides, and most of a packed row is hidden. One operator to
     autograd and the compiler, since how many documents there are is data.
     """
-    batch, heads, length, width = q.shape
-    groups = _groups(tuple(starts.tolist()), heads, 1)
-    out, sums = [], []
-    for shape, *parts in zip(groups.shapes, *(groups.split(groups.gather(_by_token(x))) for x in (q, k, v)), strict=True):
-        own = [part.view(*shape, -1, width).transpose(1, 2) for part in parts]  # (N, heads, length, D)
-        y, s = aten._scaled_dot_product_flash_attention_for_cpu(*own, 0.0, **_masking(own[0], window), scale=scale)
-        out.append(_by_token(y))
-        sums.append(_by_token(s))
-    y, s = (groups.spread(torch.cat(x)) for x in (out, sums))
-    return y.view(batch, length, heads, width).transpose(1, 2), s.view(batch, length, heads).transpose(1, 2)
+    groups = _groups(tuple(starts.tolist()), q.size(1), 1)
+    found = []
+    for own in groups.each(q, k, v):
+        forward = aten._scaled_dot_product_flash_attention_for_cpu
+        found.append(forward(*own, 0.0, **_masking(own[0], window), scale=scale))
+    out, sums = (groups.whole(parts, q.size(0)) for parts in zip(*found, strict=True))
+    return out, sums
 
 
 @torch.library.custom_op("litft::attend_documents_backward", mutates_args=())
@@ -236,7 +247,7 @@ def attend_documents_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
-    batch, heads, length, width = q.shape
+    batch, heads, _, width = q.shape
     bounds = tuple(starts.tolist())
     if q.dtype == torch.bfloat16 and not window:
         return _gradients(grad, q, k, v, out, sums, bounds, scale)
@@ -249,8 +260,7 @@ def attend_documents_backward(
         own.append(s.view(*shape, heads).transpose(1, 2))
         backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
         found.append(backward(*own, 0.0, **_masking(own[1], window), scale=scale))
-    grads = (groups.spread(torch.cat([_by_token(x) for x in part])) for part in zip(*found, strict=True))
-    return tuple(x.view(batch, length, -1, width).transpose(1, 2) for x in grads)
+    return tuple(groups.whole(parts, batch) for parts in zip(*found, strict=True))
 
 
 def _masking(q: Tensor, window: int) -> dict[str, bool | Tensor | None]:
@@ -356,13 +366,9 @@ attend_documents.register_autograd(_backward, setup_context=_keep)
 
 def _each_plainly(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, *settings) -> Tensor:
     """Attention written out, group after group of documents."""
-    batch, heads, length, width = q.shape
-    groups = _groups(tuple(documents.starts.tolist()), heads, 1)
-    out = []
-    for shape, *parts in zip(groups.shapes, *(groups.split(groups.gather(_by_token(x))) for x in (q, k, v)), strict=True):
-        own = [part.view(*shape, -1, width).transpose(1, 2) for part in parts]
-        out.append(_by_token(attend_plainly(*own, visible(own[0], own[1], None, window), *settings)))
-    return groups.spread(torch.cat(out)).view(batch, length, heads, -1).transpose(1, 2)
+    groups = _groups(tuple(documents.starts.tolist()), q.size(1), 1)
+    out = [attend_plainly(*own, visible(*own[:2], None, window), *settings) for own in groups.each(q, k, v)]
+    return groups.whole(out, q.size(0))
 
 
 # ---- the plain form -------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from litft.attention import Documents
+from litft.attention import Documents, row_starts
 from litft.model import GPT
 from litft.peft.parts import mixed
 
@@ -49,8 +49,7 @@ class Compiled(nn.Module):
         if not (changed and tokens.is_cuda and torch.is_grad_enabled() and is_compiled(self)):
             return documents
         if documents is None:  # each row is one
-            begins = torch.arange(tokens.size(0) + 1, device=tokens.device, dtype=torch.int32)
-            documents = Documents(torch.zeros_like(tokens), begins * tokens.size(1))
+            documents = Documents(torch.zeros_like(tokens), row_starts(*tokens.shape, tokens.device))
         return documents.with_masks({layer.window for layer in self.config.layers})
 
 

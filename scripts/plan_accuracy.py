@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from litft.cli import fail, parse, user_errors
+from litft.runs import write_whole
 
 BENCHMARK = Path(__file__).parent / "benchmark.py"
 Cells = dict[str, dict[str, Any]]
@@ -94,10 +95,8 @@ def begun(path: Path) -> Cells:
 
 
 def write(path: Path, cells: Cells) -> None:
-    """In one piece."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(cells, indent=2) + "\n", "utf-8")
-    part.replace(path)
+    """All cells, or the file as it was."""
+    write_whole(path, json.dumps(cells, indent=2) + "\n")
 
 
 def main(args: AccuracyArgs) -> None:

@@ -47,13 +47,17 @@ class Litft(Contender):
 
     def with_method(self, setup: dict[str, Any], device: str) -> tuple:
         """The method as the flags say."""
-        from litft.args import AdapterArgs, AdapterV2Args, FullFinetuneArgs, LoRAArgs
-        from litft.peft import Adapter, AdapterV2, Full, LoRA
+        from litft import args
+        from litft.peft import method_of
 
-        kinds = {"lora": (LoRA, LoRAArgs), "adapter": (Adapter, AdapterArgs), "adapter_v2": (AdapterV2, AdapterV2Args)}
-        name = setup["method"]
-        flags = setup["lora" if name == "lora" else "adapter_flags"]
-        method = Full(FullFinetuneArgs()) if name == "full" else kinds[name][0](kinds[name][1](**flags))
+        lora, adapter = args.LoRAArgs(**setup["lora"]), args.AdapterV2Args(**setup["adapter_flags"])
+        finetuning = {
+            "lora": args.LoRAFinetuneArgs(lora=lora),
+            "adapter": args.AdapterFinetuneArgs(adapter=adapter),
+            "adapter_v2": args.AdapterV2FinetuneArgs(adapter=adapter),
+            "full": args.FullFinetuneArgs(),
+        }
+        method = method_of(finetuning[setup["method"]])
         source = resolve(setup["checkpoint_dir"])
         method.choose(source.meta_model(), source.adapter_rules)
         storage = method.storage(setup["precision"])
