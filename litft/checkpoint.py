@@ -8,15 +8,15 @@ import json
 import pickle
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from lightning_fabric import Fabric
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
@@ -36,6 +36,9 @@ _METADATA_CLASSES = {
     *(("torch", name) for name in ("float32", "float16", "bfloat16", "float64", "int64", "int32", "uint8")),
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
 }
+
+# DCP's word on one device, which is no distributed run
+warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
 class Damaged(ValueError):
@@ -61,33 +64,73 @@ def _step(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def save(
-    fabric: Fabric,
-    run: Path,
-    step: int,
-    parameters: dict[str, nn.Parameter],
-    optimizer: Optimizer,
-    progress: dict[str, Any],
-) -> None:
-    """Write the state after `step` steps; every process takes part. OSError where it cannot be written."""
-    folder = run / "checkpoints" / f"step-{step:06d}"
-    partial = folder.with_name(folder.name + ".partial")
-    if fabric.global_rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-    fabric.barrier()
-    try:
-        with averaged(optimizer), _plain_errors(partial):
+class Saver:
+    """Writes a run's checkpoints, one at a time, beside its steps; every process takes part, each with what it holds."""
+
+    def __init__(self, run: Path, main: bool, group: distributed.ProcessGroup | None) -> None:
+        self.run, self.main, self.group = run, main, group
+        self.begun: int | None = None  # the step whose state is being written
+        self.saved: int | None = None
+
+    def begin(
+        self,
+        step: int,
+        parameters: dict[str, nn.Parameter],
+        optimizer: Optimizer,
+        progress: dict[str, Any],
+        then: Callable[[], None],
+        beside: bool = True,
+    ) -> None:
+        """Write the state after `step` steps; OSError where that, or what was begun before, cannot be.
+
+        then: called in the first process once the checkpoint has its name. beside: while the run goes on, of a copy.
+        """
+        self.finish()
+        self.partial = self.run / "checkpoints" / f"step-{step:06d}.partial"
+        if self.main:
+            shutil.rmtree(self.partial, ignore_errors=True)
+        if self.group is not None:
+            distributed.barrier(self.group)
+        self.begun, self.then = step, then
+        self.progress = {"step": step, **progress, "optimizer": _numbers(parameters, optimizer)}
+        with averaged(optimizer), self._tidied():
             # one thread: what goes wrong in another of DCP's is printed, and not raised
-            dcp.save(_state(parameters, optimizer), checkpoint_id=partial)
-        if fabric.global_rank == 0:
-            sizes = {path.name: path.stat().st_size for path in partial.iterdir()}
-            own = {"step": step, **progress, "files": sizes, "optimizer": _numbers(parameters, optimizer)}
-            (partial / _PROGRESS).write_text(json.dumps(own) + "\n", "utf-8")
-            put_in_place(partial, folder)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)  # on a full disk the older ones may need the room
-        raise
-    fabric.barrier()
+            write = dcp.async_save if beside else dcp.save
+            self.written = write(_state(parameters, optimizer), checkpoint_id=self.partial, process_group=self.group)
+        if not beside:
+            self.finish()
+
+    def poll(self) -> None:
+        """Give what is written its name; do not wait for what is not."""
+        if self.begun is not None and (not isinstance(self.written, Future) or self.written.done()):
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for what was begun."""
+        if self.begun is None:
+            return
+        step, self.begun = self.begun, None
+        with self._tidied():
+            if isinstance(self.written, Future):
+                self.written.result()
+            if self.main:
+                sizes = {path.name: path.stat().st_size for path in self.partial.iterdir()}
+                (self.partial / _PROGRESS).write_text(json.dumps(self.progress | {"files": sizes}) + "\n", "utf-8")
+                put_in_place(self.partial, self.partial.with_suffix(""))
+        self.saved = step
+        if self.main:
+            self.then()
+
+    @contextmanager
+    def _tidied(self) -> Iterator[None]:
+        """Delete what cannot be written: on a full disk the older ones may need the room."""
+        try:
+            with _plain_errors(self.partial):
+                yield
+        except OSError:
+            if self.main:
+                shutil.rmtree(self.partial, ignore_errors=True)
+            raise
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
@@ -221,16 +264,14 @@ class _Unpickler(pickle.Unpickler):
 
 @contextmanager
 def _plain_errors(folder: Path) -> Iterator[None]:
-    """DCP's own exception as what lies beneath it, and no warning that a run on one device is no distributed one."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        try:
-            yield
-        except CheckpointException as error:
-            causes = [cause for cause, _ in error.failures.values()]
-            if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
-                raise KeyboardInterrupt from None
-            raise OSError(0, str(causes[0]).split("\n")[0], str(folder)) from None
+    """DCP's own exception as what lies beneath it."""
+    try:
+        yield
+    except CheckpointException as error:
+        causes = [cause for cause, _ in error.failures.values()]
+        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
+            raise KeyboardInterrupt from None
+        raise OSError(0, str(causes[0]).split("\n")[0], str(folder)) from None
 
 
 def _begin(optimizer: Optimizer) -> None:

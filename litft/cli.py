@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import sys
+import time
 from argparse import SUPPRESS
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -70,9 +71,9 @@ def user_errors() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), alone=True)
     except ValueError as error:
-        fail(str(error))
+        fail(str(error), alone=isinstance(error, runs.Alone))
     except runs.Stopped as stopped:
         # of several processes the first one speaks, and the others' ends are no failures
         first = os.environ.get("LOCAL_RANK", "0") == "0"
@@ -100,10 +101,18 @@ def main() -> None:
     print(usage)
 
 
-def fail(message: str) -> NoReturn:
-    """End as a user's mistake does; of several processes the first one speaks."""
-    if os.environ.get("LOCAL_RANK", "0") == "0":
-        print(f"error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+def fail(message: str, alone: bool = False) -> NoReturn:
+    """End as a user's mistake does; of several processes the first one speaks, and one whose own the mistake is."""
+    local = os.environ.get("LOCAL_RANK", "0")
+    if local != "0" and not alone and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(5)  # where the first has made the same mistake torchrun has ended this process by then
+        alone = True
+    if local == "0" or alone:
+        who = "" if local == "0" else f"process {os.environ.get('RANK', local)}: "
+        print(f"{who}error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+    if alone and "LOCAL_RANK" in os.environ:  # at a usual exit gloo's threads, which wait for the others, may abort
+        sys.stdout.flush()
+        os._exit(2)
     sys.exit(2)
 
 
@@ -205,7 +214,9 @@ def _implied(given: dict[str, str], known: dict[str, Any], method: str) -> tuple
         if run and runs.is_run(run):
             if (other := runs.method(run)) != method:
                 return [], [f"--resume: {run} is a run of another method; continue it with finetune/{other}.py"]
-            return _read_config(run / runs.CONFIG, known)
+            stored, wrong = _read_config(run / runs.CONFIG, known)
+            others = given.keys() & {"devices", "num_nodes"} and "strategy" not in given  # which may want another strategy
+            return [pair for pair in stored if not (others and pair[0] in ("strategy", "shard_size"))], wrong
         if "checkpoint_dir" not in given:
             reason = f"there is no run in {run}" if run else f"there is no unfinished run under {runs.OUT}/"
             return [], [f"--resume: {reason}; to begin one, pass --checkpoint_dir and --data.path"]

@@ -16,6 +16,7 @@ from litft.generate import prompt_ids, stream_ids
 from litft.metrics import Row
 from litft.model import GPT
 from litft.runs import write_whole
+from litft.together import HostGroup, in_step
 from litft.tokenizer import Tokenizer
 
 BLOCK = 64  # samples a rank holds and lays out at once
@@ -41,6 +42,7 @@ def validation_loss(
 
 def exact_match(
     fabric: Fabric,
+    hosts: HostGroup,
     model: GPT,
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
@@ -57,10 +59,11 @@ def exact_match(
     for start in range(0, len(samples), fabric.world_size):
         pause()
         index = start + fabric.global_rank
-        if index < len(samples) and (sample := samples[index]).answer:
-            prompt, expected = (ids.tolist() for ids in sample.answer)
-            found = answer(model, tokenizer, prompt, len(expected) + 8)
-            right += found == tokenizer.decode(expected).strip()
+        with in_step(model, hosts):
+            if index < len(samples) and (sample := samples[index]).answer:
+                prompt, expected = (ids.tolist() for ids in sample.answer)
+                found = answer(model, tokenizer, prompt, len(expected) + 8)
+                right += found == tokenizer.decode(expected).strip()
     model.train(training)
     return float(fabric.all_reduce(right, reduce_op="sum")) / len(samples)
 
@@ -68,8 +71,18 @@ def exact_match(
 class Validation:
     """A run's validations one after the other: losses by step, and the model's answers to the same prompts each time."""
 
-    def __init__(self, fabric: Fabric, model: GPT, tokenizer: Tokenizer, data: Data, args: EvalArgs, path: Path) -> None:
-        self.fabric, self.model, self.tokenizer, self.args, self.path = fabric, model, tokenizer, args, path
+    def __init__(
+        self,
+        fabric: Fabric,
+        hosts: HostGroup,
+        model: GPT,
+        tokenizer: Tokenizer,
+        data: Data,
+        args: EvalArgs,
+        path: Path,
+    ) -> None:
+        self.fabric, self.hosts, self.model = fabric, hosts, model
+        self.tokenizer, self.args, self.path = tokenizer, args, path
         self.samples = data.val
         self.pause: Callable[[], None] = lambda: None  # called again and again; it may raise
         self.losses: dict[int, float] = {}  # by step
@@ -95,7 +108,9 @@ class Validation:
         loss = self.losses[step]
         values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
         if final and self.args.exact_match:
-            values["exact_match"] = exact_match(self.fabric, self.model, self.tokenizer, self.samples, self.pause)
+            values["exact_match"] = exact_match(
+                self.fabric, self.hosts, self.model, self.tokenizer, self.samples, self.pause
+            )
             self.matches[step] = values["exact_match"]
         return values
 

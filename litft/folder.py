@@ -16,13 +16,14 @@ from litft import runs
 from litft.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from litft.config import Config, read_object
 from litft.families import family, peft_rules, read_config, text_config
-from litft.model import GPT
+from litft.model import GPT, built_in
 from litft.parallel import DTYPES
 from litft.peft import Method, read_method
-from litft.quantize import KINDS
+from litft.quantize import KINDS, quantize_modules
 from litft.rules import Move, Rule, importing, upright
+from litft.sharding import allocate
 from litft.tokenizer import FILES, Tokenizer
-from litft.weights import Checkpoint, check_weights, load_weights
+from litft.weights import Checkpoint, check_weights, load_weights, packed_modules
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -84,9 +85,9 @@ class Source:
             raise ValueError(f"precision {precision!r} is not known; use {', '.join(DTYPES)}")
         return DTYPES[precision]
 
-    def meta_model(self) -> GPT:
+    def meta_model(self, dtype: torch.dtype = torch.float32) -> GPT:
         """The network without memory for its weights."""
-        with torch.device("meta"):
+        with torch.device("meta"), built_in(dtype):
             return GPT(self.config)
 
     def check_length(self, flag: str, tokens: int | None) -> None:
@@ -128,13 +129,24 @@ class Source:
         quantize: str | None = None,
         plain: Collection[str] = (),
     ) -> GPT:
-        """The base network with its weights, frozen, one tensor at a time from disk to device."""
-        model = self.meta_model()
-        kind = self.quantization(quantize)
-        load_weights(model, self.checkpoint, self.stored_rules, self.dtype(precision), device, kind, plain)
-        model.tie()
-        model.rotaries.to_empty(device=device)  # their tables are computed, not read
+        """The base network with its weights, frozen."""
+        model = self.unfilled(precision, quantize, plain).requires_grad_(False)
+        self.fill(model, precision, device)
         return model.eval()
+
+    def unfilled(self, precision: str | None, quantize: str | None = None, plain: Collection[str] = ()) -> GPT:
+        """The base network on the meta device, in its dtype, Linears quantized but for those in `plain`."""
+        self.check()
+        model = self.meta_model(self.dtype(precision))
+        if kind := self.quantization(quantize):
+            quantize_modules(model, list(packed_modules(model, self.checkpoint, self.stored_rules, plain)), kind)
+        return model
+
+    def fill(self, model: GPT, precision: str | None, device: torch.device | str) -> None:
+        """Give `unfilled`, with a method on it and sharded maybe, its memory on `device`, and the weights from disk."""
+        allocate(model, device)
+        load_weights(model, self.checkpoint, self.moves, self.dtype(precision))
+        model.rotaries.to_empty(device=device)  # their tables are computed, not read
 
     def model(self, precision: str | None, device: torch.device | str, quantize: str | None) -> GPT:
         """The network to use: the base's, with the adapter on it where this folder is one."""

@@ -24,7 +24,7 @@ from litft.prompts import Message
 from litft.tokenizer import Tokenizer
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: what a sharded network gathers within it could not be trained with afterwards
 def stream_ids(
     model: GPT,
     ids: list[int],

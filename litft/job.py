@@ -5,15 +5,17 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from litft.adapter_files import adapter_digest
 from litft.args import FinetuneArgs
 from litft.folder import Source, fingerprint
 from litft.model import GPT
-from litft.parallel import pick_full_precision, pick_precision
+from litft.parallel import DTYPES, pick_full_precision, pick_precision
 from litft.peft import Method, Values, method_of
 from litft.peft.method import means
 from litft.peft.tokens import untrained
+from litft.sharding import put, shard
 
 # flags whose change would make a resumed run another one, without a word
 SHARED = "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
@@ -96,35 +98,44 @@ class Job:
         self.method.attach(model)
         return self.method.parameters(model)
 
-    def precision(self, device: torch.device) -> str:
-        """What the network computes in, as asked for or as fits."""
+    def precision(self, device: torch.device, shards: int = 1) -> str:
+        """What the network computes in, as asked for or as fits where the weights are in so many parts."""
         if not self.method.whole:
             return pick_precision(self.args.precision, device)
         size = sum(p.numel() for p in self.source.meta_model().parameters())
-        return pick_full_precision(self.args.precision, device, size)
+        return pick_full_precision(self.args.precision, device, size // shards)
 
-    def build(self, precision: str, device: torch.device) -> tuple[GPT, dict[str, nn.Parameter]]:
-        """The network with the method on it, and the method's own parameters; the same on every rank."""
-        storage = self.method.storage(precision)
-        model = self.source.base_model(storage, device, self.args.quantize, self.method.plain())
-        torch.manual_seed(self.args.seed)
-        self.method.attach(model)
+    def build(
+        self, precision: str, device: torch.device, mesh: DeviceMesh | None = None
+    ) -> tuple[GPT, dict[str, nn.Parameter]]:
+        """The network with the method on it, and the method's own parameters; the same on every rank, or a rank's part.
+
+        It is put together without memory, so that each rank makes and reads what it holds of it.
+        """
+        storage, on_host = self.method.storage(precision), self.args.train.cpu_offload == "parameters"
+        model = self.source.unfilled(storage, self.args.quantize, self.method.plain())
+        self.method.attach(model, keep=False)
         self.method.compute_in(model, precision)
-        parameters = self.method.parameters(model)
-        with torch.no_grad():
-            for name, value in (self.begin or {}).items():
-                parameters[name].copy_(value)
         for name in self.method.frozen:
-            parameters[name].requires_grad_(False)
+            model.get_parameter(name).requires_grad_(False)
+        if mesh is not None:
+            shard(model, mesh, DTYPES["bf16"] if self.method.whole and precision == "bf16" else None, on_host)
+        self.source.fill(model, storage, "cpu" if on_host else device)
+        torch.manual_seed(self.args.seed)
+        self.method.begin(model)
+        parameters = self.method.parameters(model)
+        for name, value in (self.begin or {}).items():
+            put(parameters[name], value.__getitem__)
         model.label_smoothing, model.neftune_alpha = self.args.train.label_smoothing, self.args.train.neftune_alpha
         return model, parameters
 
-    def untrained_tokens(self, model: GPT, special: set[int]) -> list[str]:
+    def untrained_tokens(self, special: set[int]) -> list[str]:
         """Which of the `special` tokens of the data have embeddings that look untrained, and stay so with this method."""
         used = special - self.method.tokens.keys()
-        if model.embed.weight.requires_grad or not used:
+        if ("embed.weight" in self.shapes() and "embed.weight" not in self.method.frozen) or not used:
             return []
-        return [self.tokenizer.decode([token], skip_special=False) for token in untrained(model.embed.weight.detach(), used)]
+        table = self.source.tensor("embed.weight")
+        return [self.tokenizer.decode([token], skip_special=False) for token in untrained(table, used)]
 
     def identity(self) -> dict[str, Any]:
         """What a run must share with the one it continues, of what the command and its folder say."""

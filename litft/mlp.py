@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from litft.config import Config, Experts, Layer
@@ -125,9 +126,12 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grou
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
     """x (N, in), sorted by expert, times each expert's (E, in, out)."""
-    if x.dtype == torch.bfloat16 or x.is_cpu:
+    if isinstance(x, FakeTensor):  # a plan's: its sizes are those of one expert with all rows
+        return x @ weight[0]
+    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])  # what grouped_mm asks of rows
+    if aligned and (x.dtype == torch.bfloat16 or x.is_cpu):
         return F.grouped_mm(x, weight, offs=ends)
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()  # a GPU groups bf16 alone, and is waited for else
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()  # a GPU groups bf16 alone, and is waited for otherwise
     return torch.cat([rows @ each for rows, each in zip(x.split(counts), weight.unbind(), strict=True)])
 
 

@@ -1,6 +1,8 @@
 """The network: one decoder for every family. What varies is a value of `Config`, decided when it is built."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -248,6 +250,17 @@ class GPT(nn.Module):
         """The angles of each distinct Rope; the longest document (or the planned length) chooses its factors."""
         longest = cache.capacity if cache else positions.max() + 1
         return [rotary(positions, longest, dtype) for rotary in self.rotaries]
+
+
+@contextmanager
+def built_in(dtype: torch.dtype) -> Iterator[None]:
+    """Inside, modules are made in this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
 
 
 def with_noise(x: Tensor, alpha: float, targets: Tensor, documents: Tensor | None) -> Tensor:

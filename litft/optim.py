@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from litft.args import TrainArgs
 from litft.peft import Method
 from litft.quantize import bitsandbytes
+from litft.sharding import like, local
 
 BETAS = (0.9, 0.95)
 VECTORS = ("bias", "adapter_scale", "lora_m")  # of stacked experts they have two dimensions, and are vectors all the same
@@ -47,11 +49,14 @@ def make_optimizer(args: TrainArgs, method: Method, parameters: dict[str, nn.Par
     ]
     make = OPTIMIZERS[args.optimizer].make
     rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
+    sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
+    if rounds and sharded and args.optimizer == "muon":
+        raise ValueError("--train.optimizer muon needs whole matrices, and bf16-true steps parts; use --precision bf16")
     if rounds and args.optimizer == "schedule_free":
         raise ValueError("--train.optimizer schedule_free needs fp32 weights to average; use --precision bf16 or fp32")
     if args.optimizer_in_backward:
         return InBackward(listed, make)
-    return Rounded(listed, make) if rounds else make(listed)
+    return Rounded(listed, make) if rounds or (sharded and args.optimizer in BY_PART) else make(listed)
 
 
 def state_bytes(name: str, parameters: dict[str, Tensor]) -> int:
@@ -111,6 +116,8 @@ class Together(Optimizer):
 class Rounded(Optimizer):
     """An optimizer on bf16 weights: each is made fp32, stepped in fp32, and rounded up or down by chance (arXiv 2010.06192).
 
+    Of what is sharded each process steps its part, which is right for an optimizer that looks at every number by itself.
+
     An update smaller than half of the distance between two bf16 numbers would be lost by rounding to the nearest; by chance
     it is made in proportion, so that the mean over many steps is right. The moments are fp32; one weight at a time is.
     """
@@ -121,7 +128,7 @@ class Rounded(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 # its shape decides how it is stepped, so it has one from the beginning
-                wide = nn.Parameter(torch.empty(0, *parameter.shape[1:], device=parameter.device))
+                wide = nn.Parameter(torch.empty(0, *local(parameter).shape[1:], device=parameter.device))
                 self.inner[parameter] = make([{**group, "params": [wide]}])
 
     @torch.no_grad()
@@ -139,11 +146,15 @@ class Rounded(Optimizer):
         (own,) = inner.param_groups
         (wide,) = own["params"]
         own["lr"] = rate
-        wide.data, wide.grad = parameter.data.float(), parameter.grad.float()
+        mine = local(parameter.data)
+        wide.data, wide.grad = mine.float(), local(parameter.grad).float()
         inner.step()
-        parameter.data.copy_(wide if parameter.dtype == torch.float32 else stochastically_rounded(wide))
+        mine.copy_(wide if parameter.dtype == torch.float32 else stochastically_rounded(wide))
+        kept, shape = inner.state[wide], wide.shape
         wide.data, wide.grad = wide.data.new_empty(0), None
-        self.state[parameter] = inner.state[wide]
+        if isinstance(parameter, DTensor):  # a checkpoint has to know that these are parts
+            kept = {k: like(parameter, v) if isinstance(v, Tensor) and v.shape == shape else v for k, v in kept.items()}
+        self.state[parameter] = kept
 
 
 class InBackward(Rounded):
@@ -246,6 +257,7 @@ def _in_factors(name: str, parameter: Tensor) -> float:
 
 _adamw = partial(AdamW, betas=BETAS, fused=True)
 
+BY_PART = ("lion", "paged_adamw", "sgd")  # whose kernels know no DTensors, and look at every number by itself
 OPTIMIZERS = {
     "adamw": Choice(_adamw, _each(8)),
     "adamw_8bit": Choice(_bitsandbytes("AdamW8bit", betas=BETAS), _in_8_bits),

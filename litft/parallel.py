@@ -4,17 +4,22 @@ Fabric launches, moves, wraps in DDP and reduces. It is given no precision plugi
 too. The base is loaded in its dtype, what is trained stays in fp32, and every module casts where the two meet.
 """
 
+import inspect
+import logging
 import os
 import platform
 import re
 import resource
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import distributed
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from litft.args import FinetuneArgs
+from litft.args import FinetuneArgs, PlanArgs, seconds
+from litft.args.processes import started_by
 
 if TYPE_CHECKING:  # its import takes a second, which those who only generate or convert need not wait for
     from lightning_fabric import Fabric
@@ -22,20 +27,55 @@ if TYPE_CHECKING:  # its import takes a second, which those who only generate or
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def make_fabric(args: FinetuneArgs) -> "Fabric":
-    """A Fabric for these devices, not launched yet; ValueError where the machine does not have them."""
-    from lightning_fabric import Fabric
-    from lightning_fabric.strategies import DDPStrategy
+def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
+    """A Fabric for these devices, not launched yet; ValueError where the machine does not have them.
 
+    strategy: single, ddp, fsdp or hsdp; None: ddp where there are several devices.
+    """
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
+    from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
+
+    # its banner; what matters is in our own first lines
+    for name in ("lightning_fabric.utilities.distributed", "lightning_fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     accelerator = pick_accelerator(args.accelerator)
     if accelerator == "cuda" and args.devices > torch.cuda.device_count():
         raise ValueError(f"--devices {args.devices}: this machine has {torch.cuda.device_count()} GPUs")
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # micro-batches of many sizes leave fewer gaps
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-    # views: or DDP's buckets would hold every gradient a second time
-    strategy = DDPStrategy(gradient_as_bucket_view=True) if args.devices > 1 or args.strategy == "ddp" else "auto"
-    return Fabric(accelerator=accelerator, devices=args.devices, strategy=strategy)
+    several, timeout = args.devices * args.num_nodes > 1, timedelta(seconds=seconds(args.timeout))
+    chosen: Any = "auto"
+    if strategy in ("fsdp", "hsdp"):  # Job.build shards the network, before it is read
+        backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else None  # what waits on the host is reduced there
+        chosen = ModelParallelStrategy(lambda model, mesh: model, args.devices * args.num_nodes, 1, True, backend, timeout)
+    elif several or strategy == "ddp":
+        known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
+        # views: or DDP's buckets would hold every gradient a second time. All have read the same weights
+        chosen = DDPStrategy(gradient_as_bucket_view=True, init_sync=False, timeout=timeout, **{buffers: False})
+    # else Fabric would take any job of SLURM for one that srun has started
+    environment = [LightningEnvironment()] if started_by() is None else []
+    devices = {"devices": args.devices, "num_nodes": args.num_nodes}
+    return Fabric(accelerator=accelerator, strategy=chosen, plugins=environment, **devices)
+
+
+def mesh_of(args: FinetuneArgs, strategy: str, device: torch.device) -> DeviceMesh | None:
+    """The processes over which weights are sharded, those of a row together; None: they are not."""
+    if strategy not in ("fsdp", "hsdp"):
+        return None
+    size, everywhere = shards(args, strategy), args.devices * args.num_nodes
+    if strategy == "fsdp":
+        return init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (everywhere // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def shards(args: FinetuneArgs | PlanArgs, strategy: str) -> int:
+    """Into how many parts the weights are cut."""
+    return {"fsdp": args.devices * args.num_nodes, "hsdp": args.shard_size or args.devices}.get(strategy, 1)
 
 
 def pick_accelerator(accelerator: str) -> str:
@@ -55,27 +95,12 @@ def pick_precision(precision: str, device: torch.device) -> str:
 
 
 def pick_full_precision(precision: str, device: torch.device, parameters: int) -> str:
-    """For training the whole model: on a GPU fp32 weights where they, their gradients, AdamW's moments and the bf16 copies
-    fit (18 bytes a parameter, in nine tenths of the memory), else bf16 weights and gradients (12 bytes)."""
+    """For training so many parameters on one device: on a GPU fp32 weights where they, their gradients, AdamW's moments and
+    the bf16 copies fit (18 bytes a parameter, in nine tenths of the memory), else bf16 weights and gradients (12 bytes)."""
     precision, asked = pick_precision(precision, device), precision
     if asked != "auto" or device.type != "cuda":
         return precision
     return "bf16" if 18 * parameters < 0.9 * memory_there(device) else "bf16-true"
-
-
-class HostGroup:
-    """What all processes agree on, from host to host: no GPU is waited for."""
-
-    def __init__(self, processes: int) -> None:
-        self.group = distributed.new_group(backend="gloo") if processes > 1 else None
-
-    def most(self, *values: float) -> list[float]:
-        """The largest of each value over all processes."""
-        if self.group is None:
-            return list(values)
-        shared = torch.tensor(values, dtype=torch.float64)
-        distributed.all_reduce(shared, distributed.ReduceOp.MAX, group=self.group)
-        return shared.tolist()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -92,11 +117,11 @@ def machine_lines(device: torch.device, processes: int) -> list[str]:
     ]
 
 
-def memory_there(device: torch.device) -> int:
-    """Bytes of the device's memory."""
+def memory_there(device: torch.device, processes: int = 1) -> int:
+    """Bytes of the device's memory; of a machine's that so many processes share, one's part."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
 
 
 def peak_memory(device: torch.device) -> float:

@@ -8,8 +8,7 @@ whole training steps.
 
 import copy
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,12 +22,11 @@ from litft.blockwise import recompute
 from litft.flops import Flops
 from litft.folder import Source
 from litft.loss import AT_ONCE, CHUNK, summed_cross_entropy
-from litft.model import GPT
+from litft.model import GPT, built_in
 from litft.offload import waits
 from litft.optim import state_bytes
 from litft.parallel import DTYPES
 from litft.peft import Method
-from litft.peft.parts import Trained
 from litft.quantize import is_quantizable
 
 
@@ -53,6 +51,7 @@ class Memory:
     optimizer: int
     activations: int  # that the blocks keep for their backward
     loss: int  # that passes through memory while the loss and its gradient are made
+    gathered: int  # of a sharded network: blocks that are whole for the moment, and the network's own
     backward: int  # that the activations and gradients exceed `activations` by, at the heaviest place of the backward pass
     rounding: int  # all that `optim.Rounded` makes of the largest weight to step it
 
@@ -61,12 +60,14 @@ class Memory:
         """The most at once: when the loss is made, within the backward pass, or when the optimizer steps."""
         before = self.gradients * self.shape.accumulated
         passing = max(before + self.activations + self.loss, before + self.activations + self.backward)
+        passing += self.gathered
         return self.weights + self.optimizer + max(passing, self.gradients + self.rounding)
 
     def line(self) -> str:
         """In words, in GiB, or in MiB where it is little."""
         unit, size = unit_of(self.peak)
         kinds = ("weights", "gradients", "optimizer", "activations", "loss")
+        kinds += ("gathered",) if self.gathered else ()
         parts = ", ".join(f"{kind} {getattr(self, kind) / size:.2f}" for kind in kinds)
         return f"{self.peak / size:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts})"
 
@@ -74,6 +75,12 @@ class Memory:
 def unit_of(size: int) -> tuple[str, int]:
     """What so many bytes are counted in, and its bytes."""
     return ("GiB", 2**30) if size >= 2**30 else ("MiB", 2**20)
+
+
+def in_words(size: int) -> str:
+    """So many bytes."""
+    unit, one = unit_of(size)
+    return f"{size / one:.1f} {unit}"
 
 
 @dataclass(frozen=True)
@@ -84,6 +91,8 @@ class Plan:
     trained: int
     flops: Flops
     memory: Memory
+    gathered: int  # bytes of all weights as FSDP2 gathers them; 0 where they are not sharded
+    blocks: int
 
     def title_line(self, method: str) -> str:
         """How much of the model is trained."""
@@ -101,70 +110,95 @@ def predict(
     device: str = "cuda",
     in_backward: bool = False,
     cpu_offload: str = "none",
+    shards: int = 1,
 ) -> Plan:
     """The plan of training `source` by `method`, which has chosen its targets.
 
     precision: what the network computes in (bf16, bf16-true, fp32). quantize: the base's kind, or none. optimizer: one of
     OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: whether gradients are forgotten as
     soon as they are used. cpu_offload: none, parameters, or activations, of which the plan counts all as if they stayed.
+    shards: into how many parts FSDP2 cuts weights, gradients and moments; then `parameters` means all of these.
     CUDA itself and the caching of torch's allocator take half a GiB to one besides.
     """
     method = copy.copy(method)
     method.tokens = {}  # some rows, which are too few to matter and want real ids
     compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
     with FakeTensorMode():
-        with _built_in(DTYPES[method.storage(precision)]):
+        with built_in(DTYPES[method.storage(precision)]):
             model = GPT(source.config)
         parameters = sum(p.numel() for p in model.parameters())
-        method.attach(model)
+        method.attach(model, keep=False)
         method.compute_in(model, precision)
         for name in method.frozen:
             model.get_parameter(name).requires_grad_(False)
         flops = Flops(model)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        weights, dequantized = _weights(model, method, quantize, compute)
-        if cpu_offload == "parameters":
+        weights = _weights(model, method, quantize)
+        dequantized = compute.itemsize * max((w.numbers for w in weights.values() if w.packed), default=0)
+        every, gathered, resident = 0, 0, sum(w.bytes for w in weights.values())
+        if shards > 1:
+            every, gathered, resident = _sharded(model, weights, shards, compute if method.whole else None)
+        elif cpu_offload == "parameters":
             waiting = [sum(p.nbytes for p in block.parameters() if waits(p)) for block in model.blocks]
-            weights += min(sum(waiting), 2 * max(waiting)) - sum(waiting)
+            resident += min(sum(waiting), 2 * max(waiting)) - sum(waiting)
         recompute(model.train(), recomputed)
-        activations, backward = _blocks(model, shape, compute, in_backward)
+        activations, backward = _blocks(model, shape, compute, in_backward, shards)
+        here = 0 if shards > 1 and cpu_offload == "parameters" else 1  # or all that is sharded waits on the host
         memory = Memory(
             shape,
-            weights,
-            gradients=0 if in_backward else sum(p.nbytes for p in named.values()),
-            optimizer=state_bytes(optimizer, named),
+            weights=resident * here,
+            gradients=0 if in_backward else here * sum(p.nbytes for p in named.values()) // shards,
+            optimizer=here * state_bytes(optimizer, named) // shards,
             activations=activations,
             loss=max(_loss(model, shape, compute, device), dequantized),
+            gathered=gathered,
             backward=backward + dequantized,
             rounding=max((20 * p.numel() for p in named.values() if p.dtype == torch.bfloat16), default=0),
         )
-    return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory)
+    return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory, every, len(model.blocks))
 
 
-@contextmanager
-def _built_in(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, modules are made in this dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
+class Weight(NamedTuple):
+    """What a network keeps of a tensor."""
+
+    numbers: int
+    bytes: int
+    packed: bool
 
 
-def _weights(model: GPT, method: Method, quantize: str, compute: torch.dtype) -> tuple[int, int]:
-    """Bytes of all weights, and of the largest that is dequantized for a product."""
-    others = [p for m in model.modules() if isinstance(m, Trained) and "others" in m.__dict__ for p in m.others.values()]
-    tensors = [*((name, p) for name, p in model.named_parameters()), *(("", p) for p in others), *model.named_buffers()]
-    total, largest, plain = 0, 0, method.plain()
+def _weights(model: GPT, method: Method, quantize: str) -> dict[str, Weight]:
+    """Every tensor's, one that is shared once, by its name."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    found, plain = {}, method.plain()
     for name, tensor in {t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)}.values():
         owner = name.rpartition(".")[0]
-        if quantize != "none" and name and is_quantizable(name, model) and owner not in plain and not tensor.requires_grad:
-            total += packed_bytes(tensor, quantize)
-            largest = max(largest, tensor.numel())
-        else:
-            total += tensor.untyped_storage().nbytes()
-    return total, largest * compute.itemsize
+        packs = quantize != "none" and is_quantizable(name, model) and owner not in plain and not tensor.requires_grad
+        size = packed_bytes(tensor, quantize) if packs else tensor.untyped_storage().nbytes()
+        found[name] = Weight(tensor.numel(), size, packs)
+    return found
+
+
+def _sharded(model: GPT, weights: dict[str, Weight], shards: int, rounded: torch.dtype | None) -> tuple[int, int, int]:
+    """Bytes of all that is gathered, of that at once, and those that a device keeps: all scales of packed weights, too.
+
+    rounded: what full fine-tuning gathers in. Two blocks at most are there, one of them on its way.
+    """
+    units: dict[str, int] = {}
+    resident = 0
+    known = {name for name, _ in model.named_parameters()}
+    for name, weight in weights.items():
+        if name not in known:  # tables, which each has
+            resident += weight.bytes
+            continue
+        bits = weight.bytes
+        if weight.packed:  # 4 or 8 bits a number: the rest are scales
+            bits = weight.numbers // 2 if weight.bytes < weight.numbers else weight.numbers
+        resident += -(-bits // shards) + weight.bytes - bits
+        unit = ".".join(name.split(".")[:2]) if name.startswith("blocks.") else name.split(".")[0]
+        unit = unit if unit.startswith("blocks.") or (unit == "embed" and not model.config.tied) else "network"
+        units[unit] = units.get(unit, 0) + (bits if rounded is None else weight.numbers * rounded.itemsize)
+    every, network = sum(units.values()), units.pop("network", 0)
+    return every, network + sum(sorted(units.values())[-2:]), resident
 
 
 def packed_bytes(weight: Tensor, kind: str) -> int:
@@ -293,10 +327,10 @@ def _passage(run: Callable[[Tensor], Tensor], like: Tensor, own: list[nn.Paramet
     return Passage(kept if grows else 0, sum(p.nbytes for p in trained), passing if grows else 0, grows)
 
 
-def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool) -> tuple[int, int]:
+def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool, shards: int) -> tuple[int, int]:
     """Bytes that the blocks and the last norm keep, and those beyond at the heaviest place of the backward pass.
 
-    Blocks that are alike are run once.
+    Blocks that are alike are run once. Of a sharded network, a block's gradient is there whole, and in fp32 to be reduced.
     """
     angles = model.angles(torch.arange(shape.tokens)[None], None, dtype)
     embedding = model.embed.weight
@@ -309,7 +343,7 @@ def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool) -> 
         if key not in alike:
             angle = angles[rotary] if rotary is not None else None
             alike[key] = _passage(
-                lambda x, b=block, a=angle: b(x, a, None, None), x, [*block.parameters()], shape.accumulated
+                lambda x, b=block, a=angle: b(x, a, None, None), x, [*block.parameters()], shape.accumulated and shards == 1
             )
         passages.append(alike[key])
         x = x.detach().requires_grad_(passages[-1].grows)
@@ -320,8 +354,9 @@ def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool) -> 
     tied = model.config.tied  # then autograd holds the head's until the embedding's is there, and adds them up
     done = head.nbytes * (head.requires_grad and (stay or tied))
     for passage in reversed(passages):
-        most = max(most, alive + done + passage.passing)
-        alive, done = alive - passage.kept, done + passage.gradients * stay
+        reduced = passage.gradients if shards > 1 else 0
+        most = max(most, alive + done + passage.passing + reduced)
+        alive, done = alive - passage.kept, done + passage.gradients * stay // shards
     if embedding.requires_grad:  # its gradient is made whole
         most = max(most, done + embedding.nbytes * (1 + tied))
     return activations, most - activations

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,18 +29,23 @@ from litft.data.samples import Sample
 from litft.data.steps import Layout, Order, cells, heaviest
 from litft.data.store import Report
 from litft.flops import peak_flops, peak_of
-from litft.folder import resolve
+from litft.folder import Source, resolve
 from litft.job import Job
 from litft.loss import IGNORED
-from litft.parallel import memory_there, pick_accelerator
-from litft.peft import method_of
-from litft.plan import Fit, Plan, Shape, fastest, predict, unit_of
+from litft.parallel import memory_there, shards
+from litft.peft import Method, method_of
+from litft.plan import Fit, Plan, Shape, fastest, in_words, predict
 from litft.tokenizer import Tokenizer
+from litft.traffic import SHARE, Cluster, Traffic, traffic
 
 MOST_TOKENS = 32768  # of a micro-batch that --budget looks at: larger ones are no faster
 BARS = 10  # of the histogram
 FILLED = 0.9  # of the memory there is that a plan may take: the allocator's gaps take some
-SHARE = 0.4  # of a chip's peak that training reaches where all goes well
+STRATEGIES = {
+    "ddp": "each device holds all of the weights",
+    "fsdp": "each device holds a part of the weights and of the optimizer's state",
+    "hsdp": "each device holds a part of the weights and of the optimizer's state, and each {size} devices all of them",
+}
 GREEN, OFF = "\033[32m", "\033[0m"
 MARKS = "⟦", "⟧"  # where there is no colour
 
@@ -48,7 +54,7 @@ class Preview:
     """A run as its flags and its data plan it."""
 
     def __init__(self, args: FinetuneArgs, data: Data, tokenizer: Tokenizer, ranks: int) -> None:
-        self.data = data
+        self.args, self.data = args, data
         self.unknown = unknown_tokens(tokenizer)
         self.size = args.train.global_batch_size
         self.order = Order(data.train.sizes, args.seed, data.weights)
@@ -101,8 +107,43 @@ class Preview:
         numbers = self.order.indices(0, min(self.samples, 200_000))
         return plan.flops.of(train.lengths[numbers], train.supervised[numbers]) * self.samples / len(numbers)
 
-    def settle(self, job: Job, precision: str, device: torch.device) -> None:
-        """Choose what the flags leave to the memory there is: what is recomputed, and how many rows a micro-batch has."""
+    def settle(self, job: Job, device: torch.device) -> None:
+        """Choose what the flags leave to the memory there is: how devices work together, what is recomputed, how many rows.
+
+        ValueError for what cannot be together with it.
+        """
+        args, self.device, self.reason = job.args, device, "as asked for"
+        self.there = memory_there(device, args.devices)
+        for strategy in self._strategies():
+            width = shards(args, strategy)
+            self.strategy, self.precision = strategy, job.precision(device, width)
+            found, smallest = self._fastest(job, device, width)
+            if args.strategy == "auto" and strategy == "ddp":
+                needed, there = in_words(smallest.plan.memory.peak), in_words(self.there)
+                self.reason = f"since each needs {needed} with all of the weights, and has {there}"
+            if found:
+                break
+        chosen = found or smallest
+        self.recomputed, self.plan, self.slower = chosen.recomputed, chosen.plan, chosen.slower
+        if chosen.rows != self.layout.rows:
+            self.lay_out(replace(self.layout, rows=chosen.rows))
+        if clashes := args.clashes(self.strategy):
+            raise ValueError("\n".join(clashes) + (f" ({self.strategy}: {self.reason})" if args.strategy == "auto" else ""))
+        if args.train.optimizer_in_backward and self.shape().accumulated:
+            reason = f"steps of {args.train.global_batch_size} examples are several micro-batches"
+            remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
+            raise ValueError(f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}")
+
+    def _strategies(self) -> list[str]:
+        """Those to choose from, the fastest first."""
+        if self.args.strategy != "auto":
+            return [self.args.strategy]
+        if self.layout.ranks == 1:
+            return ["single"]
+        return ["fsdp"] if self.args.train.cpu_offload == "parameters" else ["ddp", "fsdp"]
+
+    def _fastest(self, job: Job, device: torch.device, width: int) -> tuple[Fit | None, Fit]:
+        """The settings for weights in so many parts, of those that the flags leave open."""
         train, first = job.args.train, self.layout
         rows, kinds = [first.rows], [train.activation_checkpointing]
         if train.micro_batch_size == "auto":
@@ -118,7 +159,7 @@ class Preview:
             return predict(
                 job.source,
                 job.method,
-                precision,
+                self.precision,
                 quantize,
                 self.shape(),
                 train.optimizer,
@@ -126,30 +167,25 @@ class Preview:
                 device.type,
                 train.optimizer_in_backward,
                 offload,
+                width,
             )
 
-        held = [(job.quantize, train.cpu_offload)]
-        found, smallest = fastest(planned, rows, kinds, held, int(FILLED * memory_there(device)))
-        chosen = found or smallest
-        self.recomputed, self.plan, self.slower = chosen.recomputed, chosen.plan, chosen.slower
-        if chosen.rows != self.layout.rows:
-            self.lay_out(replace(first, rows=chosen.rows))
-        if train.optimizer_in_backward and self.shape().accumulated:
-            reason = f"steps of {train.global_batch_size} examples are several micro-batches"
-            remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
-            raise ValueError(f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}")
+        return fastest(planned, rows, kinds, [(job.quantize, train.cpu_offload)], int(FILLED * self.there))
 
-    def plan_lines(self, job: Job, precision: str, device: torch.device, peak: float | None) -> Iterator[str]:
+    def plan_lines(self, job: Job, device: torch.device, peak: float | None) -> Iterator[str]:
         """What the run needs, on the machine at hand."""
         plan = self.plan
         chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-        what = f"{job.source.folder} in {precision if job.quantize == 'none' else job.quantize}"
+        what = f"{job.source.folder} in {self.precision if job.quantize == 'none' else job.quantize}"
         yield f"{what}: {plan.title_line(job.method.title)}"
+        if self.strategy != "single":
+            size = shards(self.args, self.strategy)
+            yield f"{STRATEGIES[self.strategy].format(size=size)} ({self.strategy}, {self.reason})"
         recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[self.recomputed]
-        yield f"memory: {plan.memory.line()}{recomputed}"
+        yield f"memory{'' if self.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
         yield time_line(self.flops(plan), self.slower, "the run", chip, peak, self.layout.ranks)
-        if plan.memory.peak > (there := memory_there(device)):
-            yield f"warning: that is more than the {there / 2**30:.1f} GiB there are; lower --train.micro_batch_size"
+        if plan.memory.peak > self.there:
+            yield f"warning: that is more than the {in_words(self.there)} there are; lower --train.micro_batch_size"
 
     def lines(self) -> Iterator[str]:
         """The data, in a line a file and a line on how they are laid out."""
@@ -297,15 +333,14 @@ def duration(seconds: float) -> str:
     return f"{seconds / size:.2g} {unit}"
 
 
-def dry_run(args: FinetuneArgs, job: Job, data: Data) -> None:
-    """What a run would do."""
-    device = torch.device(pick_accelerator(args.accelerator))
-    preview, precision = Preview(args, data, job.tokenizer, args.devices), job.precision(device)
-    preview.settle(job, precision, device)
+def dry_run(job: Job, preview: Preview) -> None:
+    """What a run would do, said by the first process."""
+    if os.environ.get("RANK", "0") != "0":
+        return
     for line in data_report(preview, job.tokenizer, count=3):
         print(line)
     print()
-    for line in preview.plan_lines(job, precision, device, peak_flops(device, precision)):
+    for line in preview.plan_lines(job, preview.device, peak_flops(preview.device, preview.precision)):
         print(line)
 
 
@@ -333,19 +368,29 @@ def within_budget(args: PlanArgs, tokens: int, planned: Callable[[int, str, str,
     rows = [args.micro_batch_size] if args.micro_batch_size else rows
     kinds = [args.activation_checkpointing] if args.activation_checkpointing else RECOMPUTED
     held = [(args.quantize, args.cpu_offload)]
-    if held == [("none", "none")] and args.method != "full":
+    if held == [("none", "none")] and args.method != "full" and args.strategy == "ddp":
         held += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
     fit, smallest = fastest(planned, rows, kinds, held, size(args.budget))
     if fit is None:
-        unit, one = unit_of(smallest.plan.memory.peak)
-        least = f"{smallest.plan.memory.peak / one:.1f} {unit} with {setting_flags(smallest)}"
+        least = f"{in_words(smallest.plan.memory.peak)} with {setting_flags(smallest)}"
         remedy = "shorten --max_seq_length, or choose another method"
         raise ValueError(f"--budget {args.budget}: the least that this needs is {least}; {remedy}")
     return fit
 
 
-def plan(args: PlanArgs) -> None:
-    """Say what a method needs for a model, from its config.json alone."""
+class Paper(NamedTuple):
+    """A plan from a config.json alone."""
+
+    source: Source
+    method: Method
+    tokens: int  # of a row
+    fit: Fit
+    peak: float | None  # of a chip
+    traffic: Traffic | None  # between several
+
+
+def on_paper(args: PlanArgs) -> Paper:
+    """What a method needs for a model, with the settings asked for, or the fastest that fit; ValueError where none do."""
     finetuning = {
         "lora": LoRAFinetuneArgs(lora=args.lora),
         "adapter": AdapterFinetuneArgs(adapter=args.adapter),
@@ -357,22 +402,36 @@ def plan(args: PlanArgs) -> None:
         raise ValueError(f"{source.adapter} is an adapter; name its base, {source.base}, and the method's flags")
     method.choose(source.meta_model(), source.adapter_rules)
     source.check_length("--max_seq_length", args.max_seq_length)
-    tokens = length_limit(args.max_seq_length, source.config.context)
+    tokens, width = length_limit(args.max_seq_length, source.config.context), shards(args, args.strategy)
 
     def planned(rows: int, recomputed: str, quantize: str, offload: str) -> Plan:
-        shape = Shape(rows, tokens, args.accumulate)
-        return predict(source, method, args.precision, quantize, shape, args.optimizer, recomputed, cpu_offload=offload)
+        shape, named = Shape(rows, tokens, args.micro_batches > 1), {"cpu_offload": offload, "shards": width}
+        return predict(source, method, args.precision, quantize, shape, args.optimizer, recomputed, **named)
 
     if args.budget:
         fit = within_budget(args, tokens, planned)
-        print(f"the fastest that fits into {args.budget}: {setting_flags(fit)}")
     else:
         kind = args.activation_checkpointing or ("full" if args.cpu_offload == "parameters" else "none")
         setting = (args.micro_batch_size or 1, kind, args.quantize, args.cpu_offload)
         fit = Fit(*setting, planned(*setting))
-    found = fit.plan
+    peak, moved = peak_of(args.chip, args.precision), None
+    if args.devices * args.num_nodes > 1 and peak:
+        cluster = Cluster(args.devices, args.num_nodes, width, args.node_gbs * 1e9, args.network_gbs * 1e9)
+        batch = fit.plan.flops.of([tokens] * fit.rows, [tokens] * fit.rows)
+        moved = traffic(fit.plan, cluster, args.micro_batches, batch, fit.slower, peak)
+    return Paper(source, method, tokens, fit, peak, moved)
+
+
+def plan(args: PlanArgs) -> None:
+    """Say what a method needs for a model, from its config.json alone."""
+    source, method, tokens, fit, peak, moved = on_paper(args)
+    if args.budget:
+        print(f"the fastest that fits into {args.budget}: {setting_flags(fit)}")
+    found, everywhere = fit.plan, args.devices * args.num_nodes
     flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"
     print(f"{source.folder}: {found.title_line(method.title)}")
-    print(f"memory: {found.memory.line()}")
-    print(time_line(flops, fit.slower, what, args.chip, peak_of(args.chip, args.precision), args.devices))
+    print(f"memory{'' if everywhere == 1 else ' of each'}: {found.memory.line()}")
+    print(time_line(flops, fit.slower, what, args.chip, peak, everywhere))
+    if moved:
+        print(moved.line(args.micro_batches))

@@ -9,6 +9,7 @@ import json
 import logging
 import math
 import sys
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.mlp import CHOOSERS, ExpertLinear, Grouping, by_expert, grouped_product
+from litft.sharding import put
 
 KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 # what folders of bitsandbytes' layers hold of a layer, beside `weight` and `bias`
@@ -170,46 +172,45 @@ def _backward(ctx, grad: Tensor):
 packed_product.register_autograd(_backward, setup_context=_keep)
 
 
-class QuantizedLinear(nn.Linear):
-    """A frozen Linear whose `weight` holds packed bits."""
+class Quantized(nn.Module):
+    """A frozen module whose `weight` holds packed bits; of a sharded network a part of them, beside all statistics."""
 
-    def __init__(self, linear: nn.Linear, packed: Packed) -> None:
+    def __init__(self, module: nn.Linear | ExpertLinear, kind: str) -> None:
         nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight = nn.Parameter(packed.data, requires_grad=False)
-        self.state, self.bias = packed.state, linear.bias
+        self.in_features, self.out_features = module.in_features, module.out_features
+        self.kind, self.state, self.bias = kind, None, module.bias
+        self.weight = nn.Parameter(room(module.weight, kind), requires_grad=False)
+
+    def fill(self, packed: Packed) -> None:
+        """Take the bits and their statistics."""
+        put(self.weight, packed.data.view(self.weight.dtype).view(self.weight.shape).__getitem__)
+        self.state = packed.state
 
     @property
     def packed(self) -> Packed:
         """Bits and statistics."""
         return Packed(self.weight.data, self.state)
+
+
+class QuantizedLinear(Quantized, nn.Linear):
+    """A frozen Linear in 4 or 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = packed_product(x, self.weight, *self.packed.pieces(), None, False)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class QuantizedExpertLinear(ExpertLinear):
-    """A frozen ExpertLinear whose `weight` holds the packed bits of all experts' matrices, one below the other."""
+class QuantizedExpertLinear(Quantized, ExpertLinear):
+    """The same of an ExpertLinear: all experts' matrices, one below the other."""
 
-    def __init__(self, linear: ExpertLinear, packed: Packed) -> None:
-        nn.Module.__init__(self)
-        self.count, self.in_features, self.out_features = linear.count, linear.in_features, linear.out_features
-        self.weight = nn.Parameter(packed.data, requires_grad=False)
-        self.state, self.bias = packed.state, linear.bias
-
-    @property
-    def packed(self) -> Packed:
-        """Bits and statistics."""
-        return Packed(self.weight.data, self.state)
+    def __init__(self, module: ExpertLinear, kind: str) -> None:
+        super().__init__(module, kind)
+        self.count = module.count
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """As ExpertLinear's."""
         y = packed_product(x, self.weight, *self.packed.pieces(), grouping.ends, False)
         return y if self.bias is None else y + by_expert(self.bias.to(y.dtype), grouping)
-
-
-Quantized = QuantizedLinear | QuantizedExpertLinear
 
 
 def is_quantizable(name: str, model: nn.Module) -> bool:
@@ -223,11 +224,19 @@ def is_quantizable(name: str, model: nn.Module) -> bool:
     return isinstance(model.get_submodule(owner), (nn.Linear, ExpertLinear))
 
 
-def quantized(module: nn.Linear | ExpertLinear, weight: Tensor | Packed, kind: str) -> Quantized:
-    """The quantized form of a module with this weight, which lies on its device already."""
-    if isinstance(module, ExpertLinear):
-        return QuantizedExpertLinear(module, Packed.of(weight.flatten(0, 1), kind))
-    return QuantizedLinear(module, weight if isinstance(weight, Packed) else Packed.of(weight, kind))
+def room(weight: Tensor, kind: str) -> Tensor:
+    """Unfilled memory for the bits of a weight (out, in) or (E, out, in): its rows, or two numbers a byte."""
+    if kind == "int8":
+        return torch.empty_like(weight.flatten(0, -2), dtype=torch.int8)
+    return weight.new_empty((-(-weight.numel() // 2), 1), dtype=torch.uint8)
+
+
+def quantize_modules(model: nn.Module, names: Iterable[str], kind: str) -> None:
+    """Make the modules of these names quantized ones, whose bits are still to be filled in."""
+    for name in names:
+        module = model.get_submodule(name)
+        make = QuantizedExpertLinear if isinstance(module, ExpertLinear) else QuantizedLinear
+        model.set_submodule(name, make(module, kind))
 
 
 def rounded(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:

@@ -15,6 +15,7 @@ from litft.model import GPT
 from litft.peft import Method, Values
 from litft.quantize import is_quantizable, rounded
 from litft.rules import Move, exporting
+from litft.sharding import gathered
 from litft.weights import Entry, check_weights, write_weights
 
 
@@ -60,7 +61,7 @@ def model_entries(source: Source, dtype: torch.dtype, result: Result | None = No
 
     def ours(name: str) -> Tensor:
         if result and result.method.whole and not result.keeps(name, base):
-            return result.values[name].to(dtype)
+            return gathered(result.values[name]).to(dtype)
         move, index = home[name if name in home else "embed.weight"]  # a head that is no longer tied
         tensor = read(move)[index]
         return (tensor if result is None else result.tensor(name, tensor, base)).to(dtype)
@@ -78,10 +79,17 @@ def model_entries(source: Source, dtype: torch.dtype, result: Result | None = No
     return [entry(move, index, name) for move in exports for index, name in enumerate(move.targets)]
 
 
-def write_result(folder: Path, source: Source, dtype: torch.dtype, result: Result | None, shard_gb: float) -> list[Entry]:
-    """A model's weights and config.json: the base's, or what a method has made of it; returns what was written."""
+def write_result(
+    folder: Path | None, source: Source, dtype: torch.dtype, result: Result | None, shard_gb: float
+) -> list[Entry]:
+    """A model's weights and config.json: the base's, or what a method has made of it; returns what was written.
+
+    folder: None in a process that only takes part in gathering what is sharded, in the writer's order.
+    """
     entries = model_entries(source, dtype, result)
     write_weights(folder, entries, int(shard_gb * 1e9))
+    if folder is None:
+        return entries
     hf = {**source.hf, "torch_dtype": str(dtype).removeprefix("torch.")}
     for name in ("dtype", "quantization_config"):  # transformers 5's name for the same; what is written is not quantized
         hf.pop(name, None)

@@ -163,6 +163,7 @@ class Move:
     convert: Callable[[list[Tensor]], list[Tensor]]
     revert: Callable[[list[Tensor]], list[Tensor]]
     is_plain: bool = False  # one tensor is one tensor, as it lies
+    stacks: bool = False  # tensors are one, one below the other
 
 
 def upright(rules: Iterable[Rule]) -> list[Rule]:
@@ -186,7 +187,7 @@ def importing(rules: Iterable[Rule], names: Iterable[str]) -> tuple[list[Move], 
             if (rule, numbers) not in moves:
                 plain = isinstance(rule, Rename) and not rule.transposed
                 sources, targets = rule.sources(name, match), our_names(rule, numbers)
-                move = Move(sources, targets, rule.to_ours, rule.to_theirs, plain)
+                move = Move(sources, targets, rule.to_ours, rule.to_theirs, plain, isinstance(rule, Stack))
                 moves[rule, numbers] = move
             elif name not in moves[rule, numbers].sources:
                 unknown.append(name)  # a second spelling of a tensor that is already there

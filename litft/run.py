@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from litft import checkpoint, runs
-from litft.args import FinetuneArgs, seconds
+from litft.args import seconds
+from litft.args.processes import launch_id, started_by
 from litft.blockwise import compile_blocks, recompute
-from litft.data.load import Data
 from litft.evaluate import Validation
 from litft.flops import peak_flops
 from litft.folder import base_record, copy_tokenizer
@@ -25,30 +25,33 @@ from litft.job import Job
 from litft.loggers import make_logger, row_sink
 from litft.metrics import Metrics
 from litft.offload import offload_activations, offload_parameters
-from litft.parallel import HostGroup, machine_lines
+from litft.parallel import machine_lines, mesh_of
 from litft.preview import Preview, histogram
 from litft.report import Report, write_report
 from litft.result import Result, write_result
+from litft.sharding import gathered
+from litft.together import HostGroup
 from litft.weights import SHARD_BYTES
 
 
 class Run:
     """Where a run stands, and what it keeps: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
 
-    def __init__(self, args: FinetuneArgs, fabric: Fabric, job: Job, data: Data, folder: Path) -> None:
-        self.args, self.fabric, self.job, self.data = args, fabric, job, data
+    def __init__(self, fabric: Fabric, hosts: HostGroup, job: Job, preview: Preview, folder: Path) -> None:
+        self.args, self.fabric, self.hosts, self.job, self.preview = job.args, fabric, hosts, job, preview
+        args, self.data, self.precision = job.args, preview.data, preview.precision
         self.source, self.tokenizer, self.method = job.source, job.tokenizer, job.method
         self.folder, self.main = folder, fabric.global_rank == 0
-        self.hosts = HostGroup(fabric.world_size)
-        self.precision = job.precision(fabric.device)
-        self.preview = Preview(args, data, job.tokenizer, fabric.world_size)
-        self.preview.settle(job, self.precision, fabric.device)
-        self.model, self.parameters = job.build(self.precision, "cpu" if self.on_host else fabric.device)
+        self.mesh = mesh_of(args, preview.strategy, fabric.device)
+        self.model, self.parameters = job.build(self.precision, fabric.device, self.mesh)
         self._arrange_blocks()
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.peak = peak_flops(fabric.device, self.precision)
         self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
-        self.validation = Validation(fabric, self.model, job.tokenizer, data, args.eval, folder / "samples.jsonl")
+        self.validation = Validation(
+            fabric, hosts, self.model, job.tokenizer, self.data, args.eval, folder / "samples.jsonl"
+        )
+        self.saver = checkpoint.Saver(folder, self.main, hosts.writing)
         self.logger: Any = None
         self.logged_as: list[str] | None = None  # who logged the run that goes on, and what they called it
         self.limit = seconds(args.train.max_time or "") or math.inf
@@ -56,8 +59,8 @@ class Run:
 
     @property
     def on_host(self) -> bool:
-        """Whether the blocks' frozen weights wait in the host's memory."""
-        return self.args.train.cpu_offload == "parameters"
+        """Whether the blocks' frozen weights wait in the host's memory; of a sharded network FSDP sees to that."""
+        return self.args.train.cpu_offload == "parameters" and self.mesh is None
 
     def _arrange_blocks(self) -> None:
         train, device = self.args.train, self.fabric.device
@@ -96,15 +99,22 @@ class Run:
             runs.clear(self.folder)
         self.folder.mkdir(parents=True, exist_ok=True)
         stored = dataclasses.asdict(self.args)
-        for name in ("out_dir", "resume", "overwrite"):
+        given_elsewhere = ("devices", "num_nodes") if started_by() else ()
+        for name in ("out_dir", "resume", "overwrite", *given_elsewhere):
             stored.pop(name)
-        runs.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False))
+        runs.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False), launch_id())
         self.metrics.cut(self.begun or -1)
         checkpoint.cut(self.folder, self.begun)
         self.place_best(self.begun)
         self.logger = make_logger(self.args.logger, self.folder, stored, self.begun, self.logged_as)
         if self.logger:
             self.metrics.sinks.append(row_sink(self.logger, self.say))
+
+    def check_folder(self) -> None:
+        """ValueError in every process where one does not see the folder that the first has opened."""
+        if any(self.hosts.most(not runs.is_run(self.folder))):
+            reason = "a process does not see what the first one writes there"
+            raise ValueError(f"--out_dir {self.folder}: {reason}; name a folder that all nodes share")
 
     def identity(self) -> dict[str, Any]:
         """What a run must share with the one it continues, or it would silently be another."""
@@ -114,11 +124,11 @@ class Run:
     @cached_property
     def headline(self) -> list[str]:
         """What is about to be done: the data, the plan, where it begins."""
-        lines = [*self.preview.lines(), *self.preview.plan_lines(self.job, self.precision, self.fabric.device, self.peak)]
+        lines = [*self.preview.lines(), *self.preview.plan_lines(self.job, self.fabric.device, self.peak)]
         if self.source.adapter:
             lines.append("going on with this adapter: ranks, targets and tokens are its own")
             lines += filter(None, [self.source.another_quantization(self.job.quantize)])
-        if tokens := self.job.untrained_tokens(self.model, self.data.special):
+        if tokens := self.job.untrained_tokens(self.data.special):
             remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
             lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
         if self.begun == self.steps:
@@ -138,10 +148,14 @@ class Run:
             "tokenizer": self.tokenizer.choices(),
             "logger": [self.args.logger, self.logger.version] if self.logger else None,
         }
-        checkpoint.save(self.fabric, self.folder, done, self.parameters, optimizer, progress)
-        if self.main:
+
+        def then() -> None:
             checkpoint.prune(self.folder, self.args.save.keep_last)
             self.place_best(done)
+
+        # a copy of the whole model would take a CPU's memory from the steps
+        beside = self.fabric.device.type == "cuda" or not self.method.whole
+        self.saver.begin(done, self.parameters, optimizer, progress, then, beside)
 
     def kept(self) -> str:
         """What there is to go on with."""
@@ -150,7 +164,7 @@ class Run:
 
     def write_best(self, step: int) -> None:
         """A folder to open of the best so far; it becomes best/ with the next checkpoint, or a resumed run had another."""
-        for path in self.folder.glob("best-*.partial"):
+        for path in self.folder.glob("best-*.partial") if self.main else ():
             shutil.rmtree(path)
         self.write(f"best-{step:06d}.partial")
 
@@ -163,14 +177,23 @@ class Run:
                 shutil.rmtree(path)
 
     def write(self, name: str) -> None:
-        """A folder to open, under its name only when complete."""
+        """A folder to open, under its name only when complete.
+
+        All processes of a sharded network take part, which gathers it tensor by tensor; the first one writes.
+        """
         partial, folder = self.folder / f"{name}.partial", self.folder / name
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        values = self.method.values(self.model)
-        if self.method.whole:
-            write_result(partial, self.source, self.source.dtype(None), Result(self.method, values), SHARD_BYTES / 1e9)
-        else:
+        if self.main:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir()
+        values = {name: parameter.detach() for name, parameter in self.parameters.items()}
+        if self.method.whole and (self.main or self.mesh is not None):
+            result, dtype = Result(self.method, values), self.source.dtype(None)
+            write_result(partial if self.main else None, self.source, dtype, result, SHARD_BYTES / 1e9)
+        elif self.mesh is not None:
+            values = {name: gathered(value) for name, value in values.items()}
+        if not self.main:
+            return
+        if not self.method.whole:
             own = {"quantize": self.job.quantize, "precision": self.precision}
             record = base_record(self.source, folder)
             self.method.write(partial, self.source, values, record | {"litft": record["litft"] | own})

@@ -14,6 +14,8 @@ OUT = Path("out")
 CONFIG = "config.yaml"
 _MARK = "# A run of litft"  # how its config.yaml begins: other programs have files of that name
 
+_LAUNCH = "# begun by the launch "
+
 
 class Stopped(Exception):
     """A run that a signal ended, its state saved; `code` is the exit code that a shell expects."""
@@ -22,6 +24,10 @@ class Stopped(Exception):
         self.code = 128 + number
         what = f"stopped after step {step}, and saved" if step else "stopped before the first step"
         super().__init__(f"{signal.Signals(number).name}: {what}; --resume --out_dir {folder} goes on")
+
+
+class Alone(ValueError):
+    """What one of several processes has to say, though it is not the first: the others may not know."""
 
 
 def is_run(folder: Path) -> bool:
@@ -98,9 +104,17 @@ def clear(folder: Path) -> None:
         shutil.rmtree(folder.resolve())
 
 
-def write_config(folder: Path, method: str, text: str) -> None:
-    """Write config.yaml, all of it or nothing."""
-    write_whole(folder / CONFIG, f"{_MARK}: finetune {method}; --config with this file repeats it.\n{text}")
+def write_config(folder: Path, method: str, text: str, launch: str | None) -> None:
+    """Write config.yaml, all of it or nothing. launch: whose processes these are."""
+    known = f"{_LAUNCH}{launch}\n" if launch else ""
+    write_whole(folder / CONFIG, f"{_MARK}: finetune {method}; --config with this file repeats it.\n{known}{text}")
+
+
+def begun_by(folder: Path | None, launch: str | None) -> bool:
+    """Whether this very launch has begun the run, so that its processes have been started again."""
+    if not (folder and launch and is_run(folder)):
+        return False
+    return f"{_LAUNCH}{launch}" in (folder / CONFIG).read_text("utf-8", errors="replace").split("\n")[:2]
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -104,6 +104,8 @@ class _SentencePiece:
         if skip_special:
             ids = [i for i in ids if i not in self.special_ids]
         names = {i: token for token, i in {**self.special, **self.added}.items()}
+        known = self.backend.get_piece_size()  # a model may have more rows, which stand for nothing
+        ids = [i for i in ids if i < known or i in names]
         if not any(i in names for i in ids):
             return self.backend.decode(ids)
         text, plain = "", []

@@ -5,9 +5,9 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from lightning_fabric import Fabric
@@ -15,8 +15,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
+import litft
 from litft import runs
-from litft.args import FinetuneArgs, TrainArgs
+from litft.args import FinetuneArgs, TrainArgs, seconds
+from litft.args.processes import as_started, launch_id
 from litft.blockwise import as_written, is_compiled, run_uncompiled
 from litft.data.load import load_data
 from litft.data.samples import Sample
@@ -28,10 +30,12 @@ from litft.loggers import check_logger, finish
 from litft.metrics import Row
 from litft.optim import averaged, make_optimizer, set_rate, state_bytes
 from litft.parallel import is_out_of_memory, make_fabric, pick_accelerator
-from litft.preview import dry_run, duration
+from litft.preview import Preview, dry_run, duration
 from litft.quantize import bitsandbytes
 from litft.run import Run
+from litft.sharding import gathered, local
 from litft.signals import Signals
+from litft.together import end_children, launch, lost, synced
 
 MOST_LEFT_OUT = 10  # steps in a row that --train.skip_nan leaves out before the run ends all the same
 EXPLODED = 3  # times the loss of the first step, or of guessing: nothing comes back from there
@@ -50,48 +54,71 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
     callback: gets every row of metrics.csv when it is written, in the first process. ValueError for whatever the user can
     mend, `runs.Stopped` where a signal ended the run with its state saved.
     """
+    args = as_started(args)
     if problems := args.problems():
         raise ValueError("\n".join(problems))
     if args.checkpoint_dir is None:
         args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)]))
     named = runs.named(args.out_dir, args.resume)
+    if runs.begun_by(named, launch_id()):  # of several nodes torchrun tells only the one where a process has died
+        args = replace(args, resume=True, overwrite=False)
     if named:
         inputs = (args.checkpoint_dir, args.base_dir, *args.data.path, args.data.val_path, args.data.template)
         runs.check(named, args.resume, args.overwrite, inputs)
+    job, preview = prepared(args)
+    if args.dry_run:
+        dry_run(job, preview)
+        return None
+    fabric = make_fabric(args, preview.strategy)
+    hosts = launch(fabric, args.timeout)
+    # the first process makes the folder; all have looked at what was there before any gets here
+    chosen = str(named or runs.claim(job.method.title)) if fabric.global_rank == 0 else None
+    folder = Path(fabric.broadcast(chosen))
+    if any(hosts.most(args.resume)):
+        job.args = replace(job.args, resume=True, overwrite=False)
+    hosts.agree(facts(job, preview))
+    run = Training(fabric, hosts, job, preview, folder)
+    run.metrics.sinks += [callback] if callback else []
+    run.train()
+    return Outcome(folder, run.metrics.newest)
+
+
+def prepared(args: FinetuneArgs) -> tuple[Job, Preview]:
+    """What is known before the processes meet: the method, the data, the plan. No weight is read; ValueError."""
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check()
     job = Job(args, source)
     if job.quantize != "none":
         bitsandbytes()  # where it is missing, that is said before the data is read
-    if args.train.cpu_offload != "none" and pick_accelerator(args.accelerator) == "cpu":
-        raise ValueError(
-            f"--train.cpu_offload {args.train.cpu_offload}: without a GPU all is in the host's memory; leave it out"
-        )
-    if args.train.cpu_offload == "parameters" and (job.quantize != "none" or job.method.name == "full"):
-        reason = "what is trained stays on the GPU" if job.method.name == "full" else "quantized weights stay on the GPU"
+    device, offload = torch.device(pick_accelerator(args.accelerator)), args.train.cpu_offload
+    if offload != "none" and device.type == "cpu":
+        raise ValueError(f"--train.cpu_offload {offload}: without a GPU all is in the host's memory; leave it out")
+    one, full = args.devices * args.num_nodes == 1, job.method.name == "full"
+    if one and offload == "parameters" and (job.quantize != "none" or full):
+        reason = "what is trained stays on the GPU" if full else "quantized weights stay on the GPU"
         raise ValueError(f"--train.cpu_offload parameters: {reason}; leave it out")
     check_logger(args.logger)
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
-    data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
+    known, context = job.method.vocab_size(source.config), source.config.context
+    data = load_data(args.data, job.tokenizer, known, context, seconds(args.timeout))
     for flag, given in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
         if given and not len(data.val):
-            raise ValueError(
-                f"{flag} goes by the validation loss, and nothing is held out; give --data.val_fraction or val_path"
-            )
+            reason = "it goes by the validation loss, and nothing is held out"
+            raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
     if job.tokenizer.tells_date:  # a resumed run goes on with its first day
-        args = replace(args, data=replace(args.data, date=job.tokenizer.day))
-    if args.dry_run:
-        dry_run(args, job, data)
-        return None
-    fabric = make_fabric(args)
-    fabric.launch()
-    # the first process makes the folder; all have looked at what was there before any gets here
-    chosen = str(named or runs.claim(job.method.title)) if fabric.global_rank == 0 else None
-    folder = Path(fabric.broadcast(chosen))
-    run = Training(args, fabric, job, data, folder)
-    run.metrics.sinks += [callback] if callback else []
-    run.train()
-    return Outcome(folder, run.metrics.newest)
+        job.args = replace(args, data=replace(args.data, date=job.tokenizer.day))
+    preview = Preview(job.args, data, job.tokenizer, args.devices * args.num_nodes)
+    preview.settle(job, device)
+    return job, preview
+
+
+def facts(job: Job, preview: Preview) -> dict[str, Any]:
+    """What all processes of a run must share."""
+    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(job.args).items()}
+    flags = {f"--{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
+    versions = {"torch": torch.__version__, "litft": litft.__version__}
+    own = {"strategy": preview.strategy, "recomputation": preview.recomputed, "rows": preview.layout.rows}
+    return {**versions, **own, "training data": preview.data.digest, **job.identity(), **flags}
 
 
 def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
@@ -118,8 +145,7 @@ def accumulate(fabric: Fabric, model: nn.Module, batches: list[MicroBatch], coun
     total = torch.zeros((), device=fabric.device)
     for number, batch in enumerate(batches, 1):
         batch = batch.to(fabric.device)
-        synced = fabric.world_size == 1 or number == len(batches)
-        with fabric.no_backward_sync(model, enabled=not synced):
+        with synced(fabric, model, last=number == len(batches)):
             loss, _ = model(batch.tokens, **batch.inputs())
             fabric.backward(loss * (fabric.world_size / count))
         total += loss.detach()
@@ -149,9 +175,10 @@ class Training(Run):
             status = "success"
         except RuntimeError as error:
             if is_out_of_memory(error):
-                raise ValueError(self._too_large(str(error))) from None
-            if self.fabric.world_size > 1 and "onnection" in str(error):  # gloo's word for a process that is gone
-                raise ValueError(f"another process of the run has ended; {self.kept()}") from None
+                raise runs.Alone(self._too_large(str(error))) from None
+            if self.fabric.world_size > 1 and (reason := lost(error, self.args.timeout)):
+                end_children(self.fabric)
+                raise runs.Alone(f"{reason}; {self.kept()}") from None
             raise
         except OSError as error:
             free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there" if self.folder.is_dir() else ""
@@ -167,6 +194,8 @@ class Training(Run):
         self.fabric.barrier()
         if self.main:
             self.open_folder()
+        self.fabric.barrier()
+        self.check_folder()
         self.metrics.before = self.fabric.broadcast(self.metrics.before)  # whatever goes by it, all processes do alike
         self.validation.go_on(self.metrics.before)
         model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not self.on_host)
@@ -186,9 +215,10 @@ class Training(Run):
         self._keep(optimizer, done)
         if self.main:
             self.place_best(done)
-            with averaged(optimizer):
-                self.write("final")
-                self.finish()
+        with averaged(optimizer):
+            self.write("final")
+        if self.main:
+            self.finish()
         self.fabric.barrier()
 
     def _pause(self) -> None:
@@ -209,8 +239,10 @@ class Training(Run):
         """Write the rows and the state of a run that goes no further."""
         if self.metrics.rows:
             self._flush(done, pace=0.0)
-        if done > self.begun:
+        self.saver.finish()
+        if done > self.begun and self.saver.saved != done:
             self.save(optimizer, done)
+            self.saver.finish()
 
     def _steps(self, model: nn.Module, optimizer: Optimizer) -> Iterator[int]:
         """Make steps until one of the limits; after each, how many are done."""
@@ -223,6 +255,7 @@ class Training(Run):
                 self._advance(model, optimizer, done, flops)
                 done += 1
                 bar.update()
+                self.saver.poll()
                 yield done
                 if _due(args.eval.interval, done) and done < self.steps:
                     self._evaluate(optimizer, done)
@@ -289,12 +322,13 @@ class Training(Run):
             return loss, optimizer.optimizer.norm()
         loss = self._gradients(model, optimizer, samples, seed + self.fabric.global_rank)
         limit = self.args.train.max_grad_norm or math.inf
-        norm = nn.utils.clip_grad_norm_(self.trained.values(), limit)
+        norm = gathered(nn.utils.clip_grad_norm_(self.trained.values(), limit))
         if self.args.train.skip_nan and not math.isfinite(float(loss) + float(norm)):
             self._leave_out(step)
         else:
             self.left_out = 0
-            torch.manual_seed(seed)  # what an optimizer rounds by chance, every rank rounds alike
+            # what an optimizer rounds by chance, all who hold the same round alike
+            torch.manual_seed(seed + (self.mesh.get_local_rank("shard") if self.mesh else 0))
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         return loss, norm
@@ -341,7 +375,7 @@ class Training(Run):
                 self.say(line)
             for item in [] if asked else validation.ask(step):
                 self.say(f"  {_one_line(item['prompt'])}\n  -> {_one_line(item['answer'])}")
-            if self.main and self.args.save.best and step and validation.best == step and not asked:
+            if self.args.save.best and step and validation.best == step and not asked:
                 self.write_best(step)
 
     def _flush(self, done: int, pace: float) -> None:
@@ -398,11 +432,12 @@ class Training(Run):
         batch = self.preview.layout.collated(rows).to(self.fabric.device)
         held, passes = 0, 1
         if self.fabric.device.type == "cuda":
-            held = 0 if self.begun else state_bytes(self.args.train.optimizer, self.trained)
+            mine = {name: local(parameter) for name, parameter in self.trained.items()}
+            held = 0 if self.begun else state_bytes(self.args.train.optimizer, mine)
             passes += self.preview.shape().accumulated
         state = torch.empty(held, dtype=torch.uint8, device=self.fabric.device)
         model.train()
-        with self.fabric.no_backward_sync(model, enabled=self.fabric.world_size > 1):
+        with synced(self.fabric, model, last=self.mesh is not None):
             for _ in range(passes):
                 self.fabric.backward(model(batch.tokens, **batch.inputs())[0])
         del state
@@ -412,7 +447,7 @@ class Training(Run):
         before = self.preview.layout
         after = before.halved(int(self.data.train.lengths.max()))
         if after is None or not self.args.train.oom_retry:
-            raise ValueError(self._too_large(reason))
+            raise runs.Alone(self._too_large(reason))
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         shape = self.preview.shape()

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +12,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from litft.quantize import STATES, STATISTICS, Packed, is_quantizable, quantized, stored_shape
+from litft.quantize import STATES, STATISTICS, Packed, Quantized, is_quantizable, stored_shape
 from litft.rules import Move, Rule, exporting, importing
+from litft.sharding import put
 
 SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face splits by default
+MAPPED = 2**28  # bytes read of a file before it is opened anew
 SHOWN = 10  # names listed in one message at most
 
 
@@ -28,6 +31,7 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._current: tuple[Path | None, Any] = (None, None)
+        self._seen = 0  # bytes read of the file that is open
         self._file_of: dict[str, Path] = {}
         self._metas: dict[str, Tensor | str] = {}
         for path in _weight_files(folder):
@@ -58,9 +62,12 @@ class Checkpoint:
         with self._bits_of(name):
             return torch.empty(stored_shape(self._stored(state)) if state else meta.shape, device="meta")
 
-    def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, in the file's own dtype; of a packed one what it stands for, in fp32."""
-        return self.packed(name).dense() if name in self._packed else self._stored(name)
+    def read(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+        """The tensor, on the CPU, in the file's own dtype; of a packed one what it stands for, in fp32.
+
+        part: this much of it, for which no more is read. It may reach beyond the tensor's end.
+        """
+        return self.packed(name).dense()[part] if name in self._packed else self._stored(name, part)
 
     def is_packed(self, name: str) -> bool:
         """Whether a tensor is stored as packed bits."""
@@ -92,9 +99,17 @@ class Checkpoint:
                 found.setdefault(f"{stem}.weight", {"weight": f"{stem}.weight"})[end] = name
         return found
 
-    def _stored(self, name: str) -> Tensor:
-        handle = self._opened(self._file_of[name])
-        return handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
+    def _stored(self, name: str, part: tuple[slice, ...] = ()) -> Tensor:
+        handle, meta = self._opened(self._file_of[name]), self._metas[name]
+        if isinstance(handle, dict):
+            tensor = handle[name][part]
+        elif isinstance(meta, str) or meta[part].shape == meta.shape:
+            tensor = handle.get_tensor(name)
+        else:
+            within = tuple(slice(p.start, min(p.stop, size)) for p, size in zip(part, meta.shape, strict=True))
+            tensor = handle.get_slice(name)[within] if meta[part].numel() else torch.empty_like(meta[part], device="cpu")
+        self._seen += tensor.nbytes
+        return tensor
 
     def head(self, name: str, count: int) -> Tensor:
         """The first `count` numbers of a tensor, read without the rest."""
@@ -107,9 +122,9 @@ class Checkpoint:
 
     def _opened(self, path: Path):
         """The file, of which one at a time is open: what has been read of a mapped file counts as memory until it is not."""
-        if self._current[0] != path:
+        if self._current[0] != path or self._seen > MAPPED:
             self._current = (path, None)  # closed before the next is opened
-            self._current = (path, _open(path))
+            self._current, self._seen = (path, _open(path)), 0
         return self._current[1]
 
 
@@ -231,44 +246,47 @@ def _tensor_problems(checkpoint: Checkpoint, name: str, like: Tensor) -> list[st
     return [] if tuple(found.shape) == shape else [f"{name}: expected shape {shape}, found {tuple(found.shape)}"]
 
 
-def load_weights(
-    model: nn.Module,
-    checkpoint: Checkpoint,
-    rules: list[Rule],
-    dtype: torch.dtype,
-    device: torch.device | str,
-    quantize: str | None = None,
-    plain: Collection[str] = (),
-) -> None:
-    """Fill a model built on the meta device, one tensor at a time, in `dtype` on `device`.
-
-    quantize: Linears become QuantizedLinears of this kind as their weight comes; memory holds one of them unquantized.
-    plain: modules that do not, since they are trained whole.
-    """
-
-    def packs(name: str, move: Move) -> bool:
-        if checkpoint.is_quantized and not any(checkpoint.is_packed(source) for source in move.sources):
-            return False  # what such a folder left as it is stays so
-        return bool(quantize) and name.removesuffix(".weight") not in plain and is_quantizable(name, model)
-
-    for move in check_weights(model, checkpoint, rules):
-        if move.is_plain and packs(move.targets[0], move) and (bits := checkpoint.packed(move.sources[0])):
-            place(model, move.targets[0], bits.to(device), quantize)
+def packed_modules(
+    model: nn.Module, checkpoint: Checkpoint, rules: list[Rule], plain: Collection[str] = ()
+) -> Iterator[str]:
+    """The modules whose weights are kept packed: not those in `plain`, nor what a packed folder has left as it is."""
+    for move in importing(rules, checkpoint.names)[0]:
+        if checkpoint.is_quantized and not any(map(checkpoint.is_packed, move.sources)):
             continue
-        tensors = move.convert([checkpoint.read(name) for name in move.sources])
-        for name, tensor in zip(move.targets, tensors, strict=True):
-            # clone: a tensor that still lies in the memory-mapped file would change with it
-            place(model, name, tensor.to(device=device, dtype=dtype, copy=True), quantize if packs(name, move) else None)
+        owners = (name.removesuffix(".weight") for name in move.targets if is_quantizable(name, model))
+        yield from (owner for owner in owners if owner not in plain)
 
 
-def place(model: nn.Module, name: str, tensor: Tensor | Packed, quantize: str | None) -> None:
-    """Make a tensor the parameter `name`; quantize: as packed bits."""
-    owner, _, leaf = name.rpartition(".")
-    module = model.get_submodule(owner)
-    if quantize:
-        model.set_submodule(owner, quantized(module, tensor, quantize))
-    else:
-        setattr(module, leaf, nn.Parameter(tensor, requires_grad=False))
+def load_weights(model: nn.Module, checkpoint: Checkpoint, moves: list[Move], dtype: torch.dtype) -> None:
+    """Fill a network that has memory, one tensor at a time; each process reads what it holds, where a move allows that.
+
+    dtype: what weights are made before they are packed. Rows that the network has beyond the folder's stay as they are.
+    """
+    for move in moves:
+        owners = [model.get_submodule(name.rpartition(".")[0]) for name in move.targets]
+        packs = [isinstance(o, Quantized) and n.endswith(".weight") for o, n in zip(owners, move.targets, strict=True)]
+        device = model.get_parameter(move.targets[0]).device
+        if move.is_plain and packs[0] and (bits := checkpoint.packed(move.sources[0])):
+            owners[0].fill(bits.to(device))
+        elif len(owners) == 1 and not packs[0]:
+            put(model.get_parameter(move.targets[0]), partial(_read_part, checkpoint, move))
+        else:
+            tensors = move.convert([checkpoint.read(name) for name in move.sources])
+            for name, owner, packed, tensor in zip(move.targets, owners, packs, tensors, strict=True):
+                if packed:
+                    owner.fill(Packed.of(tensor.to(device, dtype).flatten(0, -2), owner.kind))
+                else:
+                    put(model.get_parameter(name), tensor.__getitem__)
+
+
+def _read_part(checkpoint: Checkpoint, move: Move, wanted: tuple[slice, ...]) -> Tensor:
+    """A part of the one tensor that a move makes."""
+    if move.is_plain:
+        return checkpoint.read(move.sources[0], wanted)
+    if move.stacks:
+        sources = move.sources[wanted[0]]
+        return move.convert([checkpoint.read(name, wanted[1:]) for name in sources])[0]
+    return move.convert([checkpoint.read(name) for name in move.sources])[0][wanted]
 
 
 def write_file(tensors: dict[str, Tensor], path: Path) -> None:
@@ -288,8 +306,15 @@ class Entry(NamedTuple):
     make: Callable[[], Tensor]
 
 
-def write_weights(folder: Path, entries: list[Entry], shard_bytes: int = SHARD_BYTES) -> None:
-    """Write `model.safetensors`, or shards of at most `shard_bytes` with an index; memory stays at one shard."""
+def write_weights(folder: Path | None, entries: list[Entry], shard_bytes: int = SHARD_BYTES) -> None:
+    """Write `model.safetensors`, or shards of at most `shard_bytes` with an index; memory stays at one shard.
+
+    folder: None to make each tensor, and forget it.
+    """
+    if folder is None:
+        for entry in entries:
+            entry.make()
+        return
     shards: list[list[Entry]] = [[]]
     for entry in entries:
         if shards[-1] and sum(e.bytes for e in shards[-1]) + entry.bytes > shard_bytes:

@@ -33,6 +33,7 @@ ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIV
 # with tests of minutes: begun first, so that the other process does not wait for one of them at the end
 LONGEST = (
     "test_real.py",
+    "test_parallel.py",
     "test_tutorials.py",
     "test_train.py",
     "test_method_runs.py",

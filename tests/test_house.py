@@ -12,6 +12,7 @@ TIERS = [
     {"config", "args", "runs", "signals", "cli"},
     {"rope", "attention", "cache", "rules", "prompts", "tokenizer", "loss", "mlp"},
     {"model", "families"},
+    {"sharding"},
     {"weights", "quantize", "adapter_files", "peft", "data"},
     {
         "blockwise",
@@ -24,10 +25,11 @@ TIERS = [
         "loggers",
         "report",
         "parallel",
+        "together",
         "checkpoint",
         "generate",
     },
-    {"job", "plan", "preview", "run", "train", "evaluate", "convert"},
+    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
 TORCHLESS = {"config", "args", "runs", "signals", "cli"}

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import transformers
 from parity import ROWS, draw, relative, shaken, theirs
 from safetensors import safe_open
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import litft
 from litft.args import (
@@ -19,6 +20,7 @@ from litft.args import (
 )
 from litft.convert import merge
 from litft.folder import base_record, resolve
+from litft.mlp import grouped_product
 from litft.peft import Adapter, AdapterV2, Full, LoRA, detach, disabled
 from litft.peft.parts import Part, Trained
 from litft.result import Result, write_result
@@ -97,6 +99,17 @@ def with_tokens(method):
     """Two tokens behind the vocabulary of 96, and one within it."""
     method.tokens = {96: [5, 6], 97: [], 40: [40]}
     return method
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_of_any_width_are_multiplied(dtype):
+    """Rows that are no multiple of 16 bytes, which grouped_mm refuses, too; and a plan's, which have sizes alone."""
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+    x, weight = torch.randn(10, 24, dtype=dtype), torch.randn(3, 24, 25, dtype=dtype)
+    torch.testing.assert_close(grouped_product(x, weight, ends), grouped_plainly(x, weight, ends), rtol=2e-2, atol=2e-2)
+    with FakeTensorMode() as mode:
+        fakes = [mode.from_tensor(tensor) for tensor in (x, weight, ends)]
+        assert grouped_product(*fakes).shape == (10, 25)
 
 
 @pytest.fixture(scope="module")

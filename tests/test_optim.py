@@ -254,7 +254,7 @@ def test_every_optimizer_goes_on_to_the_bit(tiny, tmp_path, name, precision):
     model, method, parameters = trainable(tiny, precision)
     model, optimizer = fabric.setup(model, optimizer_of(name, method, parameters, weight_decay=0.1))
     whole = steps(model, optimizer, 3)
-    checkpoint.save(fabric, tmp_path, 3, parameters, optimizer, PROGRESS)
+    checkpoint.Saver(tmp_path, True, None).begin(3, parameters, optimizer, PROGRESS, lambda: None, beside=False)
     whole += steps(model, optimizer, 3, first=3)
     other, method, found = trainable(tiny, precision)
     resumed = optimizer_of(name, method, found, weight_decay=0.1)
@@ -269,9 +269,28 @@ def test_every_optimizer_goes_on_to_the_bit(tiny, tmp_path, name, precision):
             assert value == resumed.state[found[key]][kind] if same is None else same, (key, kind)
 
 
+def test_a_checkpoint_is_a_copy_of_its_moment(tiny, tmp_path):
+    """It is written while the run goes on: what the next steps change is not in it."""
+    model, method, parameters = trainable(tiny)
+    optimizer, done = optimizer_of("adamw", method, parameters), []
+    steps(model, optimizer, 2)
+    then = {name: p.detach().clone() for name, p in parameters.items()}
+    saver = checkpoint.Saver(tmp_path, True, None)
+    saver.begin(2, parameters, optimizer, PROGRESS, lambda: done.append(2))
+    assert checkpoint.newest(tmp_path) is None
+    steps(model, optimizer, 2, first=2)
+    saver.finish()
+    assert checkpoint.newest(tmp_path).name == "step-000002" and done == [2] and saver.saved == 2
+    saved = checkpoint.read_parameters(checkpoint.newest(tmp_path))
+    assert all(torch.equal(saved[name], value) for name, value in then.items())
+    assert not any(torch.equal(saved[name], p) for name, p in parameters.items())
+    other = optimizer_of("adamw", method, parameters)
+    checkpoint.restore_newest(tmp_path, {}, parameters, other)
+    assert all(torch.equal(p, then[name]) for name, p in parameters.items())
+
+
 def test_schedule_free_keeps_an_average(tiny, tmp_path):
     """Looking at the average changes nothing, and a checkpoint holds it: x = (1 - 1/b) z + y/b of the two it steps."""
-    fabric = Fabric(accelerator="cpu", devices=1)
     model, method, parameters = trainable(tiny)
     optimizer = optimizer_of("schedule_free", method, parameters)
     steps(model, optimizer, 5)
@@ -283,7 +302,7 @@ def test_schedule_free_keeps_an_average(tiny, tmp_path):
         z = optimizer.state[p]["z"]
         torch.testing.assert_close(kept[name], (1 - 1 / 0.9) * z + stepped[name] / 0.9, rtol=1e-5, atol=1e-6)
     assert not torch.equal(kept["embed.weight"], stepped["embed.weight"])
-    checkpoint.save(fabric, tmp_path, 5, parameters, optimizer, PROGRESS)
+    checkpoint.Saver(tmp_path, True, None).begin(5, parameters, optimizer, PROGRESS, lambda: None, beside=False)
     saved = checkpoint.read_parameters(checkpoint.newest(tmp_path))
     assert all(torch.equal(saved[name], value) for name, value in kept.items())
 

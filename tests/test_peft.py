@@ -175,6 +175,7 @@ def test_a_small_update_survives_a_bf16_base(tiny):
     linear = torch.nn.Linear(64, 64, bias=False).bfloat16()
     x, plain = torch.randn(200, 64).bfloat16(), linear.weight.double()
     LoRALinear.mix_over(linear).add_factors(4, 1.0, 0.0)
+    linear.begin()
     linear.lora_b.copy_(torch.randn(64, 4) * 2e-3)
     update = (x.double() @ linear.lora_a.double().T) @ linear.lora_b.double().T
     exact = (x.double() @ plain.T).bfloat16().double() + update

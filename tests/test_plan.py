@@ -231,9 +231,9 @@ def test_a_run_recomputes_as_little_as_its_memory_asks_for(tiny, examples, monke
     data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.context)
     found = []
     for room in (2**40, 10 * 2**20, 4 * 2**20, 1):
-        monkeypatch.setattr(litft.preview, "memory_there", lambda device, room=room: room)
+        monkeypatch.setattr(litft.preview, "memory_there", lambda device, processes, room=room: room)
         preview = Preview(args, data, job.tokenizer, 1)
-        preview.settle(job, "fp32", cpu)
+        preview.settle(job, cpu)
         found.append((preview.layout.rows, preview.recomputed))
         assert room == 1 or preview.plan.memory.peak <= 0.9 * room
     assert found[0] == (32, "none") and found[-1] == (1, "full")

@@ -155,7 +155,7 @@ def held_out_loss(model, args) -> float:
 
 def test_what_goes_by_validation_needs_some(args):
     args.data.val_fraction, args.eval.patience = 0.0, 3
-    with pytest.raises(ValueError, match=r"--eval.patience goes by the validation loss, and nothing is held out"):
+    with pytest.raises(ValueError, match=r"--eval.patience: it goes by the validation loss, and nothing is held out"):
         litft.finetune(args)
 
 

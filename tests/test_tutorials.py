@@ -146,6 +146,16 @@ def test_the_guide_to_performance(clone):
 
 
 @pytest.mark.slow
+def test_the_guides_to_many_devices(clone):
+    folder, paths = clone
+    first, resumed, plan = run_guide("scaling.md", folder, paths)
+    assert "(fsdp, as asked for)" in first and "continuing after step 4" in resumed and "on 1 device" in resumed
+    assert "memory of each:" in plan and "GB from others" in plan
+    (printed,) = run_guide("multi_node.md", folder, paths)
+    assert "on 2 devices" in printed and (folder / "out" / "torchrun" / "final").is_dir()
+
+
+@pytest.mark.slow
 def test_the_benchmark_takes_turns(shared, tmp_path):
     """litft, itself padded, and peft; without weights, any method; and what cannot be compared."""
     data = tmp_path / "data.json"

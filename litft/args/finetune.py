@@ -6,12 +6,21 @@ from typing import Literal
 
 from litft.args.checks import below, impossible_numbers, seconds
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
+from litft.args.processes import as_started
 
 Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
 
 Optimizers = Literal[
     "adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion", "adafactor", "muon", "sgd", "schedule_free"
 ]
+
+
+_BLOCKS = "a part of a weight would have other 8-bit blocks than the whole"
+UNSHARDED = {  # optimizers that need whole weights, and why
+    "adafactor": "it needs whole rows and columns, and each device holds a part",
+    "adamw_8bit": _BLOCKS,
+    "paged_adamw_8bit": _BLOCKS,
+}
 
 
 @dataclass
@@ -236,9 +245,16 @@ class FinetuneArgs:
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
     devices: int = 1
-    """How many devices (on a CPU: processes)."""
-    strategy: Literal["auto", "ddp"] = "auto"
-    """How several devices work together. auto: ddp where there are several."""
+    """How many devices of each node (on a CPU: processes). Under torchrun or srun: as many as were started."""
+    num_nodes: int = 1
+    """How many machines; the command runs on each of them."""
+    strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
+    """How several devices work together: each holds all of the weights (ddp), a part of them and of the optimizer's state
+    (fsdp), or a part among those of its node (hsdp). auto: ddp if the plan fits on each device, else fsdp."""
+    shard_size: int | None = None
+    """hsdp: how many devices hold all of the weights together. Default: those of a node."""
+    timeout: str = "10m"
+    """End the run with a message when a process has waited so long for another (30s, 10m, 1h)."""
     seed: int = 42
     """Seeds initialization, order and dropout."""
     logger: Literal["csv", "tensorboard", "wandb", "mlflow"] = "csv"
@@ -254,18 +270,46 @@ class FinetuneArgs:
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
-        found = impossible_numbers(self) + below(self, "", 1, "devices")
+        found = impossible_numbers(self) + below(self, "", 1, "devices", "num_nodes", "shard_size")
         if self.resume and self.overwrite:
             found.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
-        if self.devices > 1 and self.train.optimizer_in_backward:
-            found.append(f"--train.optimizer_in_backward: {self.devices} devices add their gradients up first; use one")
-        if self.devices > 1 and self.train.cpu_offload == "parameters":
-            found.append(f"--train.cpu_offload parameters: {self.devices} devices would each hold all of them; use one")
+        if not 0 < (seconds(self.timeout) or 0) <= 365 * 86400:
+            found.append(f"--timeout {self.timeout}: expected a time such as 30s, 10m or 1h, at most 365d")
+        try:
+            found += as_started(self).clashes(self.strategy)
+        except ValueError as error:
+            found.append(str(error))
         found += [*self.data.problems(), *self.train.problems(), *self.eval.problems(), *self.save.problems()]
         if self.checkpoint_dir and not self.data.path:
             found.append("--data.path is missing: name the file of examples to learn from")
         if self.data.path and not self.checkpoint_dir:
             found.append("--checkpoint_dir is missing: name the folder of the model to train")
+        return found
+
+    def clashes(self, strategy: str) -> list[str]:
+        """What several devices cannot do, or a strategy, with the reason."""
+        found, train, everywhere = [], self.train, self.devices * self.num_nodes
+        if everywhere > 1 and train.optimizer_in_backward:
+            found.append(f"--train.optimizer_in_backward: {everywhere} devices add their gradients up first; use one")
+        if self.shard_size and self.strategy != "hsdp":
+            found.append(f"--shard_size {self.shard_size} is of --strategy hsdp; add that, or leave it out")
+        if strategy not in ("fsdp", "hsdp"):
+            if everywhere > 1 and strategy == "ddp" and train.cpu_offload == "parameters":
+                found.append("--train.cpu_offload parameters: with ddp each device would hold all; add --strategy fsdp")
+            return found
+        size = self.shard_size or self.devices
+        if everywhere == 1:
+            found.append(f"--strategy {strategy}: one device has no other to share the weights with; give --devices")
+        elif strategy == "hsdp" and (everywhere % size or size in (1, everywhere)):
+            reason = f"{everywhere} devices cannot be split into several equal groups of {size}"
+            found.append(f"--strategy hsdp: {reason}; give another --shard_size, or use fsdp")
+        for flag, value, reason in (
+            ("optimizer", train.optimizer in UNSHARDED and train.optimizer, UNSHARDED.get(train.optimizer)),
+            ("oom_retry", train.oom_retry, "a process that runs out of memory leaves the others waiting"),
+            ("cpu_offload", train.cpu_offload == "activations" and "activations", "gathered weights would go there, too"),
+        ):
+            if value:
+                found.append(f"--train.{flag} {value} with --strategy {strategy}: {reason}; leave it out, or use ddp")
         return found
 
 

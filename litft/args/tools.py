@@ -55,10 +55,20 @@ class PlanArgs:
     """Tokens of a row. Default: the model's context, at most 2048."""
     micro_batch_size: int | None = None
     """Rows at once on one device. Default: with --budget what is fastest, else 1."""
-    accumulate: bool = True
-    """Whether a step has several micro-batches."""
+    micro_batches: int = 2
+    """How many micro-batches a step has on each device."""
     devices: int = 1
-    """How many chips work together; each holds all of the weights."""
+    """How many chips of each node work together."""
+    num_nodes: int = 1
+    """How many nodes."""
+    strategy: Literal["ddp", "fsdp", "hsdp"] = "ddp"
+    """Whether each holds all of the weights, or a part: among all (fsdp), or among --shard_size (hsdp)."""
+    shard_size: int | None = None
+    """hsdp: how many devices hold all of the weights together. Default: those of a node."""
+    node_gbs: float = 450.0
+    """GB/s that a device receives from those of its node: 450 by NVLink 4, 64 by PCIe 5."""
+    network_gbs: float = 50.0
+    """GB/s that it receives from other nodes: 50 by a port of 400 Gbit/s for each device."""
     chip: str = "H100"
     """The name of a chip, for the hours: H100, A100, L4, RTX 4090, ..."""
     tokens: int = 10_000_000
@@ -70,7 +80,17 @@ class PlanArgs:
         """What is missing, or impossible."""
         found = impossible_numbers(self) + self.lora.problems() + self.adapter.problems()
         found += [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a folder with a config.json"]
-        found += below(self, "", 1, "max_seq_length", "micro_batch_size", "devices", "tokens")
+        found += below(self, "", 1, "max_seq_length", "micro_batch_size", "devices", "tokens", "num_nodes", "micro_batches")
+        found += below(self, "", 1, "shard_size")
+        for name in ("node_gbs", "network_gbs"):
+            found += [] if getattr(self, name) > 0 else [f"--{name} {getattr(self, name)}: must be above 0"]
+        size_of, everywhere = self.shard_size or self.devices, self.devices * self.num_nodes
+        if self.strategy != "ddp" and everywhere == 1:
+            found.append(f"--strategy {self.strategy}: one device has no other to share the weights with; give --devices")
+        elif self.shard_size and self.strategy != "hsdp":
+            found.append(f"--shard_size {self.shard_size} is of --strategy hsdp; add that, or leave it out")
+        elif self.strategy == "hsdp" and (everywhere % size_of or max(size_of, self.devices) % min(size_of, self.devices)):
+            found.append(f"--shard_size {size_of}: {self.num_nodes} nodes of {self.devices} do not divide into such groups")
         if (self.max_seq_length or 1) * (self.micro_batch_size or 1) > LARGEST:
             found.append(
                 f"--max_seq_length {self.max_seq_length} x --micro_batch_size {self.micro_batch_size}: too many tokens"

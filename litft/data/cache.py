@@ -7,10 +7,12 @@ a hash of all that decides its contents: file, tokenizer, template, mask, length
 import ctypes
 import fcntl
 import hashlib
+import math
 import os
 import shutil
 import signal
 import sys
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -28,6 +30,7 @@ from litft.data.files import Records
 from litft.data.locate import File, HubSplit
 from litft.data.samples import Encoded, Encoder
 from litft.data.store import NAMED, Report, Store, Writer
+from litft.runs import Alone
 
 SKIP = "--data.skip_bad allows a share of bad ones"
 CHUNK = 250  # records that a process tokenizes at once; where there are more than eight of these, several do
@@ -35,10 +38,11 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h: end with the process that forked us
 PROCESSES = 16  # at most: one process reads and writes, which is about a sixteenth of the work
 
 
-def prepare(file: File | HubSplit, encoder: Encoder, allowed: float) -> Store:
+def prepare(file: File | HubSplit, encoder: Encoder, allowed: float, timeout: float = math.inf) -> Store:
     """The file's samples, out of the cache or put there; of several processes one works and the others wait.
 
-    allowed: the part of the records that may be bad. Raises ValueError that lists them where there are more.
+    allowed: the part of the records that may be bad. timeout: seconds that the others wait for one that makes no progress.
+    Raises ValueError that lists the bad records where there are more, and for a wait in vain.
     """
     folder = cache_folder() / _key(file, encoder)
     store = Store.opened(folder)
@@ -46,7 +50,7 @@ def prepare(file: File | HubSplit, encoder: Encoder, allowed: float) -> Store:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with folder.with_suffix(".lock").open("w") as lock:
-                _wait(lock, file.label)
+                _wait(lock, folder.with_suffix(".partial"), file.label, timeout)
                 if Store.opened(folder) is None:
                     _write(file, encoder, allowed, folder, lock)
         except OSError as error:
@@ -59,13 +63,23 @@ def prepare(file: File | HubSplit, encoder: Encoder, allowed: float) -> Store:
     return store
 
 
-def _wait(lock: TextIO, label: str) -> None:
-    """Until no other process holds the lock."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        print(f"another process is tokenizing {label}; waiting for it", file=sys.stderr, flush=True)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
+    """Until no other process holds the lock, or the one that does writes nothing any more."""
+    seen, since = None, time.monotonic()
+    while True:
+        try:
+            return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pass
+        if seen is None:
+            print(f"another process is tokenizing {label}; waiting for it", file=sys.stderr, flush=True)
+        now = sum(path.stat().st_size for path in partial.glob("tokens.bin"))
+        if now != seen:
+            seen, since = now, time.monotonic()
+        if time.monotonic() - since > timeout:
+            reason = f"another process is tokenizing {label}, and has written nothing for {timeout:.0f} s (--timeout)"
+            raise Alone(f"{reason}; end it, or raise --timeout")
+        time.sleep(0.05)
 
 
 def cache_folder() -> Path:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from dataclasses import dataclass
 from datetime import date
@@ -61,10 +62,11 @@ class Data:
         return found.hexdigest()
 
 
-def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int) -> Data:
+def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int, timeout: float = math.inf) -> Data:
     """Both splits; `tokenizer` takes on the template, and the tokens that end its answers.
 
-    No other process is spoken to, so it can run before they meet. Raises ValueError naming file and record for unreadable
+    No other process is spoken to, so it can run before they meet; for one that tokenizes the same it waits so many seconds
+    at most without progress. Raises ValueError naming file and record for unreadable
     data, and for tokens that the model has no embedding for.
     """
     template = choose_template(args.template, tokenizer)
@@ -72,7 +74,7 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     limit = length_limit(args.max_seq_length, context)
     encoder = Encoder(tokenizer, limit, args.format, _columns(args), args.mask_prompt, args.train_on == "last")
     train, val = locate(args)
-    stores = {file: prepare(file, encoder, args.skip_bad) for file in dict.fromkeys([*train, *val])}
+    stores = {file: prepare(file, encoder, args.skip_bad, timeout) for file in dict.fromkeys([*train, *val])}
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
     halves = [(stores[file], *split(stores[file], 0.0 if val else args.val_fraction, args.seed)) for file in train]

@@ -38,8 +38,14 @@ class PrefixAttention(Part):
     def add_prefix(self, length: int) -> None:
         """Register the prompt (1, P, C), standard normal, and the gate (1,), in fp32."""
         weight = self.q_proj.weight
-        self.adaption_prompt = nn.Parameter(torch.randn(1, length, self.q_proj.in_features, device=weight.device))
-        self.adaption_gate = nn.Parameter(torch.zeros(1, device=weight.device))
+        self.adaption_prompt = nn.Parameter(torch.empty(1, length, self.q_proj.in_features, device=weight.device))
+        self.adaption_gate = nn.Parameter(torch.empty(1, device=weight.device))
+
+    def begin(self) -> None:
+        """As in the paper: the gate is shut."""
+        super().begin()
+        nn.init.normal_(self.adaption_prompt)
+        nn.init.zeros_(self.adaption_gate)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, cache: LayerCache | None) -> Tensor:
         """What the queries see of the tokens, and the gate's part of what they see of the prefix."""
@@ -62,10 +68,17 @@ class AffineLinear(Part):
     def add_affine(self, bias: bool) -> None:
         """Register scale and bias, (out,) or (E, out) of experts, in fp32."""
         shape = (self.count, self.out_features) if isinstance(self, ExpertLinear) else (self.out_features,)
-        self.adapter_scale = nn.Parameter(torch.ones(shape, device=self.weight.device))
+        self.adapter_scale = nn.Parameter(torch.empty(shape, device=self.weight.device))
         self.register_parameter(
-            "adapter_bias", nn.Parameter(torch.zeros(shape, device=self.weight.device)) if bias else None
+            "adapter_bias", nn.Parameter(torch.empty(shape, device=self.weight.device)) if bias else None
         )
+
+    def begin(self) -> None:
+        """The Linear as it is."""
+        super().begin()
+        nn.init.ones_(self.adapter_scale)
+        if self.adapter_bias is not None:
+            nn.init.zeros_(self.adapter_bias)
 
     def forward(self, x: Tensor, *grouping: Grouping) -> Tensor:
         y = super().forward(x, *grouping)
@@ -100,15 +113,15 @@ class Adapter(Method):
             raise ValueError(f"--adapter.start_layer {start}: this model has {count} layers, so none would have a prefix")
         self.layers = range(start, count) if self.args.prompt_length else range(0)
 
-    def attach(self, model: GPT) -> None:
+    def arrange(self, model: GPT, keep: bool) -> None:
         """Add the prefixes to `model` and freeze everything else."""
         model.requires_grad_(False)
         for index in self.layers:
             PrefixAttention.mix_over(model.blocks[index].attention).add_prefix(self.args.prompt_length)
-        self.attach_besides(model)
+        self.arrange_besides(model, keep)
         self.attach_tokens(model)
 
-    def attach_besides(self, model: GPT) -> None:
+    def arrange_besides(self, model: GPT, keep: bool) -> None:
         """What is trained besides prefixes and tokens."""
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
@@ -184,11 +197,11 @@ class AdapterV2(Adapter):
         self.linears = [name for name, module in model.named_modules() if isinstance(module, kinds)]
         self.norms = norm_names(model)
 
-    def attach_besides(self, model: GPT) -> None:
+    def arrange_besides(self, model: GPT, keep: bool) -> None:
         """Scales, biases and norms."""
         for name in self.linears:
             AffineLinear.mix_over(model.get_submodule(name)).add_affine(self.args.bias)
-        train_parameters(model, self.norms)
+        train_parameters(model, self.norms, keep=keep)
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """v1's, scales and biases, norms."""

@@ -1,12 +1,14 @@
 """Full fine-tuning: the whole network is the method's own."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model import GPT
 from litft.peft.method import Method, Values
 from litft.peft.parts import train_parameters
-from litft.peft.tokens import first_rows, grown
+from litft.peft.tokens import first_rows
+from litft.sharding import whole
 
 
 class Full(Method):
@@ -19,11 +21,22 @@ class Full(Method):
         """fp32 wherever trained weights would lose updates; `optim.Rounded` keeps them in bf16."""
         return "bf16" if precision == "bf16-true" else "fp32"
 
-    def attach(self, model: GPT) -> None:
+    def arrange(self, model: GPT, keep: bool) -> None:
         """Train all of `model`."""
         if self.tokens:
             self._grow(model)
         model.requires_grad_(True)
+
+    @torch.no_grad()
+    def begin(self, model: GPT) -> None:
+        """The rows of new tokens; all else is the base's."""
+        super().begin(model)
+        ids, pieces = list(self.tokens), list(self.tokens.values())
+        for module in ([model.embed] if model.config.tied else [model.embed, model.lm_head]) if ids else ():
+            with whole(module):
+                module.weight[ids] = first_rows(module.weight[: self.known], pieces).to(module.weight.dtype)
+                if (bias := getattr(module, "bias", None)) is not None:
+                    bias[self.known :] = 0
 
     def compute_in(self, model: GPT, precision: str) -> None:
         """bf16 with fp32 masters: these are rounded for each use, and what is frozen needs no master."""
@@ -43,13 +56,12 @@ class Full(Method):
 
     def _grow(self, model: GPT) -> None:
         """Lengthen embedding and head by the new tokens' rows."""
-        ids, pieces = list(self.tokens), list(self.tokens.values())
-        head = model.lm_head
+        head, self.known = model.lm_head, model.embed.weight.size(0)
+        behind = max(0, max(self.tokens) + 1 - self.known)
         for module in [model.embed] if model.config.tied else [model.embed, head]:
-            rows = first_rows(module.weight.detach(), pieces)
-            module.weight = nn.Parameter(grown(module.weight.detach(), ids, rows).to(module.weight.dtype))
+            module.weight = nn.Parameter(F.pad(module.weight.detach(), (0, 0, 0, behind)))
         if head.bias is not None:
-            head.bias = nn.Parameter(grown(head.bias.detach(), ids, None).to(head.bias.dtype))
+            head.bias = nn.Parameter(F.pad(head.bias.detach(), (0, behind)))
         model.tie()
         model.embed.num_embeddings = head.out_features = head.weight.size(0)
         model.set_vocabulary(head.weight.size(0))

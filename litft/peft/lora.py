@@ -35,35 +35,47 @@ class LoRALinear(Part):
     def add_factors(self, r: int, scale: float, dropout: float, dora: bool = False, init: str = "default") -> None:
         """Register A (R, in) and B (out, R) in fp32 on the weight's device; by default PEFT's uniform A, and B zero."""
         *stack, height, width = self.stack_shape()
-        self.lora_scale, self.lora_dropout = scale, dropout
-        self.lora_a = nn.Parameter(torch.empty(*stack, r, width, device=self.weight.device))
-        self.lora_b = nn.Parameter(torch.zeros(*stack, height, r, device=self.weight.device))
-        self.draw(init)
-        first = (None, None) if init == "default" else (self.lora_a.detach().clone(), self.lora_b.detach().clone())
-        for name, value in zip(("lora_a0", "lora_b0"), first, strict=True):
-            self.register_parameter(name, value if value is None else nn.Parameter(value, requires_grad=False))
-        self.squares = self.matrix().float().square().sum(-1) if dora else None  # (out,), of the frozen rows
-        self.register_parameter("lora_m", nn.Parameter(self.lengths()) if dora else None)
+        self.lora_scale, self.lora_dropout, self.init, self.squares = scale, dropout, init, None
 
-    def draw(self, init: str) -> None:
+        def room(*shape: int, trained: bool = True) -> nn.Parameter:
+            return nn.Parameter(torch.empty(*stack, *shape, device=self.weight.device), requires_grad=trained)
+
+        self.lora_a, self.lora_b = room(r, width), room(height, r)
+        again = init != "default"  # what they begin with is taken off
+        self.register_parameter("lora_a0", room(r, width, trained=False) if again else None)
+        self.register_parameter("lora_b0", room(height, r, trained=False) if again else None)
+        self.register_parameter("lora_m", room(height) if dora else None)
+        self.reads_weight |= dora or again
+
+    def begin(self) -> None:
+        """Draw the factors; DoRA's lengths are the rows' own."""
+        super().begin()
+        nn.init.zeros_(self.lora_b)
+        self.draw()
+        if self.lora_a0 is not None:
+            self.lora_a0.copy_(self.lora_a)
+            self.lora_b0.copy_(self.lora_b)
+        if self.lora_m is not None:
+            self.squares = self.matrix().float().square().sum(-1)  # (out,), of the frozen rows
+            self.lora_m.copy_(self.lengths())
+
+    def draw(self) -> None:
         """Where the factors begin."""
         if not self.lora_a.numel():  # DoRA's lengths alone, of a Linear beside others in one tensor
             return
-        if init == "default":
+        if self.init == "default":
             nn.init.kaiming_uniform_(self.lora_a.data.view(-1, self.lora_a.size(-1)), a=math.sqrt(5))
             return
-        if self.weight.is_meta:
-            return
         r, weight = self.lora_a.size(-2), self.matrix().float()
-        if init == "olora":
+        if self.init == "olora":
             q, upper = torch.linalg.qr(weight)
             b, a = q[..., :r], upper[..., :r, :]
         else:
             u, s, v = torch.linalg.svd(weight, full_matrices=False)
             root = (s[..., :r] / self.lora_scale).sqrt()
             b, a = u[..., :r] * root[..., None, :], root[..., None] * v[..., :r, :]
-        self.lora_b.data.copy_(b)
-        self.lora_a.data.copy_(a)
+        self.lora_b.copy_(b)
+        self.lora_a.copy_(a)
 
     def stack_shape(self) -> tuple[int, ...]:
         """(out, in); the weight itself may be packed."""
@@ -75,7 +87,7 @@ class LoRALinear(Part):
 
     def remove(self) -> None:
         """Undo `add_factors`."""
-        del self.lora_scale, self.lora_dropout, self.squares
+        del self.lora_scale, self.lora_dropout, self.init, self.squares
         for name in LEAVES:
             delattr(self, name)
 
@@ -164,7 +176,7 @@ class LoRAEmbedding(LoRALinear):
         """(C, V)"""
         return self.weight.detach().mT
 
-    def draw(self, init: str) -> None:
+    def draw(self) -> None:
         """As PEFT: A zero and B normal."""
         nn.init.zeros_(self.lora_a)
         nn.init.normal_(self.lora_b)
@@ -265,10 +277,10 @@ class LoRA(Method):
         """What is trained whole."""
         return {name.removesuffix(".weight") for name in self.trained if name.endswith(".weight")}
 
-    def attach(self, model: GPT) -> None:
+    def arrange(self, model: GPT, keep: bool) -> None:
         """Add the factors to `model` and freeze everything else."""
         model.requires_grad_(False)
-        train_parameters(model, self.trained, apart=self.apart)
+        train_parameters(model, self.trained, keep=keep, apart=self.apart)
         for name, site in self.sites.items():
             module = model.get_submodule(name)
             init = "default" if isinstance(module, nn.Embedding) else self.args.init

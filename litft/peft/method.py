@@ -10,8 +10,10 @@ from torch import Tensor, nn
 
 from litft.config import Config
 from litft.model import GPT
+from litft.peft.parts import parts
 from litft.peft.tokens import ROWS, add_tokens, grown
 from litft.rules import Rule, exporting
+from litft.sharding import put, whole
 
 Values = dict[str, Tensor]  # what a method has learned, by our names: what files and checkpoints hold of it
 
@@ -60,9 +62,25 @@ class Method:
         """The modules whose own weight is trained: of a quantized base they are not quantized."""
         return set()
 
-    def attach(self, model: GPT) -> None:
-        """Change `model`, and freeze what is not trained."""
+    def attach(self, model: GPT, keep: bool = True) -> None:
+        """Change `model`, and freeze what is not trained.
+
+        keep: hold the base's values of what is trained, for `disabled` and `detach`.
+        """
+        self.arrange(model, keep)
+        if not model.embed.weight.is_meta:
+            self.begin(model)
+
+    def arrange(self, model: GPT, keep: bool) -> None:
+        """Give `model` what the method adds, without values."""
         raise NotImplementedError
+
+    @torch.no_grad()
+    def begin(self, model: GPT) -> None:
+        """The first values of what `attach` has added to a network without weights; of a sharded one, module by module."""
+        for module in parts(model):
+            with whole(module, *(() if module.reads_weight else ("weight",))):
+                module.begin()
 
     def compute_in(self, model: GPT, precision: str) -> None:
         """Make the network compute in `precision`, where its weights are kept in another."""
@@ -82,9 +100,8 @@ class Method:
     def load(self, model: GPT, values: Values) -> None:
         """Attach the method with these values."""
         self.attach(model)
-        with torch.no_grad():
-            for name, parameter in self.parameters(model).items():
-                parameter.copy_(values[name])
+        for name, parameter in self.parameters(model).items():
+            put(parameter, values[name].__getitem__)
 
     def write(self, folder: Path, source: Base, values: Values, record: dict[str, Any]) -> None:
         """Write the folder to open; `record` goes into adapter_config.json beside the method's own fields."""

@@ -24,12 +24,16 @@ class Part(nn.Module):
     """A class that a method mixes over a module's own, as PyTorch's fully_shard does."""
 
     on = True
+    reads_weight = False  # whether `begin` has to see the module's own weight
 
     @classmethod
     def mix_over(cls, module: nn.Module) -> Any:
         """Give `module` this class over its own."""
         module.__class__ = mixed(cls, type(module))
         return module
+
+    def begin(self) -> None:
+        """Give what the part has registered its first values; the base's are there."""
 
     def turn(self, on: bool) -> None:
         """Let the module compute with the method, or as the base does."""

@@ -18,15 +18,26 @@ from litft.peft.parts import Part
 ROWS = ("embed.token_rows", "lm_head.token_rows")  # the second only where the head is not tied
 
 
-class TokenEmbedding(Part):
+class TokenRows(Part):
+    """A module with `token_rows` (N, C), each of which begins at the mean of the rows that its text had."""
+
+    reads_weight = True
+
+    def begin(self) -> None:
+        """The rows of the texts' `pieces`, in fp32."""
+        super().begin()
+        self.token_rows.copy_(first_rows(self.weight, self.pieces))
+
+
+class TokenEmbedding(TokenRows):
     """An embedding that takes the rows of some ids from `token_rows` (N, C)."""
 
-    def add_rows(self, ids: Tensor, rows: nn.Parameter) -> None:
+    def add_rows(self, ids: Tensor, pieces: list[list[int]], rows: nn.Parameter) -> None:
         """Register the rows of `ids` (N,)."""
-        self.token_rows = rows
+        self.token_rows, self.pieces = rows, pieces
         row_of = torch.full((max(self.num_embeddings, int(ids.max()) + 1),), -1)
         row_of[ids] = torch.arange(len(ids))
-        self.register_buffer("row_of", row_of.to(self.weight.device), persistent=False)
+        self.register_buffer("row_of", row_of if rows.is_meta else row_of.to(rows.device), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         y = super().forward(tokens.clamp(max=self.num_embeddings - 1))
@@ -37,16 +48,16 @@ class TokenEmbedding(Part):
 
     def remove(self) -> None:
         """Undo `add_rows`."""
-        del self.token_rows, self.row_of
+        del self.token_rows, self.pieces, self.row_of
 
 
-class TokenHead(Part):
+class TokenHead(TokenRows):
     """A head whose logits of some ids come from `token_rows` (N, C); ids beyond its own rows have no bias."""
 
-    def add_rows(self, ids: Tensor, rows: nn.Parameter) -> None:
+    def add_rows(self, ids: Tensor, pieces: list[list[int]], rows: nn.Parameter) -> None:
         """Register the rows of `ids` (N,)."""
-        self.token_rows = rows
-        self.register_buffer("token_ids", ids.to(self.weight.device), persistent=False)
+        self.token_rows, self.pieces = rows, pieces
+        self.register_buffer("token_ids", ids if rows.is_meta else ids.to(rows.device), persistent=False)
         self.beyond = max(0, int(ids.max()) + 1 - self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -60,7 +71,7 @@ class TokenHead(Part):
 
     def remove(self) -> None:
         """Undo `add_rows`."""
-        del self.token_rows, self.token_ids, self.beyond
+        del self.token_rows, self.pieces, self.token_ids, self.beyond
 
 
 def first_rows(table: Tensor, pieces: list[list[int]]) -> Tensor:
@@ -86,10 +97,10 @@ def untrained(table: Tensor, ids: Iterable[int]) -> list[int]:
 def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]]) -> None:
     """Give the model rows for `ids`; `pieces`: the ids of each one's text before it was a token."""
     at, tied = torch.tensor(ids), model.config.tied
-    tables = [model.embed.weight] if tied else [model.embed.weight, model.lm_head.weight]
-    rows = [nn.Parameter(first_rows(table.detach(), pieces)) for table in tables]
-    TokenEmbedding.mix_over(model.embed).add_rows(at, rows[0])
-    TokenHead.mix_over(model.lm_head).add_rows(at, rows[-1])
+    table = model.embed.weight
+    rows = [nn.Parameter(table.new_empty(len(ids), table.size(1), dtype=torch.float32)) for _ in range(1 if tied else 2)]
+    TokenEmbedding.mix_over(model.embed).add_rows(at, pieces, rows[0])
+    TokenHead.mix_over(model.lm_head).add_rows(at, pieces, rows[-1])
     model.set_vocabulary(max(model.config.vocab_size, max(ids) + 1))
 
 

@@ -63,7 +63,7 @@ class Litft(Contender):
         storage = method.storage(setup["precision"])
         quantize = setup["quantize"]
         if setup["random"]:
-            model = random_model(source.config, storage, device, quantize, method.plain())
+            model = random_model(source, storage, device, quantize, method.plain())
         else:
             model = source.base_model(storage, device, quantize, method.plain())
         method.attach(model)
@@ -91,20 +91,28 @@ class Litft(Contender):
         return accumulate(self.fabric, self.model, self.layout.batches(samples), count)
 
 
-def random_model(config: Any, precision: str, device: str, quantize: str, plain: set[str]) -> torch.nn.Module:
+def random_model(source: Any, precision: str, device: str, quantize: str, plain: set[str]) -> torch.nn.Module:
     """A network of normal weights with a deviation of 0.02, vectors one."""
-    from litft.model import GPT
     from litft.parallel import DTYPES
-    from litft.quantize import is_quantizable
-    from litft.weights import place
+    from litft.quantize import Packed, Quantized, is_quantizable, quantize_modules
+    from litft.sharding import allocate
 
-    with torch.device("meta"):
-        model = GPT(config)
-    for name, like in list(model.named_parameters()):
-        tensor = torch.ones(like.shape, dtype=DTYPES[precision], device=device)
-        packs = quantize != "none" and name.removesuffix(".weight") not in plain and is_quantizable(name, model)
-        place(model, name, tensor.normal_(std=0.02) if like.dim() > 1 else tensor, quantize if packs else None)
-    model.tie()
+    model = source.meta_model(DTYPES[precision])
+    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_quantizable(name, model)]
+    if quantize != "none":
+        quantize_modules(model, [name for name in owners if name not in plain], quantize)
+    allocate(model.requires_grad_(False), device)
+    shapes = source.meta_model(DTYPES[precision])
+    for name, parameter in model.named_parameters():
+        like = shapes.get_parameter(name)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(owner, Quantized) and name.endswith(".weight"):
+            drawn = torch.empty(like.shape, dtype=like.dtype, device=device).normal_(std=0.02)
+            owner.fill(Packed.of(drawn.flatten(0, -2), owner.kind))
+        elif like.dim() > 1:
+            parameter.normal_(std=0.02)
+        else:
+            parameter.fill_(1.0)
     model.rotaries.to_empty(device=device)
     return model
 

@@ -1,0 +1,62 @@
+"""The processes that torchrun, or SLURM's srun, has started; of Fabric's own the flags know."""
+
+import os
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from litft.args.finetune import FinetuneArgs
+
+
+def started_by() -> tuple[str, int, int] | None:
+    """Who has started this process among others, the processes on a node, and the nodes; None: no one has.
+
+    ValueError for nodes with unequal numbers of processes, and for a launcher that is neither torchrun nor srun.
+    """
+    env = os.environ
+    if "TORCHELASTIC_RUN_ID" in env:
+        return "torchrun", *_per_node("torchrun", _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE"))
+    if env.get("SLURM_JOB_NAME") not in ("bash", "interactive") and env.get("SLURM_NTASKS", "1") != "1":
+        everywhere = _number("SLURM_NTASKS")
+        nodes = _number("SLURM_NNODES") if "SLURM_NNODES" in env else 1
+        return "srun", *_per_node("srun", everywhere, everywhere // nodes)
+    if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":
+        reason = f"RANK {env['RANK']} and WORLD_SIZE {env['WORLD_SIZE']} are set, and not by torchrun or srun"
+        raise ValueError(f"{reason}; start the processes with torchrun, or unset both")
+    return None
+
+
+def _per_node(who: str, everywhere: int, local: int) -> tuple[int, int]:
+    """Processes on a node, and nodes."""
+    if not local or everywhere % local:
+        raise ValueError(f"{who}: {everywhere} processes are not equally many on each node; give each node as many")
+    return local, everywhere // local
+
+
+def _number(name: str) -> int:
+    """A launcher's variable; ValueError where it is no number above 0."""
+    text = os.environ.get(name, "")
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"the environment's {name} is {text!r}, where its launcher sets a number; start it anew, or unset it"
+        )
+    return int(text)
+
+
+def launch_id() -> str | None:
+    """What all processes of a launch, and all that are started again for them, have in common; None: nothing is known."""
+    name = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+    return None if name == "none" else name  # torchrun's default, which any two launches have in common
+
+
+def as_started(args: "FinetuneArgs") -> "FinetuneArgs":
+    """The flags with the processes that there are, where torchrun or SLURM has started them; a restarted run goes on."""
+    if (found := started_by()) is None:
+        return args
+    who, devices, nodes = found
+    if (args.devices, args.num_nodes) not in ((1, 1), (devices, nodes)) and not args.resume:  # which may change them
+        asked, there = f"--devices {args.devices} --num_nodes {args.num_nodes}", f"{devices} processes on {nodes} nodes"
+        raise ValueError(f"{asked}: {who} has started {there}; leave the flags out, or start as many")
+    again = (os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
+    args = replace(args, devices=devices, num_nodes=nodes)
+    return replace(args, resume=True, overwrite=False) if again else args
