@@ -4,15 +4,13 @@ python scripts/parity_table.py [--families llama,gemma2] [--write]
 """
 
 import argparse
-import re
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+from tables import ROOT, write
 
-BEGIN, END = "<!-- parity: begin -->\n", "<!-- parity: end -->"
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 def table(families: list[str]) -> str:
@@ -60,10 +58,7 @@ def main() -> None:
     text = table(families)
     print(text, end="")
     if args.write:
-        readme = ROOT / "README.md"
-        old = readme.read_text("utf-8")
-        new = re.sub(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: BEGIN + text + END, old, flags=re.DOTALL)
-        readme.write_text(new, "utf-8")
+        write(ROOT / "README.md", "parity", text)
 
 
 if __name__ == "__main__":

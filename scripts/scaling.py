@@ -1,0 +1,81 @@
+"""The table of tutorials/scaling.md: what training Llama 3.1 by many devices needs, on paper, as scripts/plan.py says it:
+
+python scripts/scaling.py [--write]
+"""
+
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from tables import ROOT, main
+
+sys.path[:0] = [str(ROOT)]
+
+CHIP, ROOM, DEVICES, TOKENS = "H100", 72, 8, 4096  # GiB of 80 GB that are filled; of a node
+MODELS = {  # hidden size, layers, heads, intermediate size (arXiv 2407.21783, table 3)
+    "8B": (4096, 32, 32, 14336),
+    "70B": (8192, 80, 64, 28672),
+    "405B": (16384, 126, 128, 53248),
+}
+ROWS = (  # model, method, base, strategy, nodes
+    ("8B", "lora", "none", "ddp", 1),
+    ("8B", "full", "none", "fsdp", 1),
+    ("8B", "full", "none", "fsdp", 8),
+    ("8B", "full", "none", "hsdp", 8),
+    ("70B", "lora", "none", "fsdp", 1),
+    ("70B", "lora", "nf4", "ddp", 1),
+    ("70B", "lora", "none", "hsdp", 8),
+    ("70B", "full", "none", "fsdp", 4),
+    ("70B", "full", "none", "fsdp", 32),
+    ("405B", "lora", "nf4-dq", "fsdp", 1),
+    ("405B", "lora", "none", "fsdp", 4),
+    ("405B", "lora", "none", "fsdp", 64),
+    ("405B", "full", "none", "fsdp", 32),
+    ("405B", "full", "none", "fsdp", 64),
+)
+
+
+def config(model: str) -> dict:
+    """Its config.json."""
+    width, layers, heads, inner = MODELS[model]
+    sizes = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": inner}
+    fixed = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
+    return {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": False, **sizes, **fixed}
+
+
+def row(folder: str, model: str, method: str, base: str, strategy: str, nodes: int) -> str:
+    """One line: as little recomputed as fits, of what gives the largest share of the peak."""
+    from litft.args import PlanArgs
+    from litft.preview import on_paper
+
+    flags = {"checkpoint_dir": folder, "method": method, "quantize": base, "strategy": strategy, "num_nodes": nodes}
+    sizes = {"devices": DEVICES, "max_seq_length": TOKENS, "budget": f"{ROOM}GiB", "chip": CHIP, "micro_batches": 2}
+    settings = f"| {model} | {method}{'' if base == 'none' else f', {base}'} | {DEVICES * nodes} | {strategy} |"
+    try:
+        paper = on_paper(PlanArgs(**flags, **sizes))
+    except ValueError as error:
+        return f"{settings} {str(error).split(': ', 1)[1].split(' with ')[0]}: too much | | | | |"
+    fit, found = paper.fit, paper.traffic
+    memory = f"{fit.plan.memory.peak / 2**30:.0f}"
+    shape = f"{fit.rows} x {TOKENS:,}, {fit.recomputed}"
+    moved = [f"{size / 1e9:,.0f}" if size >= 1e11 else f"{size / 1e9:.3g}" for size in (found.near, found.far)]
+    return f"{settings} {memory} | {shape} | {moved[0]} | {moved[1]} | {found.share:.0%} |"
+
+
+def table() -> str:
+    """All rows, in Markdown."""
+    head = (
+        "model | method | GPUs | strategy | memory of each, GiB | micro-batch, recomputed | GB from its node | from others"
+    )
+    lines = [f"| {head} | of the peak |", "|---" * 9 + "|"]
+    for model, *rest in ROWS:
+        with tempfile.TemporaryDirectory() as folder:
+            (Path(folder) / "config.json").write_text(json.dumps(config(model)))
+            lines.append(row(folder, model, *rest))
+        print(lines[-1], file=sys.stderr)
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main(__doc__, "tutorials/scaling.md", "scaling", table)
