@@ -42,8 +42,6 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
     accelerator = pick_accelerator(args.accelerator)
     if accelerator == "cuda" and args.devices > torch.cuda.device_count():
         raise ValueError(f"--devices {args.devices}: this machine has {torch.cuda.device_count()} GPUs")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # micro-batches of many sizes leave fewer gaps
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

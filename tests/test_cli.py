@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import re
 import subprocess
 import sys
@@ -259,3 +260,13 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder):
     assert not (folder / "run" / "old").exists() and (folder / "run" / "final").is_dir()
     done = script("finetune/lora.py", *words.split(), "model", "--overwrite", cwd=folder, code=2)
     assert "is not empty and holds no run of litft" in done.stderr and (folder / "model" / "config.json").is_file()
+
+
+def test_a_gpus_memory_is_taken_in_expandable_segments(tmp_path):
+    """Unless the user has said otherwise, by either of its names, and before torch could look."""
+    code = "import os; from litft.cli import run\ntry: run('plan', ['--help'])\nexcept SystemExit: pass\n"
+    code += "import sys; print(os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules)"
+    for given, expected in (({}, "expandable_segments:True False"), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "None False")):
+        env = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | given
+        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
+        assert done.stdout.splitlines()[-1] == expected
