@@ -30,7 +30,7 @@ from litft.preview import Preview, on_paper
 from litft.sharding import part, placement
 from litft.traffic import Cluster, traffic
 
-FAST = {"ddp": ["lora nf4"], "fsdp": ["full none", "lora nf4", "adapter_v2 none"]}
+FAST = {"ddp": ["lora nf4"], "fsdp": ["full none", "lora nf4"]}
 REST = {name: [case for case in cases(name) if case not in FAST.get(name, [])] for name in ("ddp", "fsdp", "hsdp")}
 OTHERS = [  # what else a run may be told, sharded
     "full none --train.optimizer sgd",
@@ -273,16 +273,8 @@ def back_to(run, step):
     checkpoint.cut(run, step)
 
 
-@pytest.mark.parametrize(
-    "method, first",
-    [
-        ("full", 2),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (("full", 1), ("lora", 2), ("lora", 1), ("adapter_v2", 2))
-        ),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("method, first", [("full", 2), ("full", 1), ("lora", 2), ("lora", 1), ("adapter_v2", 2)])
 def test_saved_on_two_resumed_on_one_and_back(tiny, examples, tmp_path, method, first):
     """Sharded on 2, resumed on 1, and the other way round: what is read is what was written, to the bit."""
     how = {1: ["--devices", "1"], 2: ["--devices", "2", "--strategy", "fsdp"]}
@@ -433,6 +425,7 @@ def test_processes_that_differ_are_told(tiny, examples, tmp_path):
     assert not (tmp_path / "run" / "final").is_dir()
 
 
+@pytest.mark.slow
 def test_a_process_that_comes_alone_is_told(tiny, examples, tmp_path):
     began = time.monotonic()
     alone = start(0, free_port(), flags(tiny, examples, "--timeout", "5s"), tmp_path)
@@ -445,7 +438,7 @@ def test_a_process_that_comes_alone_is_told(tiny, examples, tmp_path):
     "number, dying",
     [
         (signal.SIGKILL, 0),
-        (signal.SIGSTOP, 1),
+        pytest.param(signal.SIGSTOP, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGKILL, 1, marks=pytest.mark.slow),
         pytest.param(signal.SIGSTOP, 0, marks=pytest.mark.slow),
     ],
@@ -471,6 +464,7 @@ def test_a_process_that_dies_or_hangs_is_noticed(tiny, examples, tmp_path, numbe
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_data_that_nobody_finishes_is_not_waited_for(tiny, examples, tmp_path):
     """A process that tokenizes and is stopped in the middle of it."""
     import fcntl
