@@ -102,7 +102,7 @@ class Saver:
 
     def poll(self) -> None:
         """Give what is written its name; do not wait for what is not."""
-        if self.begun is not None and (not isinstance(self.written, Future) or self.written.done()):
+        if self.begun is not None and self.written.done():
             self.finish()
 
     def finish(self) -> None:

@@ -55,9 +55,8 @@ def run(command: str, argv: list[str] | None = None) -> Any:
     if "OMP_WAIT_POLICY" not in os.environ:
         # threads that spin while they wait halve the speed where other programs run, and gain 3 % where none does
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-    if (
-        "PYTORCH_CUDA_ALLOC_CONF" not in os.environ
-    ):  # its older name; batches of many sizes leave fewer gaps in a GPU's memory
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
+        # batches of many sizes leave fewer gaps in a GPU's memory
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     entry = COMMANDS[command]
     args = parse(entry.args, sys.argv[1:], None) if argv is None else parse(entry.args, argv, f"litft {command}")

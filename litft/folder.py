@@ -98,7 +98,12 @@ class Source:
 
     def check(self) -> None:
         """Compare the weight files' names and shapes with the config, without reading data."""
-        check_weights(self.meta_model(), self.checkpoint, self.stored_rules)
+        _ = self.checked_moves
+
+    @cached_property
+    def checked_moves(self) -> list[Move]:
+        """`moves`, once it is known that they fill the network."""
+        return check_weights(self.meta_model(), self.checkpoint, self.stored_rules)
 
     @cached_property
     def moves(self) -> list[Move]:
@@ -139,13 +144,13 @@ class Source:
         self.check()
         model = self.meta_model(self.dtype(precision))
         if kind := self.quantization(quantize):
-            quantize_modules(model, list(packed_modules(model, self.checkpoint, self.stored_rules, plain)), kind)
+            quantize_modules(model, list(packed_modules(model, self.checkpoint, self.checked_moves, plain)), kind)
         return model
 
     def fill(self, model: GPT, precision: str | None, device: torch.device | str) -> None:
         """Give `unfilled`, with a method on it and sharded maybe, its memory on `device`, and the weights from disk."""
         allocate(model, device)
-        load_weights(model, self.checkpoint, self.moves, self.dtype(precision))
+        load_weights(model, self.checkpoint, self.checked_moves, self.dtype(precision))
         model.rotaries.to_empty(device=device)  # their tables are computed, not read
 
     def model(self, precision: str | None, device: torch.device | str, quantize: str | None) -> GPT:

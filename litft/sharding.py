@@ -31,12 +31,10 @@ def shard(model: GPT, mesh: DeviceMesh, rounded: torch.dtype | None = None, on_h
     }
     as_kept = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False)
+    norms = [module for module in model.modules() if isinstance(module, Normalize) and [*module.parameters()]]
+    for norm in norms if rounded is not None else ():  # they are used in fp32
+        fully_shard(norm, mp_policy=as_kept, **settings)
     for unit in [*model.blocks, *([] if model.config.tied else [model.embed]), model]:
-        norms = [module for module in unit.modules() if isinstance(module, Normalize) and [*module.parameters()]]
-        norms = [module for module in norms if not isinstance(module, FSDPModule)]
-        if rounded is not None and norms:  # they are used in fp32
-            for norm in norms:
-                fully_shard(norm, mp_policy=as_kept, **settings)
         fully_shard(unit, mp_policy=cast, **settings)
 
 

@@ -191,8 +191,7 @@ class Training(Run):
     def _train(self) -> None:
         optimizer = make_optimizer(self.args.train, self.method, self.trained)
         damaged = self.resume(optimizer)
-        self.hosts.agree({"step to go on from": self.begun})
-        self.fabric.barrier()
+        self.hosts.agree({"step to go on from": self.begun})  # and all have read what is there
         if self.main:
             self.open_folder()
         self.fabric.barrier()

@@ -247,10 +247,10 @@ def _tensor_problems(checkpoint: Checkpoint, name: str, like: Tensor) -> list[st
 
 
 def packed_modules(
-    model: nn.Module, checkpoint: Checkpoint, rules: list[Rule], plain: Collection[str] = ()
+    model: nn.Module, checkpoint: Checkpoint, moves: list[Move], plain: Collection[str] = ()
 ) -> Iterator[str]:
     """The modules whose weights are kept packed: not those in `plain`, nor what a packed folder has left as it is."""
-    for move in importing(rules, checkpoint.names)[0]:
+    for move in moves:
         if checkpoint.is_quantized and not any(map(checkpoint.is_packed, move.sources)):
             continue
         owners = (name.removesuffix(".weight") for name in move.targets if is_quantizable(name, model))

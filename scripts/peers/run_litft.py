@@ -66,7 +66,7 @@ class Litft(Contender):
             model = random_model(source, storage, device, quantize, method.plain())
         else:
             model = source.base_model(storage, device, quantize, method.plain())
-        method.attach(model)
+        method.attach(model, keep=False)  # as in training
         method.compute_in(model, setup["precision"])
         return model, method, method.parameters(model)
 
