@@ -23,20 +23,28 @@ def cases(strategy: str) -> list[str]:
     return [f"{method} {base}" for base in bases for method in METHODS if base == "none" or method != "full"]
 
 
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def torchrun_env(rank: int, port: int, count: int) -> dict[str, str]:
+    """What torchrun would tell one of `count` processes."""
+    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
+    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
+    return {name: str(value) for name, value in found.items()}
+
+
 def losses(model: Path, data: Path, out: Path, strategy: str, chosen: list[str]) -> dict[str, dict[str, list[float]]]:
     """Each case's loss, val_loss and grad_norm by step; AssertionError with what a process said where one fails."""
     out.mkdir(parents=True, exist_ok=True)
     count = PROCESSES[strategy]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    shared = {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    started = []
+    port, started = free_port(), []
     for rank in range(count):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
-        if count > 1:
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "TORCHELASTIC_RUN_ID": "test"}
-            env |= {name: str(value) for name, value in (shared | ranks).items()}
+        env |= torchrun_env(rank, port, count) if count > 1 else {}
         command = [sys.executable, __file__, model, data, out, strategy, *chosen]
         with (out / f"{strategy}{rank}.log").open("w") as log:
             started.append(subprocess.Popen(command, env=env, cwd=out, stdout=log, stderr=subprocess.STDOUT))

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,7 +15,7 @@ import pytest
 import torch
 from conftest import ENV, ROOT, rows_of, script
 from safetensors.torch import load_file, save_file
-from strategies import cases, losses
+from strategies import cases, free_port, losses, torchrun_env
 
 import litft.preview
 from litft import checkpoint
@@ -395,24 +394,11 @@ def test_processes_that_were_started_are_counted(monkeypatch):
 # ---- failures
 
 
-def torchrun_env(rank, port, count=2):
-    """What torchrun would tell a process."""
-    found = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "LOCAL_WORLD_SIZE": count, "GROUP_RANK": 0}
-    found |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "test"}
-    return {**ENV, **{name: str(value) for name, value in found.items()}}
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 def start(rank, port, words, cwd):
     command = [sys.executable, ROOT / "finetune" / "lora.py", *words]
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        list(map(str, command)), cwd=cwd, env=torchrun_env(rank, port), stdout=pipe, stderr=pipe, text=True
+        list(map(str, command)), cwd=cwd, env={**ENV, **torchrun_env(rank, port, 2)}, stdout=pipe, stderr=pipe, text=True
     )
 
 
