@@ -106,6 +106,8 @@ class Run:
         self.metrics.cut(self.begun or -1)
         checkpoint.cut(self.folder, self.begun)
         self.place_best(self.begun)
+        for path in self.folder.glob("best-*.partial"):
+            shutil.rmtree(path)
         self.logger = make_logger(self.args.logger, self.folder, stored, self.begun, self.logged_as)
         if self.logger:
             self.metrics.sinks.append(row_sink(self.logger, self.say))
@@ -164,17 +166,21 @@ class Run:
 
     def write_best(self, step: int) -> None:
         """A folder to open of the best so far; it becomes best/ with the next checkpoint, or a resumed run had another."""
-        for path in self.folder.glob("best-*.partial") if self.main else ():
-            shutil.rmtree(path)
+        for earlier, path in self._bests() if self.main else ():
+            if earlier > (self.saver.begun or 0):  # or a checkpoint that is still being written has it for its best
+                shutil.rmtree(path)
         self.write(f"best-{step:06d}.partial")
 
     def place_best(self, done: int) -> None:
-        """Make what was best best/, if the run has come that far."""
-        for path in self.folder.glob("best-*.partial"):
-            if path.name[5:-8].isdecimal() and int(path.name[5:-8]) <= done:
+        """Make what was best after so many steps best/."""
+        for step, path in self._bests():
+            if step <= done:
                 runs.put_in_place(path, self.folder / "best")
-            else:
-                shutil.rmtree(path)
+
+    def _bests(self) -> list[tuple[int, Path]]:
+        """What was best at some step, and is not best/ yet; the oldest first."""
+        found = [(path.name[5:-8], path) for path in self.folder.glob("best-*.partial")]
+        return sorted((int(step), path) for step, path in found if step.isdecimal())
 
     def write(self, name: str) -> None:
         """A folder to open, under its name only when complete.

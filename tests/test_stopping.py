@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, seconds
+from litft.checkpoint import Saver
 from litft.runs import Stopped
 from litft.signals import Signals
 
@@ -126,8 +127,10 @@ def test_finetune_from_python_is_the_same_run(args, tmp_path):
     assert weights(tmp_path / "script") == weights(found.folder)
 
 
-def test_patience_ends_a_run_and_the_best_is_kept(args):
-    """At a rate that overshoots, the validation loss soon rises."""
+@pytest.mark.parametrize("disk", ["fast", "slow"])
+def test_patience_ends_a_run_and_the_best_is_kept(args, disk, monkeypatch):
+    """At a rate that overshoots, the validation loss soon rises; a slow disk has a checkpoint when the next one is due."""
+    monkeypatch.setattr(Saver, "poll", Saver.finish if disk == "fast" else lambda saver: None)
     args.train.learning_rate, args.train.max_steps, args.train.lr_schedule = 0.1, 200, "constant"
     args.eval.patience, args.save.best = 3, True
     folder, metrics = litft.finetune(args)
@@ -432,6 +435,7 @@ def test_a_signal_before_the_first_step_is_told(args, monkeypatch):
 def test_the_best_is_that_of_the_steps_that_happened(args, monkeypatch):
     """A best beyond the checkpoint is forgotten with its step."""
     args.save.best, args.save.interval, args.eval.interval = True, 4, 3
+    monkeypatch.setattr(Saver, "poll", Saver.finish)  # step 4's is whole at step 5
     kept = []  # what best/ holds at step 5: that of step 3
 
     def callback(row):
