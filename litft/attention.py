@@ -73,11 +73,13 @@ def attend(
     softmax and carry no value (gpt-oss). cache: k and v are appended to it first, and the queries are the last T of its
     tokens. scale: multiplies the scores; None means 1 / sqrt(D). Query head h reads key/value head h // (H / K).
     """
+    scale = q.size(-1) ** -0.5 if scale is None else scale
     if cache is not None:
-        k, v = cache.extend(k, v)
+        k, v, mask = cache.extend(k, v, window)
+        if mask is not None:
+            return _attend_masked(q, k, v, mask, softcap, sinks, scale)
     if q.size(2) == 1 and window is not None:  # decoding: the newest token sees the last keys, no mask needed
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
-    scale = q.size(-1) ** -0.5 if scale is None else scale
     square, on_cpu = q.size(2) == k.size(2), q.device.type == "cpu"
     if softcap is not None or sinks is not None:
         if documents is not None and documents.masks and square:
@@ -95,6 +97,15 @@ def attend(
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
     mask = visible(q, k, documents, window)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+
+
+def _attend_masked(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor | None, scale: float
+) -> Tensor:
+    """Of the tokens in a cache, the keys that `mask` (B, 1, T, S) shows."""
+    if softcap is not None or sinks is not None:
+        return attend_plainly(q, k, v, mask, softcap, sinks, scale)
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
 
 
 def _starts(q: Tensor, documents: Documents | None) -> Tensor:

@@ -12,10 +12,12 @@ from litft.args import EvalArgs
 from litft.data.load import Data
 from litft.data.samples import Sample
 from litft.data.steps import Layout
-from litft.generate import prompt_ids, stream_ids
+from litft.decode import Decoder
 from litft.metrics import Row
 from litft.model import GPT
 from litft.runs import write_whole
+from litft.sampling import Sampling
+from litft.streaming import Request, answers, prompt_ids
 from litft.together import HostGroup, in_step
 from litft.tokenizer import Tokenizer
 
@@ -179,5 +181,6 @@ def _texts(item: str) -> list[str]:
 def answer(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> str:
     """The model's greedy answer to a prompt, the end of which counts where it is longer than the context."""
     ids = prompt[-model.config.context + 1 :]
-    new = stream_ids(model, ids, max_new_tokens=max_new_tokens, stop_ids=tokenizer.stop_ids)
-    return tokenizer.decode(list(new)).strip()
+    request = Request(ids, max_new_tokens, Sampling(temperature=0), tokenizer.stop_ids)
+    decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
+    return "".join(piece for _, piece in answers(decoder, tokenizer, [request])).strip()

@@ -1,199 +1,223 @@
-"""Decoding: tokens one at a time with a KV cache, as text that streams; the commands `generate` and `chat`."""
+"""The command `generate`: one prompt's completion on stdout, or those of a file of prompts."""
 
 import json
-import math
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from litft import runs
-from litft.args import ChatArgs, GenerateArgs, ModelArgs
-from litft.cache import KVCache
+from litft.args import GenerateArgs, ModelArgs
+from litft.config import read_object
 from litft.data.files import read_records
 from litft.data.formats import check_messages
-from litft.folder import resolve
+from litft.decode import Decoder, check_prompt
+from litft.folder import Source, resolve
+from litft.joined import join
 from litft.model import GPT
 from litft.parallel import pick_accelerator, pick_precision
 from litft.prompts import Message
+from litft.sampling import Sampling
+from litft.speculate import Draft, Guesser, Lookup
+from litft.streaming import Piece, Request, Speeds, answers, prompt_ids
 from litft.tokenizer import Tokenizer
 
-
-@torch.no_grad()  # not inference_mode: what a sharded network gathers within it could not be trained with afterwards
-def stream_ids(
-    model: GPT,
-    ids: list[int],
-    *,
-    max_new_tokens: int,
-    stop_ids: list[int] = (),
-    temperature: float = 0.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int | None = None,
-) -> Iterator[int]:
-    """Token ids that continue `ids`, one at a time, up to a stop token (which is not given out) or the model's context.
-
-    temperature 0 takes the likeliest token. Raises ValueError for an empty prompt, one longer than the context, or ids
-    outside the vocabulary.
-    """
-    check_prompt(model, ids)
-    if not (temperature >= 0 and math.isfinite(temperature) and 0 < top_p <= 1 and (top_k is None or top_k >= 1)):
-        raise ValueError(f"temperature {temperature}, top_k {top_k}, top_p {top_p}: need at least 0, at least 1, (0, 1]")
-    weight = model.embed.weight
-    generator = torch.Generator(weight.device).manual_seed(seed) if seed is not None else None
-    planned = min(len(ids) + max_new_tokens, model.config.context)
-    cache = KVCache(model.config, 1, planned, weight.device, model.dtype)
-    tokens = torch.tensor([ids], device=weight.device)
-    for _ in range(planned - len(ids)):
-        logits = last_logits(model, tokens, cache)
-        tokens = sample(logits, temperature, top_k, top_p, generator)[None, None]
-        if (token := int(tokens)) in stop_ids:
-            return
-        yield token
+MAX_NEW_TOKENS = 256
 
 
-def check_prompt(model: GPT, ids: list[int]) -> None:
-    """ValueError for a prompt that is empty, longer than the context, or not in the model's vocabulary."""
-    config = model.config
-    if not ids:
-        raise ValueError("the prompt is empty; give at least one token")
-    if len(ids) > config.context:
-        raise ValueError(f"the prompt has {len(ids)} tokens and the model's context is {config.context}; shorten it")
-    if max(ids) >= config.vocab_size:
-        reason = f"token id {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
-        raise ValueError(f"{reason}; the tokenizer belongs to another model: copy the right one into the folder")
+class Opened(NamedTuple):
+    """What a command works with."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    sampling: Sampling
+    max_new_tokens: int
+    stop: list[str]
+    compiled: bool
+
+    def request(self, ids: list[int], number: int = 0) -> Request:
+        """To answer a prompt; of many with one seed each has another."""
+        seed = None if self.sampling.seed is None else self.sampling.seed + number
+        sampling = replace(self.sampling, seed=seed)
+        return Request(ids, self.max_new_tokens, sampling, self.tokenizer.stop_ids, self.stop)
 
 
-def last_logits(model: GPT, tokens: Tensor, cache: KVCache) -> Tensor:
-    """Logits (V,) in fp32 after the last of tokens (1, T); long prompts do not make logits for every position."""
-    if tokens.size(1) > 1:
-        model(tokens[:, :-1], cache=cache, targets=torch.full_like(tokens[:, :-1], -100))  # fills the cache, no head
-    return model(tokens[:, -1:], cache=cache)[0, -1].float()
-
-
-def sample(
-    logits: Tensor, temperature: float, top_k: int | None, top_p: float, generator: torch.Generator | None = None
-) -> Tensor:
-    """One token id drawn from logits (V,): scaled by temperature, cut to the top k, then to the top p, as transformers."""
-    if temperature == 0:
-        return logits.argmax()
-    top = logits.max()
-    if top.isnan():
-        raise ValueError("the model's logits are NaN; look for NaN or infinity in its weights")
-    logits = (logits - top) / temperature  # the largest is 0: no temperature overflows
-    if top_k is not None and top_k < logits.numel():
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], float("-inf"))
-    probabilities = logits.softmax(-1)
-    if top_p < 1:
-        ordered, order = probabilities.sort(descending=True)
-        beyond = ordered.cumsum(-1) - ordered >= top_p  # the token that crosses the threshold stays
-        probabilities = probabilities.index_fill(0, order[beyond], 0.0)
-    return torch.multinomial(probabilities, 1, generator=generator)[0]
-
-
-def stream(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str | list[Message],
-    *,
-    max_new_tokens: int = 256,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    seed: int | None = None,
-) -> Iterator[str]:
-    """Pieces of text that continue a prompt (text, continued as it stands) or answer messages (through the template)."""
-    ids = prompt_ids(tokenizer, prompt)
-    new = stream_ids(
-        model,
-        ids,
-        max_new_tokens=max_new_tokens,
-        stop_ids=tokenizer.stop_ids,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        seed=seed,
-    )
-    yield from stream_text(tokenizer, ids, new)
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str | list[Message]) -> list[int]:
-    """What the model reads: text with the tokenizer's BOS, or messages rendered up to the answer."""
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    return tokenizer.encode(tokenizer.apply_chat_template(prompt, add_generation_prompt=True), bos=False)
-
-
-def stream_text(tokenizer: Tokenizer, before: list[int], new: Iterator[int]) -> Iterator[str]:
-    """Token ids to text, holding back bytes that are no whole character yet.
-
-    A token's text depends on those before it (a word's leading space), so a window of ids is decoded with and without the
-    new ones, and the difference given out.
-    """
-    window, start = before[-4:], len(before[-4:])
-    for token in new:
-        window.append(token)
-        old, text = tokenizer.decode(window[:start]), tokenizer.decode(window)
-        if len(text) > len(old) and not text.endswith("\ufffd"):
-            yield text[len(old) :]
-            window, start = window[start:], len(window) - start
-    if (rest := tokenizer.decode(window)[len(tokenizer.decode(window[:start])) :]) and len(window) > start:
-        yield rest
-
-
-def open_model(args: ModelArgs) -> tuple[GPT, Tokenizer]:
-    """The model and tokenizer that a command names, or those of the newest finished run."""
+def open_model(args: ModelArgs) -> Opened:
+    """The model that a command names, or that of the newest finished run; flags win over its generation_config.json."""
     device = torch.device(pick_accelerator(args.accelerator))
-    folder = args.checkpoint_dir or runs.newest_finished()
-    source = resolve(folder, args.base_dir)
+    source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
+    given = _settings(args, source)
+    sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
+    if problems := sampling.problems():
+        raise ValueError("\n".join(problems))
     if warning := source.another_quantization(source.quantization(args.quantize)):
         print(warning, file=sys.stderr)
-    model, tokenizer = source.model(pick_precision(args.precision, device), device, args.quantize), source.tokenizer()
+    model, tokenizer = _open(source, args.precision, device, args.quantize)
+    if outside := [token for token in sampling.logit_bias if token >= model.config.vocab_size]:
+        raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {model.config.vocab_size} tokens")
+    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda")
+    return Opened(model, tokenizer, sampling, given.get("max_new_tokens") or MAX_NEW_TOKENS, given["stop"], compiled)
+
+
+def _open(source: Source, precision: str, device: torch.device, quantize: str) -> tuple[GPT, Tokenizer]:
+    tokenizer = source.tokenizer()
     if tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+        raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+    model = source.model(pick_precision(precision, device), device, quantize)
+    join(model.requires_grad_(False))
     return model, tokenizer
 
 
-def _sampling(args: ModelArgs) -> dict[str, Any]:
-    """The flags that say how tokens are drawn."""
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    return {name: getattr(args, name) for name in names}
+def _settings(args: ModelArgs, source: Source) -> dict[str, Any]:
+    """What the folder's generation_config.json says, as transformers would go by it, and the flags above it."""
+    path = next(
+        (f for f in (folder / "generation_config.json" for folder in (source.folder, source.base)) if f.is_file()), None
+    )
+    stored = read_object(path) if path else {}
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+    found = {name: stored[name] for name in names if stored.get(name) is not None}
+    if stored.get("do_sample") is False:
+        found["temperature"] = 0.0
+    elif stored.get("do_sample"):  # what it leaves out is transformers' own then
+        found = {"temperature": 1.0, "top_k": 50} | found
+    stop, banned = stored.get("stop_strings") or [], stored.get("suppress_tokens") or []
+    stop = [stop] if isinstance(stop, str) else stop
+    odd = [f"{name} {value!r}" for name, value in found.items() if type(value) not in (int, float)]
+    odd += [f"suppress_tokens {banned!r}"] if not all(type(token) is int and token >= 0 for token in banned) else []
+    odd += [f"stop_strings {stop!r}"] if not all(isinstance(text, str) and text for text in stop) else []
+    if odd:
+        raise ValueError(f"{path}: {', '.join(odd)} cannot be; mend the file, or leave that out")
+    found["top_k"] = found.get("top_k") or None  # 0: all
+    flags = {name: getattr(args, name) for name in (*names, "presence_penalty", "seed")}
+    bias = {int(token): float(value) for token, value in json.loads(args.logit_bias or "{}").items()}
+    found |= {name: value for name, value in flags.items() if value is not None}
+    return found | {"stop": args.stop or stop, "logit_bias": dict.fromkeys(banned, float("-inf")) | bias}
+
+
+def make_guesser(args: ModelArgs, opened: Opened, capacity: int) -> Guesser | None:
+    """What guesses ahead, where that is asked for; ValueError for a draft model with other tokens."""
+    if args.lookup:
+        return Lookup()
+    if args.draft_dir is None:
+        return None
+    device = opened.model.embed.weight.device
+    model, tokenizer = _open(resolve(args.draft_dir), args.precision, device, "none")
+    if tokenizer.vocabulary() != opened.tokenizer.vocabulary():
+        raise ValueError(
+            f"--draft_dir {args.draft_dir}: it has other tokens than the model; name a model of the same family"
+        )
+    return Draft(Decoder(model, 1, capacity, opened.compiled), opened.model.config.vocab_size)
 
 
 def generate(args: GenerateArgs) -> None:
     """Complete one prompt on stdout, with speeds on stderr; or a file of prompts, all of them checked first."""
     records = read_prompts(Path(args.prompts), args.out) if args.prompts else [{"prompt": args.prompt}]
-    model, tokenizer = open_model(args)
+    done = finished(args, records)
+    opened = open_model(args)
+    tokenizer = opened.tokenizer
     in_template = args.template == "auto" and tokenizer.own_template
     prompts = [prompt_ids(tokenizer, _prompt(record, in_template)) for record in records]
     for ids in prompts:
-        check_prompt(model, ids)
-    count, start = 0, time.perf_counter()
+        check_prompt(opened.model, ids)
+    capacity = max(map(len, prompts)) + opened.max_new_tokens
+    guesser = make_guesser(args, opened, capacity)
+    asked = range(done * args.num_samples, len(records) * args.num_samples)
+    decoder = Decoder(opened.model, 1 if guesser else max(1, min(args.batch_size, len(asked))), capacity, opened.compiled)
+    requests = (opened.request(prompts[number // args.num_samples], number) for number in asked)
+    pieces = answers(decoder, tokenizer, requests, guesser)
+    trimmed = [in_template or bool(record.get("messages")) for record in records]
+    if args.prompts:
+        _write_all(args, records[done:], trimmed[done:], pieces)
+    else:
+        _print_all(args.num_samples, trimmed[0], pieces)
 
-    def counted(new: Iterator[int]) -> Iterator[int]:
-        nonlocal count
-        for token in new:
-            count += 1
-            yield token
 
-    with open(args.out, "w", encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
-        for record, ids in zip(records, prompts, strict=True):
-            pieces = []
-            new = stream_ids(model, ids, stop_ids=tokenizer.stop_ids, **_sampling(args))
-            text = stream_text(tokenizer, ids, counted(new))
-            for piece in said(text) if in_template or record.get("messages") else text:
-                pieces.append(piece)
-                if not args.prompts:
-                    print(piece, end="", flush=True)
-            answered = {**record, "completion": "".join(pieces)}
-            print(json.dumps(answered, ensure_ascii=False) if args.prompts else "", file=out, flush=True)
-    seconds = time.perf_counter() - start
-    print(f"{count} tokens in {seconds:.2f} s, {count / seconds:.1f} tokens/s", file=sys.stderr)
+def _print_all(samples: int, trimmed: bool, pieces: Iterator[tuple[int, Piece]]) -> None:
+    """One answer as it comes; of several each when it is done."""
+    if samples == 1:
+        speeds = None
+        for piece in said((piece for _, piece in pieces), trimmed):
+            speeds = piece.speeds
+            print(piece, end="", flush=True)
+        print(flush=True)
+        print(speeds, file=sys.stderr)
+        return
+    for number, text, speeds in _in_order(pieces, [trimmed] * samples):
+        print(f"--- {number + 1} of {samples}: {speeds}", file=sys.stderr, flush=True)
+        print(text, flush=True)
+
+
+def _write_all(
+    args: GenerateArgs, records: list[dict[str, Any]], trimmed: list[bool], pieces: Iterator[tuple[int, Piece]]
+) -> None:
+    """The records with their answers, a line each, in their order; every line is there when it is done."""
+    began, tokens, count = time.perf_counter(), 0, args.num_samples
+    doubled = [own for own in trimmed for _ in range(count)]
+    mode = "a" if args.resume else "w"
+    with open(args.out, mode, encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
+        texts: list[str] = []
+        for number, text, speeds in _in_order(pieces, doubled):
+            texts.append(text)
+            tokens += speeds.new_tokens
+            if len(texts) == count:
+                found = {"completion": texts[0]} if count == 1 else {"completions": texts}
+                print(json.dumps(records[number // count] | found, ensure_ascii=False), file=out, flush=True)
+                texts = []
+    seconds = time.perf_counter() - began
+    print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
+
+
+def _in_order(pieces: Iterator[tuple[int, Piece]], trimmed: list[bool]) -> Iterator[tuple[int, str, Speeds]]:
+    """Whole answers in the order of their requests: number (from 0), text, speeds."""
+    texts: dict[int, str] = {}
+    done: dict[int, Speeds] = {}
+    following = 0
+    for number, piece in pieces:
+        texts[number] = texts.get(number, "") + piece
+        if piece.finish_reason:
+            done[number] = piece.speeds
+        while following in done:
+            text = texts.pop(following)
+            yield following, text.lstrip() if trimmed[following] else text, done.pop(following)
+            following += 1
+
+
+def said(pieces: Iterator[Piece], trimmed: bool) -> Iterator[Piece]:
+    """An answer's pieces, without the space that some templates leave for the answer's first token to make."""
+    begun = not trimmed
+    for piece in pieces:
+        text = piece if begun else piece.lstrip()
+        begun = begun or bool(text)
+        yield piece if text == piece else piece.saying(text)
+
+
+def finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
+    """How many of the prompts an --out that was begun has answered; ValueError where it is not these prompts'."""
+    path = Path(args.out) if args.out else None
+    if path is None or not path.exists() or args.overwrite:
+        return 0
+    if not args.resume:
+        raise ValueError(f"--out {path} exists; --resume goes on with it, --overwrite begins it anew")
+    whole = path.read_text("utf-8").rpartition("\n")[0]  # what a crash has cut short is made again
+    lines = whole.split("\n") if whole else []
+    key = "completion" if args.num_samples == 1 else "completions"
+    for number, line in enumerate(lines):
+        try:
+            found = json.loads(line)
+            own = found.pop(key) is not None and number < len(records) and found == records[number]
+        except (ValueError, KeyError, AttributeError, RecursionError):
+            own = False
+        if not own:
+            raise ValueError(
+                f"--resume: line {number + 1} of {path} answers no prompt of {args.prompts}; --overwrite begins anew"
+            )
+    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    return len(lines)
 
 
 def read_prompts(path: Path, out: str | None) -> list[dict[str, Any]]:
@@ -216,63 +240,3 @@ def _prompt(record: dict[str, Any], in_template: bool) -> str | list[Message]:
     if record.get("messages"):
         return record["messages"]
     return [{"role": "user", "content": record["prompt"]}] if in_template else record["prompt"]
-
-
-def chat(args: ChatArgs) -> None:
-    """Talk over several turns; without a terminal, read a message a line and print the answers alone."""
-    model, tokenizer = open_model(args)
-    system = [{"role": "system", "content": args.system}] if args.system else []
-    messages, terminal = list(system), sys.stdin.isatty()
-    sys.stdin.reconfigure(errors="replace")
-    if terminal:
-        print("Type a message; /reset begins anew, /exit or Ctrl-D ends.", file=sys.stderr)
-    while (line := _read_line(terminal)) is not None:
-        if line == "/exit":
-            break
-        if line == "/reset":
-            messages = list(system)
-            continue
-        if not line:
-            continue
-        if terminal and line.startswith("/"):
-            print(f"{line.split()[0]} is no command; /reset begins anew, /exit ends", file=sys.stderr)
-            continue
-        messages.append({"role": "user", "content": line})
-        try:
-            answer = _say(model, tokenizer, args, messages)
-        except ValueError as error:
-            messages.pop()
-            print(f"error: {error}; this message is dropped, /reset begins anew", file=sys.stderr)
-            continue
-        messages.append({"role": "assistant", "content": answer})
-
-
-def _say(model: GPT, tokenizer: Tokenizer, args: ChatArgs, messages: list[Message]) -> str:
-    """Print the model's answer as it comes, and return it."""
-    if args.debug:
-        text = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        print(f"--- the model reads\n{text}\n---", file=sys.stderr)
-    answer = ""
-    for piece in said(stream(model, tokenizer, messages, **_sampling(args))):
-        answer += piece
-        print(piece, end="", flush=True)
-    print(flush=True)
-    return answer
-
-
-def said(pieces: Iterable[str]) -> Iterator[str]:
-    """An answer's pieces without the space that some templates leave for the answer's first token to make."""
-    begun = False
-    for piece in pieces:
-        piece = piece if begun else piece.lstrip()
-        begun = begun or bool(piece)
-        if piece:
-            yield piece
-
-
-def _read_line(terminal: bool) -> str | None:
-    """The next message; None at the end."""
-    try:
-        return input("> " if terminal else "").strip()
-    except EOFError:
-        return None

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
 from litft.config import Config, Experts, Layer
+from litft.linear import Linear
 
 # B batch, T tokens, C channels, I hidden size, E experts, N tokens of a batch that reach an expert (each top_k times)
 
@@ -38,7 +39,12 @@ def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
     """activation(gate) * up; with a limit, gpt-oss's clamped form of it (arXiv 2508.10925), activation(gate) * (up + 1)."""
     act, limit = activation(config), config.activation_limit
     if limit is None:
-        return lambda gate, up: act(gate) * up if torch.compiler.is_compiling() else _Gated.apply(gate, up, act)
+
+        def gated(gate: Tensor, up: Tensor) -> Tensor:
+            kept = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            return _Gated.apply(gate, up, act) if kept else act(gate) * up
+
+        return gated
     return lambda gate, up: act(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
 
 
@@ -68,12 +74,16 @@ class GatedMLP(nn.Module):
     def __init__(self, config: Config, hidden_dim: int) -> None:
         super().__init__()
         self.gated = gate_function(config)
-        self.gate_proj = nn.Linear(config.dim, hidden_dim, bias=config.mlp_bias)
-        self.up_proj = nn.Linear(config.dim, hidden_dim, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(hidden_dim, config.dim, bias=config.mlp_bias)
+        self.gate_proj = Linear(config.dim, hidden_dim, bias=config.mlp_bias)
+        self.up_proj = Linear(config.dim, hidden_dim, bias=config.mlp_bias)
+        self.down_proj = Linear(hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gated(self.gate_proj(x), self.up_proj(x)))
+        return self.down_proj(self.gated(*self.projections(x)))
+
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Gate and up: the seam of those made at once."""
+        return self.gate_proj(x), self.up_proj(x)
 
 
 class PlainMLP(nn.Module):
@@ -82,8 +92,8 @@ class PlainMLP(nn.Module):
     def __init__(self, config: Config, hidden_dim: int) -> None:
         super().__init__()
         self.activation = activation(config)
-        self.up_proj = nn.Linear(config.dim, hidden_dim, bias=config.mlp_bias)
-        self.down_proj = nn.Linear(hidden_dim, config.dim, bias=config.mlp_bias)
+        self.up_proj = Linear(config.dim, hidden_dim, bias=config.mlp_bias)
+        self.down_proj = Linear(hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.activation(self.up_proj(x)))
@@ -167,10 +177,10 @@ class MoE(nn.Module):
     def __init__(self, config: Config, experts: Experts) -> None:
         super().__init__()
         self.count, self.top_k, self.renormalize = experts.count, experts.top_k, experts.renormalize
-        self.router = nn.Linear(config.dim, experts.count, bias=experts.router_bias)
+        self.router = Linear(config.dim, experts.count, bias=experts.router_bias)
         self.experts = ExpertStack(config, experts)
         self.shared = GatedMLP(config, experts.shared_dim) if experts.shared_dim else None
-        self.shared_gate = nn.Linear(config.dim, 1, bias=False) if experts.shared_gate else None
+        self.shared_gate = Linear(config.dim, 1, bias=False) if experts.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, T, C); each token's chosen experts, weighted, and the shared one. Returns (B, T, C)."""

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from litft.attention import Documents, attend
 from litft.cache import KVCache, LayerCache
 from litft.config import Config, Layer, Norm
+from litft.linear import Linear
 from litft.loss import IGNORED, capped, summed_cross_entropy
 from litft.mlp import make_mlp
 from litft.rope import Angles, Rotary, rotate, rotate_interleaved
@@ -31,8 +32,12 @@ class Normalize(nn.Module):
         stored = shape if over == 1 else (math.prod(shape),)
         self.weight = nn.Parameter(torch.ones(stored)) if norm.weight else None
         self.bias = nn.Parameter(torch.zeros(stored)) if norm.bias else None
+        plain = norm.kind == "rms" and norm.weight and not (norm.bias or norm.offset) and over == len(shape) == 1
+        self.size = shape[0] if plain else 0  # of what torch's own function normalises alike
 
     def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == self.size and not torch.is_grad_enabled() and (weight := self.weight).dtype == x.dtype:
+            return F.rms_norm(x, self.shape, weight, self.norm.eps)  # decoding: one call, in fp32 within
         weight, bias = (p if p is None else p.float().view(self.shape) for p in (self.weight, self.bias))
         if self.norm.offset:
             weight = weight + self.norm.offset
@@ -85,42 +90,54 @@ class Attention(nn.Module):
         self.softcap, self.clip = config.attention_softcap, config.qkv_clip
         self.rotate = rotate_interleaved if config.rope_interleaved else rotate
         width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
-        self.q_proj = nn.Linear(config.dim, width, bias=config.qkv_bias)
-        self.k_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
-        self.v_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
-        self.o_proj = nn.Linear(width, config.dim, bias=config.o_bias)
+        self.q_proj = Linear(config.dim, width, bias=config.qkv_bias)
+        self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.o_proj = Linear(width, config.dim, bias=config.o_bias)
         self.q_norm, self.k_norm = qk_norm(config, config.n_heads), qk_norm(config, config.n_kv_heads)
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
     def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
-        q, (k, v) = self.heads(self.q_norm(self.split(self.q_proj(x)))), self.keys_values(x)
+        q, k, v = map(self.split, self.projections(x))
+        q, k, v = self.heads(normed(self.q_norm, q)), self.heads(normed(self.k_norm, k)), self.heads(v)
         if angles is not None:
-            q, k = self.rotate(q, angles.cos, angles.sin), self.rotate(k, angles.cos, angles.sin)
+            q, k = self.turned(q, k, angles)
             q = q if angles.query_scale is None else q * angles.query_scale
         y = self.attended(q, k, v, documents, cache)
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def turned(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, ...]:
+        """Queries and keys, rotated; those of single tokens together, since decoding waits for every operation."""
+        if q.size(2) > 1:
+            return self.rotate(q, angles.cos, angles.sin), self.rotate(k, angles.cos, angles.sin)
+        heads = (q.size(1), k.size(1))
+        return self.rotate(torch.cat((q, k), 1), angles.cos, angles.sin).split_with_sizes(heads, 1)
 
     def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, cache: LayerCache | None) -> Tensor:
         """What the queries (B, H, T, D) see, (B, H, T, D): the seam of methods that let them see more."""
         return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
 
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Queries, keys and values of x (B, T, C), all heads in a row: the seam of those made at once."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, K, T, D) of x (B, T, C), before any rotation."""
-        return self.heads(self.k_norm(self.split(self.k_proj(x)))), self.heads(self.split(self.v_proj(x)))
+        return self.heads(normed(self.k_norm, self.split(self.k_proj(x)))), self.heads(self.split(self.v_proj(x)))
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, heads * D) -> (B, T, heads, D)"""
-        return x.unflatten(-1, (-1, self.head_dim))
+        return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def heads(self, x: Tensor) -> Tensor:
         """(B, T, heads, D) -> (B, heads, T, D), clipped where the architecture clips"""
         return (x if self.clip is None else x.clamp(-self.clip, self.clip)).transpose(1, 2)
 
 
-def qk_norm(config: Config, heads: int) -> nn.Module:
+def qk_norm(config: Config, heads: int) -> Normalize | None:
     """What normalises queries or keys of shape (B, T, heads, D) before they are rotated."""
     if config.qk_norm is None:
-        return nn.Identity()
+        return None
     if config.qk_norm_over == "head":
         return Normalize(config.qk_norm, config.head_dim)
     return Normalize(config.qk_norm, heads, config.head_dim, over=2 if config.qk_norm_over == "all" else 1)
@@ -133,17 +150,23 @@ class Block(nn.Module):
         super().__init__()
         before, after = config.norm_place != "after", config.norm_place != "before"
         self.scale = config.residual_scale
-        self.attention_norm = Normalize(config.norm, config.dim) if before else nn.Identity()
+        self.attention_norm = Normalize(config.norm, config.dim) if before else None
         self.attention = Attention(config, layer)
-        self.attention_post_norm = Normalize(config.norm, config.dim) if after else nn.Identity()
-        self.mlp_norm = Normalize(config.norm, config.dim) if before and not config.shared_norm else nn.Identity()
+        self.attention_post_norm = Normalize(config.norm, config.dim) if after else None
+        self.mlp_norm = Normalize(config.norm, config.dim) if before and not config.shared_norm else None
         self.mlp = make_mlp(config, layer)
-        self.mlp_post_norm = Normalize(config.norm, config.dim) if after else nn.Identity()
+        self.mlp_post_norm = Normalize(config.norm, config.dim) if after else None
 
     def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
-        y = self.attention(self.attention_norm(x), angles, documents, cache)
-        x = x + scaled(self.attention_post_norm(y), self.scale)
-        return x + scaled(self.mlp_post_norm(self.mlp(self.mlp_norm(x))), self.scale)
+        y = self.attention(normed(self.attention_norm, x), angles, documents, cache)
+        x = x + scaled(normed(self.attention_post_norm, y), self.scale)
+        y = self.mlp(normed(self.mlp_norm, x))
+        return x + scaled(normed(self.mlp_post_norm, y), self.scale)
+
+
+def normed(norm: Normalize | None, x: Tensor) -> Tensor:
+    """x through a norm, where the architecture has one there."""
+    return x if norm is None else norm(x)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
@@ -174,7 +197,7 @@ class GPT(nn.Module):
         block = ParallelBlock if config.parallel else Block
         self.blocks = nn.ModuleList(block(config, layer) for layer in config.layers)
         self.norm = Normalize(config.norm, config.dim)
-        self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=config.head_bias)
+        self.lm_head = Linear(config.dim, config.vocab_size, bias=config.head_bias)
         self.tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
         self.rotaries = nn.ModuleList(Rotary(rope) for rope in ropes)
@@ -204,21 +227,25 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         targets: Tensor | None = None,
         kept: Tensor | None = None,
+        wanted: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run tokens (B, T) through the network.
 
-        positions: (B, T), default: counted from the cache's length, restarting at each document. documents: (B, T)
-        integers, one value a packed sample, or what is made of them; tokens of different documents do not see each other.
-        cache: keys and values of the tokens before, extended by these. targets: (B, T), IGNORED where there is none;
-        `targets[b, t]` is what `tokens[b, t]` predicts. kept: (N,), where the targets are among B x T, if that is known
-        already: a GPU need not be asked.
+        positions: (B, T), default: counted from the cache's length, restarting at each document; with a cache they are
+        places in it too. documents: (B, T) integers, one value a packed sample, or what is made of them; tokens of
+        different documents do not see each other. cache: keys and values of the tokens before, extended by these.
+        targets: (B, T), IGNORED where there is none; `targets[b, t]` is what `tokens[b, t]` predicts. kept: (N,), where
+        the targets are among B x T, if that is known already: a GPU need not be asked. wanted: (B, N), the tokens after
+        which logits are asked for, default all.
 
-        Returns logits (B, T, V), or with targets the summed loss and the count of targets (the head runs inside `forward`,
-        so that DDP and FSDP see it).
+        Returns logits (B, T or N, V), or with targets the summed loss and the count of targets (the head runs inside
+        `forward`, so that DDP and FSDP see it).
         """
         if isinstance(documents, Tensor):
             documents = Documents.of(documents)
         ids = documents.ids if documents else None
+        if cache is not None:
+            cache.begin(tokens, positions)
         if positions is None:
             positions = default_positions(tokens, ids, cache.length if cache else 0)
         x = self.embedded(tokens, positions)  # (B, T, C)
@@ -229,6 +256,10 @@ class GPT(nn.Module):
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_of, strict=True)):
             layer_cache = cache.layers[index] if cache else None
             x = block(x, angles[rotary] if rotary is not None else None, documents, layer_cache)
+        if cache is not None:
+            cache.end()
+        if wanted is not None:
+            x = x.gather(1, wanted[..., None].expand(-1, -1, x.size(2)))
         x = scaled(self.norm(x), self.config.logit_scale)
         if targets is not None:
             smoothing = self.label_smoothing if self.training else 0.0

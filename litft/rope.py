@@ -52,10 +52,10 @@ def _yarn(plain: Tensor, rope: Rope) -> Tensor:
 
 
 class Angles(NamedTuple):
-    """What rotates queries and keys of a layer, (B, 1, T, rope.dim / 2) each, and what scales its queries, (B, 1, T, 1)."""
+    """What rotates queries and keys of a layer, (B, 1, T, rope.dim) each, and what scales its queries, (B, 1, T, 1)."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: Tensor  # of each pair, twice
+    sin: Tensor  # of each pair, and its negative: what the first of a pair is multiplied with, and what the second
     query_scale: Tensor | None
 
 
@@ -93,9 +93,8 @@ class Rotary(nn.Module):
             frequencies = self._dynamic(torch.as_tensor(longest, device=positions.device))
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
         scale = self.rope.attention_factor
-        return Angles(
-            (angles.cos() * scale).to(dtype), (angles.sin() * scale).to(dtype), self._query_scale(positions, dtype)
-        )
+        cos, sin = (x.to(dtype) if scale == 1 else (x * scale).to(dtype) for x in (angles.cos(), angles.sin()))
+        return Angles(torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1), self._query_scale(positions, dtype))
 
     def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         if not self.rope.query_beta:
@@ -112,8 +111,13 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first entries of x (B, H, T, D) in the half-split layout: entry i pairs with entry i + dim / 2."""
-    return _rotated(x, cos, sin) if torch.compiler.is_compiling() else _Rotation.apply(x, cos, sin)
+    """Rotate the first entries of x (B, H, T, D) in the half-split layout: entry i pairs with entry i + dim / 2.
+
+    cos and sin are as `Angles` has them.
+    """
+    if torch.compiler.is_compiling():
+        return _rotated(x, cos, sin)
+    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _turned(x, cos, sin)
 
 
 class _Rotation(torch.autograd.Function):
@@ -134,26 +138,31 @@ class _Rotation(torch.autograd.Function):
 
 
 def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.size(-1)
+    width = cos.size(-1)
+    half = width // 2
+    if x.size(2) == 1 and x.size(-1) == width:  # decoding: the fewest operations
+        return (x * cos).add_((x * sin).roll(half, -1))
     y = torch.empty_like(x)
-    y[..., 2 * half :] = x[..., 2 * half :]
-    x, turned = x[..., : 2 * half], y[..., : 2 * half]
-    torch.mul(x, torch.cat((cos, cos), -1), out=turned)
-    crossed = x * torch.cat((sin, sin), -1)
-    turned[..., :half].sub_(crossed[..., half:])
+    y[..., width:] = x[..., width:]
+    x, turned = x[..., :width], y[..., :width]
+    torch.mul(x, cos, out=turned)
+    crossed = x * sin
+    turned[..., :half].add_(crossed[..., half:])
     turned[..., half:].add_(crossed[..., :half])
     return y
 
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = cos.size(-1)
+    half = cos.size(-1) // 2
+    cos, sin = cos[..., :half], sin[..., :half]
     first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     return torch.cat(((first * cos).sub_(second * sin), (second * cos).add_(first * sin), rest), dim=-1)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first entries of x (B, H, T, D) in the interleaved layout: entry 2 i pairs with entry 2 i + 1."""
-    turned, rest = x[..., : 2 * cos.size(-1)], x[..., 2 * cos.size(-1) :]
+    width = cos.size(-1)
+    cos, sin, turned, rest = cos[..., : width // 2], sin[..., : width // 2], x[..., :width], x[..., width:]
     even, odd = turned[..., ::2], turned[..., 1::2]
     turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
     return torch.cat((turned, rest), dim=-1)

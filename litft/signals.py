@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGUSR1 while a run trains: noted, so that it can save at the end of a step. Imports no torch."""
+"""Signals that are noted, so that what is being done can end well: a run's step, an answer. Imports no torch."""
 
 import os
 import signal
@@ -12,16 +12,17 @@ NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what a cl
 class Signals:
     """Inside, `caught` is the number of the last of these signals, 0 before any; a second Ctrl-C interrupts at once.
 
-    The others may come again and again, from whoever manages the processes, and change nothing more.
+    The others may come again and again, from whoever manages the processes, and change nothing more. promise: what is
+    said of the first; None: nothing.
     """
 
-    def __init__(self) -> None:
-        self.caught = 0
+    def __init__(self, numbers: tuple[signal.Signals, ...] = NOTED, promise: str | None = "saving after this step") -> None:
+        self.caught, self.numbers, self.promise = 0, numbers, promise
         self.before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Signals":
         if threading.current_thread() is threading.main_thread():  # Python lets no other set handlers
-            self.before = {number: signal.signal(number, self._note) for number in NOTED}
+            self.before = {number: signal.signal(number, self._note) for number in self.numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -31,7 +32,9 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.caught == signal.SIGINT:
             raise KeyboardInterrupt
-        if not self.caught and os.environ.get("LOCAL_RANK", "0") == "0":  # of several processes the first one speaks
+        if (
+            self.promise and not self.caught and os.environ.get("LOCAL_RANK", "0") == "0"
+        ):  # of several processes the first one speaks
             # print is not safe here: the signal may have come in the middle of one
-            os.write(2, f"\n{signal.Signals(number).name}: saving after this step\n".encode())
+            os.write(2, f"\n{signal.Signals(number).name}: {self.promise}\n".encode())
         self.caught = int(number)

@@ -47,6 +47,9 @@ class _Fast:
     def token_id(self, token: str) -> int | None:
         return self.backend.token_to_id(token)
 
+    def vocabulary(self) -> dict[str, int]:
+        return self.backend.get_vocab()
+
     def add(self, texts: list[str]) -> None:
         from tokenizers import AddedToken
 
@@ -117,6 +120,9 @@ class _SentencePiece:
                 plain.append(i)
         return text
 
+    def vocabulary(self) -> dict[str, int]:
+        return {self.backend.id_to_piece(i): i for i in range(self.backend.get_piece_size())} | self.special | self.added
+
     def token_id(self, token: str) -> int | None:
         if token in self.added:
             return self.added[token]
@@ -183,6 +189,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """How many tokens the tokenizer knows; the model's vocabulary may be padded beyond."""
         return self._backend.size
+
+    def vocabulary(self) -> dict[str, int]:
+        """Every token's id."""
+        return self._backend.vocabulary()
 
     def token_id(self, token: str) -> int | None:
         """The id of a token given as text; None where it is not one."""

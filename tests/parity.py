@@ -359,8 +359,22 @@ def cached_difference(reference, model: GPT) -> float:
         tokens, cache = draw(2, length, seed=length), KVCache(model.config, 2, length)
         pieces = [*tokens[:, :-9].split(length - 13, dim=1), *tokens[:, -9:].split(1, dim=1)]
         cached = torch.cat([model(piece, cache=cache) for piece in pieces], dim=1)
-        worst = max(worst, relative(cached, reference(tokens).logits))
+        expected = reference(tokens).logits
+        worst = max(worst, relative(cached, expected), relative(*lagging(model, tokens, expected)))
     return worst
+
+
+def lagging(model: GPT, tokens: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the same text in two rows of a cache, the second three tokens behind; and what they should be."""
+    cache, ends = KVCache(model.config, 2, tokens.size(1)), (tokens.size(1) - 6, tokens.size(1) - 9)
+    for row, end in enumerate(ends):
+        model(tokens[row : row + 1, :end], cache=cache.rows(row, row + 1))
+    found, wanted = [], []
+    for step in range(0, 6, 2):
+        at = torch.tensor([[end + step, end + step + 1] for end in ends])
+        found.append(model(tokens.gather(1, at), positions=at, cache=cache, wanted=torch.tensor([[1], [1]])))
+        wanted.append(torch.stack([expected[row, at[row, 1:]] for row in range(2)]))
+    return torch.cat(found, 1), torch.cat(wanted, 1)
 
 
 @torch.no_grad()

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from litft.attention import Documents, attend, attend_documents, attend_documents_backward, attend_plainly, visible
-from litft.cache import LayerCache
+from litft.cache import KVCache
+from litft.config import Config, Layer, Norm
 
 
 def tensors(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0):
@@ -91,14 +92,45 @@ def test_strides_and_what_generation_leaves_change_nothing():
     assert torch.equal(found, expected) and all(x.grad is not None for x in inputs)
 
 
+def cache_of(capacity: int, window: int | None = None) -> KVCache:
+    """Of one layer with 2 key/value heads of size 8, for 2 rows."""
+    return KVCache(Config("x", 9, 99, 32, 9, 4, 2, 8, (Layer(window=window),), Norm()), 2, capacity)
+
+
+def through(cache: KVCache, q, k, v, window=None, positions=None):
+    """What the queries see once their keys and values are in the cache."""
+    cache.begin(torch.zeros(q.size(0), q.size(2)), positions)
+    found = attend(q, k, v, None, window, cache=cache.layers[0])
+    cache.end()
+    return found
+
+
 @pytest.mark.parametrize("window", [None, 4, 50])
 @pytest.mark.parametrize("new", [1, 3])
 def test_with_a_cache_the_queries_are_the_last_tokens(window, new):
     q, k, v = tensors(12, 12)
-    cache = LayerCache((2, 2, 12, 8), torch.device("cpu"), torch.float32)
-    cache.extend(k[:, :, : 12 - new], v[:, :, : 12 - new])
-    found = attend(q[:, :, -new:], k[:, :, -new:], v[:, :, -new:], None, window, cache=cache)
+    cache = cache_of(12, window)
+    through(cache, q[:, :, :-new], k[:, :, :-new], v[:, :, :-new], window)
+    found = through(cache, q[:, :, -new:], k[:, :, -new:], v[:, :, -new:], window)
     torch.testing.assert_close(found, attend(q, k, v, None, window)[:, :, -new:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_rows_of_a_cache_may_have_come_differently_far(window):
+    """The second row lags 5 tokens behind, and has made a wrong guess of 2 tokens, which it writes over."""
+    q, k, v = tensors(12, 12)
+    expected, cache = attend(q, k, v, None, window), cache_of(14, window)
+    for row, length, wrong in ((0, 9, 0), (1, 4, 2)):
+        own = slice(row, row + 1)
+        wrongly = torch.full((1, 2, wrong, 8), 9.0)
+        keys, values = (torch.cat((x[own, :, :length], wrongly), 2) for x in (k, v))
+        through(cache.rows(row, row + 1), torch.cat((q[own, :, :length], q[own, :, :wrong]), 2), keys, values, window)
+    for step in range(3):
+        at = torch.tensor([[9 + step], [4 + step]])
+        now = [torch.stack([x[row, :, at[row, 0]] for row in range(2)])[:, :, None] for x in (q, k, v)]
+        found = through(cache, *now, window, at)
+        for row in range(2):
+            torch.testing.assert_close(found[row, :, 0], expected[row, :, at[row, 0]], rtol=1e-5, atol=1e-6)
 
 
 def test_soft_cap_and_sinks_have_their_closed_form():
@@ -114,6 +146,5 @@ def test_soft_cap_and_sinks_have_their_closed_form():
 
 def test_a_full_cache_says_so():
     q, k, v = tensors(5, 5)
-    cache = LayerCache((2, 2, 4, 8), torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="holds 4 tokens, 5 are needed"):
-        attend(q, k, v, cache=cache)
+        through(cache_of(4), q, k, v)

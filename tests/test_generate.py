@@ -1,79 +1,28 @@
-"""Greedy text against transformers' generate, sampling against its filters, and the two commands."""
+"""The command `generate`: stdout and files, samples, resuming, what generation_config.json says."""
 
 import json
+import shutil
 
 import pytest
-import torch
 from conftest import script
 
 import litft
-from litft.generate import prompt_ids, sample, stream_ids
-
-PROMPTS = {
-    "stories260K": "Once upon a time",
-    "stories15M": "Once upon a time, a small",
-    "SmolLM2-135M-Instruct": [{"role": "user", "content": "What is the capital of France, and what is it known for?"}],
-}
 
 
-@pytest.mark.parametrize("name", PROMPTS)
-def test_greedy_is_transformers(checkpoints, name):
-    from transformers import AutoModelForCausalLM
-
-    model, tokenizer = litft.load(checkpoints[name], precision="fp32")
-    reference = AutoModelForCausalLM.from_pretrained(checkpoints[name], dtype="float32")
-    ids = prompt_ids(tokenizer, PROMPTS[name])
-    settings = dict(max_new_tokens=64, min_new_tokens=64, do_sample=False, eos_token_id=None)
-    prompt = torch.tensor([ids])
-    # without a mask, generate takes the end tokens of earlier turns for padding
-    out = reference.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
-    expected = out[0, len(ids) :].tolist()
-    assert len(expected) == 64
-    assert list(stream_ids(model, ids, max_new_tokens=64)) == expected
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    return checkpoints["stories260K"]
 
 
-def test_a_known_story(checkpoints):
-    """A figure from elsewhere: what llama2.c's model says from BOS alone."""
-    model, tokenizer = litft.load(checkpoints["stories260K"])
-    text = "".join(litft.stream(model, tokenizer, "", max_new_tokens=60, temperature=0))
-    expected = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
-    assert text.strip().startswith(expected)
+def said(folder, prompt="One day", **settings):
+    model, tokenizer = litft.load(folder, precision="fp32")
+    return "".join(litft.stream(model, tokenizer, prompt, **{"temperature": 0, "max_new_tokens": 20} | settings))
 
 
-def test_top_k_and_top_p_are_transformers():
-    from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits = torch.randn(50, generator=torch.Generator().manual_seed(0)) * 2
-    for temperature, k, p in [(1.0, None, 1.0), (0.7, 5, 1.0), (1.3, None, 0.6), (0.9, 20, 0.8), (1.0, 1, 0.1)]:
-        scores = TemperatureLogitsWarper(temperature)(None, logits[None]) if temperature != 1 else logits[None]
-        scores = TopKLogitsWarper(k)(None, scores) if k else scores
-        scores = TopPLogitsWarper(p)(None, scores) if p < 1 else scores
-        expected = scores.softmax(-1)[0]
-        draws = [int(sample(logits, temperature, k, p, torch.Generator().manual_seed(n))) for n in range(3000)]
-        found = torch.bincount(torch.tensor(draws), minlength=50) / 3000
-        assert not found[expected == 0].any()
-        assert (found - expected).abs().max() < 0.04, (temperature, k, p)
-
-
-def test_zero_temperature_is_greedy_and_seeds_repeat(checkpoints):
-    model, tokenizer = litft.load(checkpoints["stories260K"])
-    settings = dict(max_new_tokens=20, temperature=1.0)
-    texts = ["".join(litft.stream(model, tokenizer, "One day", seed=seed, **settings)) for seed in (1, 1, 2)]
-    assert texts[0] == texts[1] != texts[2]
-
-
-def test_it_stops_at_a_stop_token_and_at_the_context(checkpoints):
-    model, tokenizer = litft.load(checkpoints["stories260K"])
-    ids = tokenizer.encode("Once upon a time")
-    free = list(stream_ids(model, ids, max_new_tokens=30))
-    stopped = list(stream_ids(model, ids, max_new_tokens=30, stop_ids=[free[7]]))
-    assert stopped == free[: free.index(free[7])]
-    context = model.config.context
-    assert len(list(stream_ids(model, (ids * context)[: context - 2], max_new_tokens=30))) == 2
-    with pytest.raises(ValueError, match=f"the prompt has {context + 1} tokens and the model's context is {context}"):
-        next(stream_ids(model, (ids * context)[: context + 1], max_new_tokens=1))
-    with pytest.raises(ValueError, match="the prompt is empty"):
-        next(stream_ids(model, [], max_new_tokens=1))
+def generate(folder, tmp_path, *words, code=0, greedy=True):
+    flags = ["--temperature", "0"] if greedy else []
+    command = ["generate/base.py", "--checkpoint_dir", folder, "--max_new_tokens", "20", *flags]
+    return script(*command, *words, cwd=tmp_path, code=code)
 
 
 def test_the_completion_alone_is_on_stdout(checkpoints, tmp_path):
@@ -88,30 +37,6 @@ def test_the_completion_alone_is_on_stdout(checkpoints, tmp_path):
     assert first == {"prompt": "One day", "id": 7, "completion": expected} and second["completion"]
 
 
-def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
-    folder = checkpoints["SmolLM2-135M-Instruct"]
-    model, tokenizer = litft.load(folder, precision="fp32")
-    system, answers, talk = "You are terse.", [], [{"role": "system", "content": "You are terse."}]
-    lines = ["What is the capital of France?", "Which country did I ask about?"]
-    for line in lines:
-        talk.append({"role": "user", "content": line})
-        answers.append("".join(litft.stream(model, tokenizer, talk, max_new_tokens=24, temperature=0)))
-        talk.append({"role": "assistant", "content": answers[-1]})
-    flags = ["--system", system, "--max_new_tokens", "24", "--temperature", "0", "--debug"]
-    done = script("generate/chat.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path, text="\n".join(lines) + "\n")
-    assert done.stdout == "".join(answer + "\n" for answer in answers)
-    assert "Paris" in answers[0]
-    assert tokenizer.apply_chat_template(talk[:-1], add_generation_prompt=True) in done.stderr
-
-
-def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):
-    flags = ["--max_new_tokens", "8", "--temperature", "0"]
-    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]
-    plain = script(*command, cwd=tmp_path, text="Hello\n").stdout
-    done = script(*command, cwd=tmp_path, text="once upon a time " * 600 + "\nHello\n")
-    assert "shorten it; this message is dropped" in done.stderr and done.stdout == plain
-
-
 def test_all_prompts_are_checked_before_the_first_answer(checkpoints, tmp_path):
     command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--prompts", "in.jsonl"]
     for bad in ({"text": "a"}, {"messages": [{"role": "robot", "content": "a"}]}, {"prompt": "once upon a time " * 600}):
@@ -121,9 +46,110 @@ def test_all_prompts_are_checked_before_the_first_answer(checkpoints, tmp_path):
     assert "is the file of the prompts" in script(*command, "--out", "in.jsonl", cwd=tmp_path, code=2).stderr
 
 
-def test_reset_forgets(checkpoints, tmp_path):
-    flags = ["--max_new_tokens", "8", "--temperature", "0", "--debug"]
-    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]
-    done = script(*command, cwd=tmp_path, text="Hello\n\n/reset\nHello\n/exit\nnever\n")
-    first, second = done.stderr.split("--- the model reads\n")[1:]
-    assert first == second and "never" not in done.stderr
+def lines(path):
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
+    prompts = [{"prompt": "One day", "id": n} for n in range(3)] + [
+        {"prompt": "Lily and Tom went to the park. " * 4},
+        {"prompt": "A"},
+    ]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
+    flags = ["--prompts", "in.jsonl", "--out", "out.jsonl", "--batch_size", "3", "--temperature", "1", "--seed", "3"]
+    generate(folder, tmp_path, *flags, greedy=False)
+    whole, out = (tmp_path / "out.jsonl").read_text(), tmp_path / "out.jsonl"
+    found = lines(out)
+    assert [{key: value for key, value in record.items() if key != "completion"} for record in found] == prompts
+    assert found[3]["completion"] == said(folder, prompts[3]["prompt"], temperature=1, seed=6), "seeds count up"
+    assert len({record["completion"] for record in found[:3]}) == 3
+    out.write_text(whole[: whole.index("\n") + 9])  # killed in the middle of the second line
+    assert "exists; --resume goes on with it" in generate(folder, tmp_path, *flags, greedy=False, code=2).stderr
+    generate(folder, tmp_path, *flags, "--resume", greedy=False)
+    assert out.read_text() == whole
+    generate(folder, tmp_path, *flags, "--resume", greedy=False)
+    assert out.read_text() == whole, "nothing was left to do"
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Other"}) + "\n")
+    assert (
+        "line 1 of out.jsonl answers no prompt"
+        in generate(folder, tmp_path, *flags, "--resume", greedy=False, code=2).stderr
+    )
+    generate(folder, tmp_path, *flags, "--overwrite", greedy=False)
+    assert len(lines(out)) == 1
+
+
+def test_samples_share_one_reading_of_the_prompt(folder, tmp_path):
+    flags = ["--temperature", "1", "--seed", "1", "--num_samples", "3"]
+    done = generate(folder, tmp_path, "--prompt", "One day", *flags, greedy=False)
+    assert done.stdout == "".join(said(folder, temperature=1, seed=seed) + "\n" for seed in (1, 2, 3))
+    assert "read: 1)" in done.stderr.split("--- 2 of 3")[1].split("\n")[0]
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n")
+    generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", *flags, greedy=False)
+    assert lines(tmp_path / "out.jsonl")[0]["completions"] == done.stdout.split("\n")[:3]
+
+
+def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
+    own = tmp_path / "model"
+    shutil.copytree(folder, own)
+    stored = json.loads((own / "generation_config.json").read_text()) if (own / "generation_config.json").is_file() else {}
+
+    def write(**values):
+        (own / "generation_config.json").write_text(json.dumps(stored | values))
+
+    command = ["generate/base.py", "--checkpoint_dir", own, "--prompt", "One day"]
+    write(do_sample=False, max_new_tokens=12)
+    assert script(*command, cwd=tmp_path).stdout == said(own, max_new_tokens=12) + "\n"
+    write(do_sample=True, temperature=0.9, top_k=7, top_p=0.8, repetition_penalty=1.2, max_new_tokens=12)
+    settings = dict(temperature=0.9, top_k=7, top_p=0.8, repetition_penalty=1.2, max_new_tokens=12, seed=1)
+    assert script(*command, "--seed", "1", cwd=tmp_path).stdout == said(own, **settings) + "\n"
+    flags = ["--temperature", "0", "--repetition_penalty", "1", "--max_new_tokens", "15"]
+    assert script(*command, *flags, cwd=tmp_path).stdout == said(own, max_new_tokens=15) + "\n"
+    write(do_sample=False, stop_strings=["little"], max_new_tokens=30)
+    whole = said(own, max_new_tokens=30)
+    assert "little" in whole and script(*command, cwd=tmp_path).stdout == whole[: whole.index("little")] + "\n"
+    write(temperature="hot")
+    assert "temperature 'hot' cannot be" in script(*command, cwd=tmp_path, code=2).stderr
+    write(top_p=3)
+    assert "top_p 3: must lie in" in script(*command, cwd=tmp_path, code=2).stderr
+
+
+def test_guesses_change_nothing_but_the_speed(folder, checkpoints, tmp_path):
+    plain = generate(folder, tmp_path, "--prompt", "One day").stdout
+    for flags in (["--lookup"], ["--draft_dir", folder]):
+        done = generate(folder, tmp_path, "--prompt", "One day", *flags)
+        assert done.stdout == plain
+    assert "guesses right" in done.stderr
+    wrong = generate(folder, tmp_path, "--prompt", "One day", "--draft_dir", checkpoints["stories15M"], code=2)
+    assert "it has other tokens than the model" in wrong.stderr
+
+
+def test_what_is_wrong_is_said_at_once(folder, tmp_path):
+    words = [
+        "--prompt",
+        "a",
+        "--top_p",
+        "0",
+        "--min_p",
+        "2",
+        "--logit_bias",
+        "x",
+        "--lookup",
+        "--draft_dir",
+        "y",
+        "--resume",
+    ]
+    done = generate(folder, tmp_path, *words, "--num_samples", "0", code=2)
+    for part in (
+        "--top_p 0.0: must lie in",
+        "--min_p 2.0",
+        "--logit_bias x: expected JSON",
+        "--lookup: one of them",
+        "--resume is of",
+    ):
+        assert part in done.stderr, part
+    assert "--num_samples 0: must be at least 1" in done.stderr
+    outside = generate(folder, tmp_path, "--prompt", "a", "--logit_bias", '{"512": 1}', code=2)
+    assert "--logit_bias 512: the model's vocabulary has 512 tokens" in outside.stderr
+    banned = next(litft.stream(*litft.load(folder), "One day", temperature=0)).tokens[0]
+    biased = generate(folder, tmp_path, "--prompt", "One day", "--logit_bias", json.dumps({str(banned): -100}))
+    assert biased.stdout != said(folder) + "\n"

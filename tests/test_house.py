@@ -10,7 +10,7 @@ from conftest import ROOT
 LIBRARY = ROOT / "litft"
 TIERS = [
     {"config", "args", "runs", "signals", "cli"},
-    {"rope", "attention", "cache", "rules", "prompts", "tokenizer", "loss", "mlp"},
+    {"rope", "attention", "cache", "linear", "rules", "prompts", "sampling", "tokenizer", "loss", "mlp"},
     {"model", "families"},
     {"sharding"},
     {"weights", "quantize", "adapter_files", "peft", "data"},
@@ -27,9 +27,12 @@ TIERS = [
         "parallel",
         "together",
         "checkpoint",
-        "generate",
+        "joined",
+        "decode",
+        "speculate",
+        "streaming",
     },
-    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert"},
+    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert", "generate", "chat", "terminal"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
 TORCHLESS = {"config", "args", "runs", "signals", "cli"}

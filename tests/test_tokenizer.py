@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from litft.generate import stream_text
+from litft.streaming import TextStream
 from litft.tokenizer import Tokenizer
 
 GOLDEN = {
@@ -77,7 +77,7 @@ def test_ids_and_texts_are_transformers(shared, texts, tmp_path, name):
         for skip in (True, False):
             expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             assert tokenizer.decode(ids, skip_special=skip) == expected, text[:80]
-        assert "".join(stream_text(tokenizer, [], iter(ids[:400]))) == tokenizer.decode(ids[:400]).rstrip("\ufffd")
+        assert "".join(pieces_of(tokenizer, [], ids[:400])).rstrip("\ufffd") == tokenizer.decode(ids[:400]).rstrip("\ufffd")
     whole = "".join(reference.all_special_tokens) + "a"
     assert tokenizer.encode(whole, bos=False) == reference(whole, add_special_tokens=False).input_ids
 
@@ -130,6 +130,12 @@ def test_bos_and_eos_on_request(shared):
         Tokenizer(shared / "tokenizers" / "qwen2.5").encode("hi", bos=True)
 
 
+def pieces_of(tokenizer, before, new):
+    """What becomes readable with each token, and what is left at the end."""
+    stream = TextStream(tokenizer, before)
+    return [text for text in (*map(stream.push, new), stream.rest()) if text]
+
+
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.1", "qwen2.5"])
 def test_streamed_pieces_are_the_whole_text(shared, name, sentencepiece):
     text = "The Äpfel cost 5 €, 日本語 and 🦙🦙 too.\n\n  - indented\n\tδείγμα"
@@ -137,7 +143,7 @@ def test_streamed_pieces_are_the_whole_text(shared, name, sentencepiece):
         before = tokenizer.encode("Question: what?\nAnswer:")
         ids = tokenizer.encode("Question: what?\nAnswer: " + text)
         assert ids[: len(before)] == before
-        pieces = list(stream_text(tokenizer, before, iter(ids[len(before) :])))
+        pieces = pieces_of(tokenizer, before, ids[len(before) :])
         assert "".join(pieces).strip() == text
         assert len(pieces) > 10 and not any("\ufffd" in piece for piece in pieces)
 

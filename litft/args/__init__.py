@@ -15,6 +15,7 @@ from litft.args.finetune import (
     TrainArgs,
 )
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
+from litft.args.sampling import Sampling
 from litft.args.tools import (
     ChatArgs,
     ConvertArgs,
@@ -50,6 +51,7 @@ __all__ = [
     "Optimizers",
     "PlanArgs",
     "PrepareArgs",
+    "Sampling",
     "SaveArgs",
     "TrainArgs",
     "WriteArgs",

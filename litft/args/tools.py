@@ -1,11 +1,14 @@
 """The flags of what comes before and after fine-tuning: looking, generating, merging, converting."""
 
-from dataclasses import dataclass, field
+import json
+import math
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from litft.args.checks import LARGEST, below, impossible_numbers, size
 from litft.args.finetune import DataArgs, Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs
+from litft.args.sampling import Sampling
 
 
 @dataclass
@@ -126,29 +129,53 @@ class ModelArgs:
     """Keep the Linears in 4 or 8 bits, by bitsandbytes."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
-    max_new_tokens: int = 256
-    """Stop an answer after so many tokens."""
-    temperature: float = 0.8
-    """Higher is more varied; 0 always takes the likeliest token."""
+    compile: Literal["auto", "true", "false"] = "auto"
+    """Compile reading and decoding; that takes a minute at the start. auto: on a GPU."""
+    draft_dir: str | None = None
+    """A smaller model with the same tokens, which guesses ahead: the same answers, faster where it is often right."""
+    lookup: bool = False
+    """Guess that a text goes on as it did before: faster where answers quote, as in summaries and code."""
+    max_new_tokens: int | None = None
+    """Stop an answer after so many tokens. Default: generation_config.json's, else 256."""
+    temperature: float | None = None
+    """Higher is more varied; 0 always takes the likeliest token. Default: generation_config.json's, else 0.8."""
     top_k: int | None = None
     """Choose among the k likeliest tokens only."""
-    top_p: float = 1.0
+    top_p: float | None = None
     """Choose among the likeliest tokens that together have this probability."""
+    min_p: float | None = None
+    """Choose among tokens that have at least this part of the likeliest one's probability."""
+    repetition_penalty: float | None = None
+    """Above 1: what prompt and answer hold is less likely."""
+    presence_penalty: float | None = None
+    """Above 0: what the answer holds is less likely."""
+    logit_bias: str | None = None
+    """Numbers to add to tokens' logits, as JSON by token id: '{"262": -100}'."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end an answer, as JSON if one has a comma: '["\\n\\n", "User:"]'."""
     seed: int | None = None
     """Makes the sampling repeatable."""
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
-        found = impossible_numbers(self)
-        if self.max_new_tokens < 1:
-            found.append(f"--max_new_tokens {self.max_new_tokens}: must be at least 1")
-        if self.temperature < 0:
-            found.append(f"--temperature {self.temperature}: must not be negative; 0 is greedy")
-        if self.top_k is not None and self.top_k < 1:
-            found.append(f"--top_k {self.top_k}: must be at least 1")
-        if not 0 < self.top_p <= 1:
-            found.append(f"--top_p {self.top_p}: must lie in (0, 1]")
+        found = impossible_numbers(self) + below(self, "", 1, "max_new_tokens")
+        given = {item.name: getattr(self, item.name) for item in fields(Sampling) if item.name != "logit_bias"}
+        found += Sampling(**{name: value for name, value in given.items() if value is not None}).problems()
+        if self.draft_dir and self.lookup:
+            found.append("--draft_dir and --lookup: one of them guesses; leave the other out")
+        if self.logit_bias is not None and not _is_bias(self.logit_bias):
+            found.append(f"--logit_bias {self.logit_bias}: expected JSON such as '{{\"262\": -100}}', numbers by token id")
         return found
+
+
+def _is_bias(text: str) -> bool:
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(values, dict) and all(
+        key.isdecimal() and type(value) in (int, float) and math.isfinite(value) for key, value in values.items()
+    )
 
 
 @dataclass
@@ -160,17 +187,30 @@ class GenerateArgs(ModelArgs):
     prompts: str | None = None
     """A .jsonl file with a `prompt` (or `messages`) a line, in place of --prompt."""
     out: str | None = None
-    """Where to write the completions of --prompts, one JSON object a line. Default: stdout."""
+    """Where to write the completions of --prompts, one JSON object a line, in the prompts' order. Default: stdout."""
+    resume: bool = False
+    """Go on with an --out that was begun."""
+    overwrite: bool = False
+    """Write --out anew if it exists."""
+    batch_size: int = 8
+    """How many answers are made at once."""
+    num_samples: int = 1
+    """How many answers each prompt gets."""
     template: Literal["auto", "none"] = "auto"
     """auto: put the prompt into the model's chat template. none: continue the bare text."""
 
     def problems(self) -> list[str]:
         """As for every model, and that there is just one source of prompts."""
-        found = super().problems()
+        found = super().problems() + below(self, "", 1, "batch_size", "num_samples")
         if (self.prompt is None) == (self.prompts is None):
             found.append("give either --prompt TEXT or --prompts FILE.jsonl")
         if self.out and not self.prompts:
             found.append("--out needs --prompts: a single completion goes to stdout")
+        for name in ("resume", "overwrite"):
+            if getattr(self, name) and not self.out:
+                found.append(f"--{name} is of --out FILE; name one")
+        if self.resume and self.overwrite:
+            found.append("--resume goes on with --out and --overwrite begins it anew; leave one out")
         return found
 
 
@@ -181,7 +221,7 @@ class ChatArgs(ModelArgs):
     system: str | None = None
     """A system message to begin with."""
     debug: bool = False
-    """Show on stderr the text that the model reads."""
+    """Show on stderr exactly what the model reads and says, its special tokens too."""
 
 
 @dataclass

@@ -1,0 +1,38 @@
+"""How tokens are drawn, as plain values."""
+
+import math
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. As transformers and vLLM: bias, penalties, temperature, top k, top p, min p, in this order."""
+
+    temperature: float = 0.8
+    """Higher is more varied; 0 always takes the likeliest token."""
+    top_k: int | None = None
+    """Choose among the k likeliest tokens."""
+    top_p: float = 1.0
+    """Choose among the likeliest tokens that together have this probability (arXiv 1904.09751)."""
+    min_p: float = 0.0
+    """Choose among tokens with at least this part of the likeliest one's probability (arXiv 2407.01082)."""
+    repetition_penalty: float = 1.0
+    """Of what prompt and answer hold, logits above 0 are divided by this, others multiplied (arXiv 1909.05858)."""
+    presence_penalty: float = 0.0
+    """Is taken off the logits of what the answer holds."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Is added to the logits of tokens, by their ids."""
+    seed: int | None = None
+    """Makes the draws repeatable."""
+
+    def problems(self) -> list[str]:
+        """What cannot be, by the names of the flags."""
+        wanted = {
+            "temperature": (0 <= self.temperature < math.inf, "must be finite and not negative; 0 is greedy"),
+            "top_k": (self.top_k is None or self.top_k >= 1, "must be at least 1"),
+            "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]"),
+            "min_p": (0 <= self.min_p <= 1, "must lie in [0, 1]"),
+            "repetition_penalty": (0 < self.repetition_penalty < math.inf, "must be finite and above 0; 1 changes nothing"),
+            "presence_penalty": (math.isfinite(self.presence_penalty), "must be finite; 0 changes nothing"),
+        }
+        return [f"--{name} {getattr(self, name)}: {reason}" for name, (holds, reason) in wanted.items() if not holds]

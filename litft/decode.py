@@ -1,0 +1,161 @@
+"""Reading and continuing texts: a network with the keys and values of what it has read.
+
+Two functions are worth compiling: reading a piece of a prompt, and one token more of every text.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from litft.cache import KVCache
+from litft.model import GPT
+
+PIECE = 512  # tokens of a prompt that go through the network at once: what it needs besides the cache is bounded
+PLANNED = ("dynamic", "longrope")  # ropes that turn by the planned length
+BOUND = 256  # a compiled step looks at so many keys, or twice as many, or four times ...
+
+# B rows, V vocabulary
+
+
+class Decoder:
+    """A network and `rows` texts, of up to `capacity` tokens each; what texts have in common is read once."""
+
+    def __init__(self, model: GPT, rows: int = 1, capacity: int | None = None, compiled: bool = False) -> None:
+        self.model, self.compiled, self.device = model, compiled, model.embed.weight.device
+        # what a network that is trained, and sharded maybe, gathers in inference mode could not be trained with afterwards
+        trained = any(parameter.requires_grad for parameter in model.parameters())
+        self._quietly = torch.no_grad if trained else torch.inference_mode
+        self.ahead = self.device.type == "cuda"  # whether a step is begun before the host has seen the one before
+        self._make_room(rows, capacity or model.config.context)
+        self.texts: list[list[int]] = [[] for _ in range(rows)]  # the tokens that each row holds
+        self.lengths = [0] * rows  # and how many they are, where the host does not know yet which
+        self.processed = 0  # tokens that went through the network
+        self._piece, self._token = compile_both(model) if compiled else (model, model)
+
+    def _make_room(self, rows: int, capacity: int) -> None:
+        self.capacity = min(capacity, self.model.config.context)
+        self.cache = KVCache(self.model.config, rows, self.capacity, self.device, self.model.dtype)
+        self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
+        # compiled code is made for one place in memory: there prompts are read apart, and what was read is copied
+        apart = self.compiled and rows > 1
+        self.apart = KVCache(self.model.config, 1, self.capacity, self.device, self.model.dtype) if apart else None
+
+    def reserve(self, tokens: int) -> None:
+        """Have room for texts of so many tokens, as far as the context allows; at least twice as much as before."""
+        if tokens <= self.capacity or self.capacity == self.model.config.context:
+            return
+        before = self.cache
+        self._make_room(len(self.texts), max(tokens, 2 * self.capacity))
+        if any(layer.rope and layer.rope.kind in PLANNED for layer in self.model.config.layers):
+            self.texts, self.lengths = [[] for _ in self.texts], [0] * len(self.texts)  # all is turned otherwise: read again
+            return
+        self.cache.copy(before, before.capacity)
+
+    def read(self, row: int, ids: Sequence[int]) -> Tensor:
+        """Have a row hold this text, and return the logits (V,) after it, in fp32.
+
+        Only what no row has read already goes through the network, and the last token. ValueError for a text that is
+        empty, too long, or not in the vocabulary, and for logits that are no numbers.
+        """
+        check_prompt(self.model, ids)
+        if len(ids) > self.capacity:
+            raise ValueError(f"the text has {len(ids)} tokens, and there is room for {self.capacity}; shorten it")
+        common = [shared(text, ids) for text in self.texts]
+        best = max(range(len(common)), key=lambda other: (common[other], other == row))
+        held = min(common[best], len(ids) - 1)
+        page = self.apart or self.views[row]
+        if page is not self.views[best]:
+            page.copy(self.views[best], held)
+        self.texts[row], self.lengths[row] = list(ids[:held]), held
+        for start in range(held, len(ids), PIECE):
+            logits = self.extend(row, ids[start : start + PIECE], page)
+        if page is not self.views[row]:
+            self.views[row].copy(page, len(ids))
+        if logits.isnan().any():
+            raise ValueError("the model's logits are NaN; look for NaN or infinity in its weights")
+        return logits[-1]
+
+    def extend(self, row: int, ids: Sequence[int], page: KVCache | None = None) -> Tensor:
+        """Add tokens to a row's text; returns the logits (T, V) after each; of a page that is read (1, V), the last's."""
+        tokens, length = torch.tensor([ids], device=self.device), self.lengths[row]
+        wanted = None if page is None else torch.tensor([[len(ids) - 1]], device=self.device)
+        page, positions = page or self.views[row], None
+        page.length = length
+        if self.compiled:
+            page.bound, positions = self._bound(length + len(ids)), torch.arange(length, length + len(ids))[None]
+            positions = positions.to(self.device)
+        with self._quietly():
+            logits = self._piece(tokens, positions=positions, cache=page, wanted=wanted)
+        self.texts[row] += ids
+        self.lengths[row] += len(ids)
+        self.processed += len(ids)
+        return logits[0].to(torch.float32, copy=True)  # what comes out of inference mode itself cannot be written to
+
+    def truncate(self, row: int, length: int) -> None:
+        """Have a row forget all but its first tokens."""
+        del self.texts[row][length:]
+        self.lengths[row] = length
+
+    def step(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
+        """Logits (B, V) after one token (B,) more of each row. Which it was the caller says with `hold`, in active rows.
+
+        The others' places are written over: what they hold stays, but for the last token of a row that is full.
+        """
+        for row, length in enumerate(self.lengths):
+            if length == self.capacity:
+                assert not active[row]
+                self.truncate(row, length - 1)
+        even = len(set(self.lengths)) == 1 and not self.compiled
+        if even:
+            cache = self.views[0] if len(self.views) == 1 else self.cache
+            cache.length, positions = self.lengths[0], None
+        else:
+            cache, positions = self.cache, torch.tensor(self.lengths)[:, None].to(self.device, non_blocking=True)
+            cache.bound = self._bound(max(self.lengths) + 1)
+        with self._quietly():
+            logits = self._token(tokens[:, None], positions=positions, cache=cache)
+        self.lengths = [length + own for length, own in zip(self.lengths, active, strict=True)]
+        self.processed += sum(active)
+        return logits[:, -1].to(torch.float32, copy=True)
+
+    def hold(self, row: int, token: int) -> None:
+        """Say which token a row was given."""
+        self.texts[row].append(token)
+
+    def _bound(self, needed: int) -> int:
+        """How many keys to look at: exactly those there are, or in compiled code, which is made for each number, a few."""
+        if not self.compiled:
+            return needed
+        bound = BOUND
+        while bound < needed:
+            bound *= 2
+        return min(bound, self.capacity)
+
+
+def compile_both(model: GPT) -> tuple[Callable, Callable]:
+    """The network compiled for pieces of any length, and for one token a row; on a GPU that is one CUDA graph."""
+    on_gpu = model.embed.weight.is_cuda
+    piece = torch.compile(model.forward, dynamic=True)
+    token = torch.compile(model.forward, dynamic=False, mode="reduce-overhead" if on_gpu else None)
+    return piece, token
+
+
+def shared(text: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike."""
+    count = min(len(text), len(other))
+    if list(text[:count]) == list(other[:count]):
+        return count
+    return next(index for index in range(count) if text[index] != other[index])
+
+
+def check_prompt(model: GPT, ids: Sequence[int]) -> None:
+    """ValueError for a prompt that is empty, longer than the context, or not in the model's vocabulary."""
+    config = model.config
+    if not ids:
+        raise ValueError("the prompt is empty; give at least one token")
+    if len(ids) > config.context:
+        raise ValueError(f"the prompt has {len(ids)} tokens and the model's context is {config.context}; shorten it")
+    if max(ids) >= config.vocab_size:
+        reason = f"token id {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
+        raise ValueError(f"{reason}; the tokenizer belongs to another model: copy the right one into the folder")

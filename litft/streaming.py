@@ -1,0 +1,276 @@
+"""Answers as they are made: text that never splits a character, with tokens, log-probabilities and speeds.
+
+`stream` is the face; the commands, the chat and evaluation are built on `answers`, which makes many at once.
+"""
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from litft.decode import Decoder, check_prompt
+from litft.model import GPT
+from litft.prompts import Message
+from litft.sampling import Sampler, Sampling
+from litft.speculate import Guesser, rounds
+from litft.tokenizer import Tokenizer
+
+Reason = Literal["stop", "length", "context"]  # a stop token or text; as many tokens as asked for; no room for more
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for."""
+
+    ids: list[int]  # the prompt
+    max_new_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    stop_ids: Sequence[int] = ()  # tokens that end the answer, and are no part of it
+    stop: Sequence[str] = ()  # texts that do
+
+
+@dataclass
+class Speeds:
+    """How an answer is coming along."""
+
+    prompt_tokens: int
+    read_tokens: int = 0  # of the prompt, those that no text before had in common
+    new_tokens: int = 0
+    first: float = 0.0  # seconds until the first token
+    seconds: float = 0.0  # until now
+    guessed: int = 0  # tokens that were guessed (speculative decoding), and how many of them were right
+    accepted: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of the tokens after the first, which waits for the prompt."""
+        return max(0, self.new_tokens - 1) / max(1e-9, self.seconds - self.first)
+
+    def __str__(self) -> str:
+        text = f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} tokens/s, the first after {self.first:.2f} s"
+        guesses = f", {self.accepted} of {self.guessed} guesses right" if self.guessed else ""
+        return f"{text} (prompt: {self.prompt_tokens}, read: {self.read_tokens}){guesses}"
+
+
+class Piece(str):
+    """Some of an answer's text, which is a str, and what it came from."""
+
+    tokens: list[int]  # since the piece before, a stop token at the end included
+    logprobs: list[float]  # of each, by the model's own logits
+    finish_reason: Reason | None  # of the last piece, which may be empty
+    speeds: Speeds
+
+    def __new__(cls, text: str, tokens: list[int], logprobs: list[float], reason: Reason | None, speeds: Speeds) -> "Piece":
+        """A str with four attributes."""
+        piece = super().__new__(cls, text)
+        piece.tokens, piece.logprobs, piece.finish_reason, piece.speeds = tokens, logprobs, reason, speeds
+        return piece
+
+    def saying(self, text: str) -> "Piece":
+        """The same with another text."""
+        return Piece(text, self.tokens, self.logprobs, self.finish_reason, self.speeds)
+
+
+class TextStream:
+    """Token ids to text, holding back bytes that are no whole character yet.
+
+    A token's text depends on those before it (a word's leading space), so a window of ids is decoded with and without the
+    new ones, and the difference given out.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
+        self.tokenizer, self.window = tokenizer, list(before[-4:])
+        self.start = len(self.window)
+
+    def push(self, token: int, last: bool = False) -> str:
+        """What becomes readable with one token more."""
+        self.window.append(token)
+        return self.rest(last)
+
+    def rest(self, last: bool = True) -> str:
+        """What has not been given out; a part of a character only at the last."""
+        old, text = self.tokenizer.decode(self.window[: self.start]), self.tokenizer.decode(self.window)
+        if len(text) <= len(old) or (text.endswith("\ufffd") and not last):
+            return ""
+        self.window, self.start = self.window[self.start :], len(self.window) - self.start
+        return text[len(old) :]
+
+
+class Answer:
+    """One answer in the making: what each token adds to the text, and when it ends."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, room: int, began: float) -> None:
+        self.request, self.room, self.began = request, room, began
+        self.text, self.held = TextStream(tokenizer, request.ids), ""  # what may be the beginning of a stop text
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.finish_reason: Reason | None = None
+        self.speeds = Speeds(len(request.ids))
+
+    def take(self, token: int, logprob: float) -> Piece | None:
+        """The next token; a piece where there is something to say."""
+        speeds, request = self.speeds, self.request
+        speeds.new_tokens, speeds.seconds = speeds.new_tokens + 1, time.perf_counter() - self.began
+        speeds.first = speeds.first or speeds.seconds
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in request.stop_ids:
+            self.finish_reason = "stop"
+            self.held += self.text.rest()
+        else:
+            full = speeds.new_tokens >= request.max_new_tokens
+            self.finish_reason = "length" if full else "context" if speeds.new_tokens >= self.room else None
+            self.held += self.text.push(token, last=self.finish_reason is not None)
+        return self._piece()
+
+    def _piece(self) -> Piece | None:
+        ends = [found for stop in self.request.stop if (found := self.held.find(stop)) >= 0]
+        if ends:
+            self.finish_reason, self.held = "stop", self.held[: min(ends)]
+        kept = 0 if self.finish_reason else max((_overlap(self.held, stop) for stop in self.request.stop), default=0)
+        said, self.held = self.held[: len(self.held) - kept], self.held[len(self.held) - kept :]
+        if not (said or self.finish_reason):
+            return None
+        piece = Piece(said, self.tokens, self.logprobs, self.finish_reason, self.speeds)
+        self.tokens, self.logprobs = [], []
+        return piece
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How much of the end of a text is the beginning of `stop`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+def answers(
+    decoder: Decoder, tokenizer: Tokenizer, requests: Iterable[Request], guesser: Guesser | None = None
+) -> Iterator[tuple[int, Piece]]:
+    """The pieces of all answers as they come, each with its request's number; as many at once as the decoder has rows.
+
+    guesser: guesses tokens ahead, of a decoder of one row.
+    """
+    if guesser is not None:
+        for number, request in enumerate(requests):
+            yield from ((number, piece) for piece in _guessed(decoder, tokenizer, request, guesser))
+        return
+    waiting, rows = enumerate(requests), len(decoder.texts)
+    sampler = Sampler(rows, decoder.model.config.vocab_size, decoder.device)
+    running: list[tuple[int, Answer] | None] = [None] * rows
+    logits = torch.zeros(rows, sampler.vocab_size, device=decoder.device)
+    while True:
+        for row in range(rows):
+            if running[row] is None and (following := next(waiting, None)):
+                number, request = following
+                answer, logits[row] = begin(decoder, tokenizer, row, request)
+                sampler.begin(row, request.ids, request.sampling)
+                running[row] = number, answer
+        if not any(running):
+            return
+        tokens = sampler.next(logits)
+        fetched = Fetched(tokens, logits)
+        active = [item is not None for item in running]
+        # the device makes the next step while the host looks at this one; what ends here has made it in vain
+        ahead = decoder.step(tokens, _with_room(decoder, active)) if decoder.ahead else None
+        for row, token, logprob in fetched.rows():
+            if running[row] is None:
+                continue
+            number, answer = running[row]
+            piece = answer.take(token, logprob)
+            if answer.finish_reason:
+                running[row] = None
+                decoder.truncate(row, len(decoder.texts[row]))
+            elif ahead is not None:
+                decoder.hold(row, token)
+            if piece is not None:
+                yield number, piece
+        active = [item is not None for item in running]
+        if any(active) and ahead is None:
+            ahead = decoder.step(tokens, active)
+            for row in (row for row in range(rows) if active[row]):  # not before: whoever stops at a piece leaves no more
+                decoder.hold(row, int(tokens[row]))
+        logits = logits if ahead is None else ahead
+
+
+def _with_room(decoder: Decoder, active: list[bool]) -> list[bool]:
+    """The rows that can go a token further; others end with this one."""
+    return [own and length < decoder.capacity for own, length in zip(active, decoder.lengths, strict=True)]
+
+
+class Fetched:
+    """Tokens and their log-probabilities on their way to the host, which waits only when it looks."""
+
+    def __init__(self, tokens: Tensor, logits: Tensor) -> None:
+        logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
+        both = torch.stack((tokens.double(), logprobs.double()))
+        self.on_host, self.event = both, None
+        if both.is_cuda:
+            self.on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def rows(self) -> Iterator[tuple[int, int, float]]:
+        """Each row's number, token and log-probability."""
+        if self.event is not None:
+            self.event.synchronize()
+        tokens, logprobs = self.on_host.tolist()
+        yield from zip(range(len(tokens)), map(int, tokens), logprobs, strict=True)
+
+
+def begin(decoder: Decoder, tokenizer: Tokenizer, row: int, request: Request) -> tuple[Answer, Tensor]:
+    """Read a prompt; the answer to be made, and the logits (V,) of its first token."""
+    began, before = time.perf_counter(), decoder.processed
+    logits = decoder.read(row, request.ids)
+    answer = Answer(request, tokenizer, decoder.capacity - len(request.ids), began)
+    answer.speeds.read_tokens = decoder.processed - before
+    return answer, logits
+
+
+def _guessed(decoder: Decoder, tokenizer: Tokenizer, request: Request, guesser: Guesser) -> Iterator[Piece]:
+    """One answer, by speculative decoding."""
+    answer, logits = begin(decoder, tokenizer, 0, request)
+    sampler = Sampler(1, decoder.model.config.vocab_size, decoder.device)
+    sampler.begin(0, request.ids, request.sampling)
+    for found in rounds(decoder, sampler, guesser, logits):
+        answer.speeds.guessed += found.guessed
+        answer.speeds.accepted += len(found.tokens) - 1 if found.guessed else 0
+        for token, logprob in zip(found.tokens, found.logprobs, strict=True):
+            if (piece := answer.take(token, logprob)) is not None:
+                yield piece
+            if answer.finish_reason:
+                return
+
+
+def stream(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str | list[Message],
+    *,
+    max_new_tokens: int = 256,
+    stop: Sequence[str] = (),
+    guesser: Guesser | None = None,
+    **sampling: Any,
+) -> Iterator[Piece]:
+    """Pieces of text that continue a prompt (text, continued as it stands) or answer messages (through the template).
+
+    Each is a str with `tokens`, `logprobs`, `finish_reason` (of the last: stop, length or context) and `speeds`. sampling:
+    the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, logit_bias, seed).
+    stop: texts that end the answer. ValueError for settings that cannot be, and a prompt that is empty, longer than the
+    context or outside the vocabulary.
+    """
+    settings = Sampling(**sampling)
+    if problems := settings.problems():
+        raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))
+    ids = prompt_ids(tokenizer, prompt)
+    check_prompt(model, ids)
+    decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
+    request = Request(ids, max_new_tokens, settings, tokenizer.stop_ids, stop)
+    yield from (piece for _, piece in answers(decoder, tokenizer, [request], guesser))
+
+
+def prompt_ids(tokenizer: Tokenizer, prompt: str | list[Message]) -> list[int]:
+    """What the model reads: text with the tokenizer's BOS, or messages rendered up to the answer."""
+    if isinstance(prompt, str):
+        return tokenizer.encode(prompt)
+    return tokenizer.encode(tokenizer.apply_chat_template(prompt, add_generation_prompt=True), bos=False)

@@ -1,0 +1,274 @@
+"""The chat: its history, commands, window and screen; with pipes, and in a real terminal."""
+
+import json
+import os
+import pty
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+from conftest import ENV, ROOT, script
+
+import litft
+from litft.args import AdapterArgs, Sampling
+from litft.chat import Chat, Conversation
+from litft.generate import Opened
+from litft.peft import Adapter
+from litft.speculate import Lookup
+from litft.terminal import Blocks, Screen
+
+
+class Notes(Screen):
+    """A screen that remembers."""
+
+    def __init__(self, lines=()):
+        self.lines, self.notices = list(lines), []
+
+    def read(self):
+        return self.lines.pop(0) if self.lines else None
+
+    def notice(self, text, terminal_only=False):
+        self.notices.append(text)
+
+
+def opened_of(folder, max_new_tokens=24, **settings):
+    model, tokenizer = litft.load(folder, precision="fp32")
+    return Opened(model, tokenizer, Sampling(**{"temperature": 0} | settings), max_new_tokens, [], False)
+
+
+@pytest.fixture(scope="module")
+def smol(checkpoints):
+    return opened_of(checkpoints["SmolLM2-135M-Instruct"])
+
+
+def ask(conversation, question, notice=lambda text: None):
+    return "".join(conversation.answer(question, notice))
+
+
+def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
+    folder = checkpoints["SmolLM2-135M-Instruct"]
+    model, tokenizer = litft.load(folder, precision="fp32")
+    system, answers, talk = "You are terse.", [], [{"role": "system", "content": "You are terse."}]
+    lines = ["What is the capital of France?", "Which country did I ask about?"]
+    for line in lines:
+        talk.append({"role": "user", "content": line})
+        answers.append("".join(litft.stream(model, tokenizer, talk, max_new_tokens=24, temperature=0)))
+        talk.append({"role": "assistant", "content": answers[-1]})
+    flags = ["--system", system, "--max_new_tokens", "24", "--temperature", "0", "--debug"]
+    done = script("generate/chat.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path, text="\n".join(lines) + "\n")
+    assert done.stdout == "".join(answer + "\n" for answer in answers)
+    assert "Paris" in answers[0]
+    assert tokenizer.apply_chat_template(talk[:-1], add_generation_prompt=True) in done.stderr
+
+
+def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):
+    flags = ["--max_new_tokens", "8", "--temperature", "0"]
+    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]
+    plain = script(*command, cwd=tmp_path, text="Hello\n").stdout
+    done = script(*command, cwd=tmp_path, text="once upon a time " * 600 + "\nHello\n")
+    assert "shorten it; this message is dropped" in done.stderr and done.stdout == plain
+
+
+def test_reset_forgets(checkpoints, tmp_path):
+    flags = ["--max_new_tokens", "8", "--temperature", "0", "--debug"]
+    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]
+    done = script(*command, cwd=tmp_path, text="Hello\n\n/reset\nHello\n/exit\nnever\n")
+    first, second = done.stderr.split("--- the model reads\n")[1:]
+    assert first == second and "never" not in done.stderr
+
+
+def test_only_new_tokens_go_through_the_network(smol):
+    """Of each turn: the question with the template's words around it, and the answer's tokens but the last."""
+    conversation, decoder = (talk := Conversation(smol)), talk.decoder
+    for question in ("What is the capital of France?", "Which country did I ask about?", "Thanks"):
+        before, held = decoder.processed, len(decoder.texts[0])
+        ask(conversation, question)
+        ids = smol.tokenizer.encode(conversation.read, bos=False)
+        new = conversation.last.speeds.new_tokens
+        assert conversation.last.speeds.read_tokens == len(ids) - held
+        assert decoder.processed - before == len(ids) - held + new - 1
+
+
+def test_the_answers_are_those_without_a_cache(smol):
+    conversation, talk = Conversation(smol, Lookup(), "You are terse."), [{"role": "system", "content": "You are terse."}]
+    for question in ("What is the capital of France?", "Which country did I ask about?"):
+        talk.append({"role": "user", "content": question})
+        expected = "".join(litft.stream(smol.model, smol.tokenizer, talk, max_new_tokens=24, temperature=0))
+        assert ask(conversation, question) == expected
+        talk.append({"role": "assistant", "content": expected})
+    assert conversation.messages == talk
+
+
+def test_an_answer_that_is_given_up_is_kept_as_far_as_it_came(smol):
+    conversation = Conversation(smol)
+    pieces = conversation.answer("Tell me a story.", print)
+    begun = next(pieces) + next(pieces)
+    pieces.close()
+    assert conversation.messages[-1] == {"role": "assistant", "content": begun}
+    assert ask(conversation, "Go on") == ask_afresh(smol, conversation.messages[:-1])
+
+
+def ask_afresh(opened, messages):
+    return "".join(litft.stream(opened.model, opened.tokenizer, messages, max_new_tokens=24, temperature=0))
+
+
+def test_the_oldest_turns_are_dropped_where_the_context_ends(smol):
+    from dataclasses import replace
+
+    model = smol.model
+    before, notices = model.config, []
+    conversation = Conversation(smol, system="Be brief.")
+    try:
+        model.config = replace(before, context=200)
+        conversation.decoder.capacity = 200
+        for number in range(6):
+            ask(conversation, f"Question {number}: what is {number} plus {number}?", notices.append)
+    finally:
+        model.config = before
+    assert conversation.messages[0]["content"] == "Be brief." and "Question 0" not in str(conversation.messages)
+    assert "Question 5" in conversation.messages[-2]["content"]
+    assert notices and "the context of 200 tokens is full: the oldest 1 turns are left out" in notices[0]
+
+
+def test_a_question_that_is_too_long_alone_is_refused(checkpoints):
+    conversation = Conversation(opened_of(checkpoints["stories260K"], 8))
+    with pytest.raises(ValueError, match="shorten it"):
+        ask(conversation, "once upon a time " * 600)
+    assert conversation.messages == [] and ask(conversation, "Hello")
+
+
+def test_commands(checkpoints, tmp_path):
+    talk = tmp_path / "talk.json"
+    lines = [
+        "Hello",
+        "/undo",
+        "Hi there",
+        "/retry",
+        f"/save {talk}",
+        "/system Be kind.",
+        "/system",
+        "/stats",
+        "/load nowhere.json",
+    ]
+    lines += [
+        "/set temperature=0.5",
+        "/set top_k=none",
+        "/set top_p=7",
+        "/set nothing=1",
+        "/set max_new_tokens=3",
+        "/set seed=x",
+    ]
+    screen = Notes([*lines, "/base", "/help", "/quit", "never"])
+    chat = Chat(Conversation(opened_of(checkpoints["stories260K"], 8)), screen)
+    chat.run()
+    said = "\n".join(screen.notices)
+    saved = json.loads(talk.read_text())[0]["messages"]
+    assert [m["role"] for m in saved] == ["user", "assistant"] and saved[0]["content"] == "Hi there"
+    assert chat.conversation.messages == [{"role": "system", "content": "Be kind."}, *saved]
+    for part in (
+        "Be kind.",
+        "tokens of context",
+        "nowhere.json",
+        "top_p 7.0: must lie in",
+        "there is no nothing",
+        "seed 'x': expected",
+    ):
+        assert part in said, part
+    assert "there is no adapter" in said and "/retry" in said and screen.lines == ["never"]
+    settings = chat.conversation.opened
+    assert settings.sampling.temperature == 0.5 and settings.sampling.top_k is None and settings.max_new_tokens == 3
+    other = Chat(
+        Conversation(opened_of(checkpoints["stories260K"], 8)), Notes([f"/load {talk}", "/reset", "/undo", "/retry"])
+    )
+    other.run()
+    assert other.screen.notices[-2:] == ["there is nothing to undo", "error: there is no question to answer again"]
+
+
+def test_base_answers_without_the_adapter_and_nothing_is_kept(checkpoints, capsys):
+    opened = opened_of(checkpoints["stories260K"], 8)
+    expected = ask(Conversation(opened), "Hello")
+    method = Adapter(AdapterArgs())
+    method.choose(opened.model, [])
+    method.attach(opened.model)
+    for block in opened.model.blocks:
+        if hasattr(block.attention, "adaption_gate"):
+            block.attention.adaption_gate.data.fill_(3.0)
+    chat = Chat(Conversation(opened), Notes(["Hello", "/base", "/base Hello"]))
+    chat.run()
+    with_adapter, base, asked = capsys.readouterr().out.split("\n")[:3]
+    assert base == expected != with_adapter and asked != expected
+    assert [m["content"] for m in chat.conversation.messages] == ["Hello", with_adapter]
+
+
+def test_blocks_end_at_empty_lines_outside_code_and_at_thoughts():
+    text = "<think>Let me\n\nsee</think>One *line*\n\n```py\na\n\nb\n```\n\nlast"
+    expected = [("Let me", True), ("see", True), ("One *line*", False), ("```py\na\n\nb\n```", False), ("last", False)]
+    for size in (1, 3, 1000):
+        blocks = Blocks(thinking=False)
+        found = [b for i in range(0, len(text), size) for b in blocks.push(text[i : i + size])] + list(blocks.rest())
+        assert found == expected
+    opened = Blocks(thinking=True)
+    assert list(opened.push("hm</think>ok")) == [("hm", True)] and list(opened.rest()) == [("ok", False)]
+
+
+def test_a_thought_is_left_out_of_the_history_as_the_template_asks(checkpoints, shared):
+    opened = opened_of(checkpoints["SmolLM2-135M-Instruct"])
+    opened.tokenizer.chat_template = (shared / "chat_templates" / THINKING).read_text("utf-8")
+    conversation = Conversation(opened)
+    conversation.messages = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": "<think>\nAdd them up.\n</think>\n\nFour."},
+    ]
+    ask(conversation, "And 3 + 3?")
+    assert "Four." in conversation.read and "Add them up." not in conversation.read
+
+
+THINKING = "Qwen-QwQ-32B.jinja"
+
+
+def read_until(terminal, wanted, seconds=120):
+    """What a terminal shows until something is there."""
+    found, end = "", time.monotonic() + seconds
+    while wanted not in found and time.monotonic() < end:
+        if select.select([terminal], [], [], 0.2)[0]:
+            found += os.read(terminal, 65536).decode(errors="replace")
+            if "\x1b[6n" in found.rpartition("answered")[2]:  # prompt_toolkit asks where the cursor is
+                os.write(terminal, b"\x1b[1;1R")
+                found += "answered"
+    assert wanted in found, found[-2000:]
+    return found
+
+
+def test_in_a_terminal(checkpoints, tmp_path):
+    """Prompt, Markdown, speeds, Ctrl-C that stops an answer only, history, Ctrl-D."""
+    ours, theirs = pty.openpty()
+    flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--temperature", "0", "--max_new_tokens", "200"]
+    env = ENV | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
+    command = [sys.executable, ROOT / "generate" / "chat.py", *map(str, flags)]
+    process = subprocess.Popen(
+        command,
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        env=env,
+        cwd=tmp_path,
+        start_new_session=True,
+        preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
+    )
+    os.close(theirs)
+    read_until(ours, "/help lists the commands")
+    time.sleep(1)
+    os.write(ours, b"What is the capital of France?\r")
+    assert "Paris" in read_until(ours, "tokens/s, the first after")
+    time.sleep(0.5)
+    os.write(ours, b"Tell me a very long story about a king.\r")
+    read_until(ours, "king")
+    time.sleep(3)
+    os.write(ours, b"\x03")
+    assert "stopped: " in read_until(ours, "tokens/s, the first after")
+    time.sleep(0.5)
+    os.write(ours, b"\x04")
+    assert process.wait(60) == 0
+    assert "What is the capital of France?" in (tmp_path / "litft" / "chat_history").read_text()

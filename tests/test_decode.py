@@ -1,0 +1,194 @@
+"""Greedy tokens against transformers' generate: plain, in a batch, in pieces, compiled, guessed ahead."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+import litft
+from litft import decode
+from litft.args import Sampling
+from litft.decode import Decoder, shared
+from litft.joined import join
+from litft.speculate import Draft, Lookup
+from litft.streaming import Request, answers, prompt_ids
+
+NEW = 128
+PROMPTS = {
+    "stories15M": ["Once upon a time, a small", "The dog", "Lily and Tom went to the big park with their mom and"],
+    "SmolLM2-135M-Instruct": [
+        [{"role": "user", "content": "What is the capital of France, and what is it known for?"}],
+        [{"role": "user", "content": "Tell me a story."}],
+        [{"role": "user", "content": "Write a poem about the sea, then the same poem again."}],
+    ],
+}
+
+
+class Case:
+    """A real model, and what transformers says after its prompts."""
+
+    def __init__(self, folder, prompts):
+        self.folder = folder
+        self.model, self.tokenizer = litft.load(folder, precision="fp32")
+        self.ids = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
+        reference = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+        self.expected = [self.reference(reference, ids) for ids in self.ids]
+
+    def reference(self, model, ids):
+        settings = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, eos_token_id=None)
+        prompt = torch.tensor([ids])
+        # without a mask, generate takes the end tokens of earlier turns for padding
+        return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, len(ids) :].tolist()
+
+    def found(self, decoder, guesser=None):
+        """The tokens of each answer, and the speeds."""
+        requests = [Request(ids, NEW, Sampling(0.0)) for ids in self.ids]
+        tokens, speeds = {}, {}
+        for number, piece in answers(decoder, self.tokenizer, requests, guesser):
+            tokens.setdefault(number, []).extend(piece.tokens)
+            speeds[number] = piece.speeds
+        return [tokens[number] for number in sorted(tokens)], [speeds[number] for number in sorted(speeds)]
+
+
+@pytest.fixture(scope="module", params=["stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)])
+def case(request, checkpoints):
+    return Case(checkpoints[request.param], PROMPTS[request.param])
+
+
+def capacity(case):
+    return max(map(len, case.ids)) + NEW
+
+
+def test_greedy_is_transformers(case):
+    assert case.found(Decoder(case.model, 1, capacity(case)))[0] == case.expected
+
+
+def test_in_a_batch_of_two_where_the_third_waits(case):
+    decoder = Decoder(case.model, 2, capacity(case))
+    assert case.found(decoder)[0] == case.expected
+    assert decoder.processed <= sum(map(len, case.ids)) + 3 * NEW
+
+
+def test_prompts_read_in_small_pieces(case, monkeypatch):
+    monkeypatch.setattr(decode, "PIECE", 7)
+    assert case.found(Decoder(case.model, 3, capacity(case)))[0] == case.expected
+
+
+def test_guessed_by_what_was_said_before(case):
+    found, speeds = case.found(Decoder(case.model, 1, capacity(case)), Lookup())
+    assert found == case.expected
+    assert all(0 <= own.accepted <= own.guessed for own in speeds) and sum(own.accepted for own in speeds)
+
+
+def test_guessed_by_a_draft_model(case):
+    """The model itself with its last layers left out, which is right now and then; and itself, which always is."""
+    draft, _ = litft.load(case.folder, precision="fp32")
+    vocabulary, room = draft.config.vocab_size, capacity(case) + 4
+    _, speeds = case.found(Decoder(case.model, 1, capacity(case)), Draft(Decoder(draft, 1, room), vocabulary))
+    assert all(own.accepted == own.guessed for own in speeds)
+    draft.blocks, draft.rotary_of = draft.blocks[:-1], draft.rotary_of[:-1]
+    found, speeds = case.found(Decoder(case.model, 1, capacity(case)), Draft(Decoder(draft, 1, room), vocabulary))
+    assert found == case.expected and 0 < speeds[0].accepted < speeds[0].guessed
+
+
+def test_joined_linears_compute_the_same(case):
+    tokens = torch.tensor(case.ids[:1])
+    model, _ = litft.load(case.folder, precision="fp32")
+    names = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    join(model)
+    assert torch.equal(model(tokens), case.model(tokens))
+    assert names.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(parameter, names[name]) for name, parameter in model.named_parameters())
+    first = model.blocks[0].attention
+    assert first.k_proj.weight.data_ptr() > first.q_proj.weight.data_ptr(), "no second copy"
+    assert first.k_proj.weight.untyped_storage().data_ptr() == first.q_proj.weight.untyped_storage().data_ptr()
+    assert case.found(Decoder(model, 1, capacity(case)))[0] == case.expected
+
+
+@pytest.mark.slow
+def test_compiled(case):
+    assert case.found(Decoder(case.model, 2, capacity(case), compiled=True))[0] == case.expected
+
+
+@pytest.fixture
+def windowed(make_model):
+    """Every other layer sees 8 tokens only."""
+    return litft.load(make_model(MistralConfig, vocab_size=64, sliding_window=8, max_position_embeddings=200)[1])[0]
+
+
+@torch.no_grad()
+def plainly(model, ids, count):
+    """Greedy tokens without any cache."""
+    ids = list(ids)
+    for _ in range(count):
+        ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[-count:]
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_rows_that_come_and_go(windowed, compiled, ahead):
+    """Five answers of different lengths by two rows, each as without a cache."""
+    prompts, counts = [[1, 2, 3], [9] * 30, [5, 6], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4]], [9, 20, 3, 14, 1]
+    decoder = Decoder(windowed, 2, 60, compiled)
+    decoder.ahead = ahead
+    requests = [Request(ids, count, Sampling(0.0)) for ids, count in zip(prompts, counts, strict=True)]
+    tokens = {number: [] for number in range(5)}
+    for number, piece in answers(decoder, Bytes(), requests):
+        tokens[number] += piece.tokens
+    assert list(tokens.values()) == [plainly(windowed, *pair) for pair in zip(prompts, counts, strict=True)]
+
+
+class Bytes:
+    """A tokenizer whose tokens are letters."""
+
+    def decode(self, ids, skip_special=True):
+        return "".join(chr(65 + i) for i in ids)
+
+
+def test_what_texts_share_is_read_once(windowed):
+    decoder = Decoder(windowed, 2, 60)
+    prompt = list(range(1, 31))
+    first = decoder.read(0, prompt)
+    assert decoder.processed == 30
+    torch.testing.assert_close(decoder.read(1, prompt), first)
+    assert decoder.processed == 31, "from the other row, but for the last token"
+    longer = decoder.read(1, [*prompt[:20], 40, 41])
+    assert decoder.processed == 33 and decoder.texts[1] == [*prompt[:20], 40, 41]
+    torch.testing.assert_close(longer, windowed(torch.tensor([decoder.texts[1]]))[0, -1], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("scaling", [None, {"rope_type": "dynamic", "factor": 2.0}])
+def test_more_room_is_made_in_place(make_model, scaling):
+    """Where the length turns the keys, the text is read again."""
+    parameters = {"rope_parameters": {**scaling, "rope_theta": 10000.0}} if scaling else {}
+    model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, max_position_embeddings=40, **parameters)[1])
+    decoder, ids = Decoder(model, 1, 12), [3, 1, 4, 1, 5, 9, 2, 6]
+    decoder.read(0, ids)
+    decoder.reserve(30)
+    assert decoder.capacity == 30
+    found = decoder.read(0, [*ids, 5, 3, 5])
+    assert decoder.processed == 8 + (11 if scaling else 3)
+    fresh = Decoder(model, 1, 30).read(0, [*ids, 5, 3, 5])
+    torch.testing.assert_close(found, fresh, rtol=1e-4, atol=1e-5)
+    decoder.reserve(1000)
+    assert decoder.capacity == model.config.context
+
+
+def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
+    request = Request([1, 2, 3], 50, Sampling(0.0))
+    *_, (_, last) = answers(Decoder(windowed, 1, 10), Bytes(), [request])
+    assert last.finish_reason == "context" and last.speeds.new_tokens == 7
+    decoder = Decoder(windowed, 1, 10)
+    with pytest.raises(ValueError, match="the text has 11 tokens, and there is room for 10"):
+        decoder.read(0, [1] * 11)
+    with pytest.raises(ValueError, match="the prompt is empty"):
+        decoder.read(0, [])
+    with pytest.raises(ValueError, match="token id 64 is outside the model's vocabulary of 64"):
+        decoder.read(0, [64])
+    windowed.norm.weight.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match="logits are NaN"):
+        Decoder(windowed, 1, 10).read(0, [1])
+
+
+def test_shared_beginnings():
+    assert [shared([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])] == [3, 2, 1, 0, 0]

@@ -1,0 +1,105 @@
+"""Guesses change no distribution: chi-square tests on a tiny vocabulary, against the exact one."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+import litft
+from litft.args import Sampling
+from litft.decode import Decoder
+from litft.sampling import Sampler
+from litft.speculate import Draft, Guess, Lookup, rounds
+
+V, RUNS = 6, 1500
+PROMPT = [1, 2, 3, 1, 2]
+
+
+@pytest.fixture(scope="module")
+def models(make_model):
+    sizes = dict(vocab_size=V, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
+    return [
+        litft.load(make_model(LlamaConfig, **sizes, num_key_value_heads=2, max_position_embeddings=32)[1])[0]
+        for _ in range(2)
+    ]
+
+
+@torch.no_grad()
+def exact(model, settings, length):
+    """The probability of each text of `length` tokens."""
+    found = {(): 1.0}
+    for _ in range(length):
+        longer = {}
+        for text, probability in found.items():
+            sampler = Sampler(1, V, torch.device("cpu"))
+            sampler.begin(0, PROMPT, settings)
+            for token in text:
+                sampler.hold(torch.tensor([token]))
+            logits = model(torch.tensor([[*PROMPT, *text]]))[:, -1]
+            for token, own in enumerate(sampler.distribution(logits)[0].tolist()):
+                longer[(*text, token)] = probability * own
+        found = longer
+    return found
+
+
+def chi_square(counts, expected, runs):
+    """The statistic and its degrees of freedom; texts that are rarer than five times are taken together."""
+    rare = [text for text, probability in expected.items() if probability * runs < 5]
+    groups = [[text] for text in expected if text not in rare] + ([rare] if rare else [])
+    pairs = [(sum(counts[t] for t in group), runs * sum(expected[t] for t in group)) for group in groups]
+    pairs = [(found, wanted) for found, wanted in pairs if wanted > 0]
+    return sum((found - wanted) ** 2 / wanted for found, wanted in pairs), len(pairs) - 1
+
+
+class Wrong:
+    """Guesses the same, whatever there is."""
+
+    def guess(self, text, settings):
+        return Guess([0, 5], None)
+
+
+def guesser(name, draft):
+    return {"draft": Draft(Decoder(draft, 1, 32), V, count=2), "lookup": Lookup(2), "wrong": Wrong()}[name]
+
+
+@pytest.mark.parametrize("name", ["draft", "lookup", "wrong"])
+@pytest.mark.parametrize("settings", [Sampling(1.0), Sampling(0.7, top_p=0.9, repetition_penalty=1.3)], ids=["1", "changed"])
+def test_the_distribution_is_the_networks_own(models, name, settings):
+    target, draft = models
+    own, expected, counts = guesser(name, draft), exact(target, settings, 3), Counter()
+    decoder = Decoder(target, 1, 32)
+    for seed in range(RUNS):
+        sampler = Sampler(1, V, decoder.device)
+        sampler.begin(0, PROMPT, replace(settings, seed=seed))
+        tokens = []
+        for found in rounds(decoder, sampler, own, decoder.read(0, PROMPT)):
+            tokens += found.tokens
+            if len(tokens) >= 3:
+                break
+        counts[tuple(tokens[:3])] += 1
+    statistic, freedom = chi_square(counts, expected, RUNS)
+    assert freedom > 10
+    # four standard deviations of a chi-square: a chance of 1 in 5,000 at most
+    assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 8, (statistic, freedom)
+
+
+def test_a_repetition_is_looked_up():
+    lookup = Lookup(count=3, longest=2)
+    assert lookup.guess([1, 2, 3, 4, 9, 2, 3], Sampling()).tokens == [4, 9, 2]
+    assert lookup.guess([1, 2, 3, 2, 7, 2], Sampling()).tokens == [7, 2], "the newest place"
+    assert lookup.guess([1, 2, 3], Sampling()).tokens == [] == lookup.guess([1], Sampling()).tokens
+
+
+def test_it_ends_where_the_context_does(models):
+    target = models[0]
+    decoder = Decoder(target, 1, 12)
+    sampler = Sampler(1, V, decoder.device)
+    sampler.begin(0, PROMPT, Sampling(0.0))
+    tokens = [
+        t
+        for found in rounds(decoder, sampler, Draft(Decoder(target, 1, 12), V), decoder.read(0, PROMPT))
+        for t in found.tokens
+    ]
+    assert len(tokens) == 12 - len(PROMPT) + 1 and len(decoder.texts[0]) == 12

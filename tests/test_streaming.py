@@ -1,0 +1,101 @@
+"""Pieces of text: whole characters, stop texts over token boundaries, reasons, log-probabilities, speeds."""
+
+import pytest
+import torch
+
+import litft
+from litft.args import Sampling
+from litft.decode import Decoder
+from litft.streaming import Answer, Request, TextStream, answers, prompt_ids
+
+
+@pytest.fixture(scope="module")
+def story(checkpoints):
+    return litft.load(checkpoints["stories260K"])
+
+
+def pieces_of(story, text, **settings):
+    return list(litft.stream(*story, text, **{"temperature": 0, "max_new_tokens": 60} | settings))
+
+
+def test_a_known_story(story):
+    """A figure from elsewhere: what llama2.c's model says from BOS alone."""
+    text = "".join(litft.stream(*story, "", max_new_tokens=60, temperature=0))
+    expected = "Once upon a time, there was a little girl named Lily. She loved to play outside in the park."
+    assert text.strip().startswith(expected)
+
+
+def test_log_probabilities_are_the_networks(story):
+    model, tokenizer = story
+    pieces = pieces_of(story, "One day", temperature=1.3, top_k=5, seed=1, max_new_tokens=30)
+    ids, tokens = tokenizer.encode("One day"), [token for piece in pieces for token in piece.tokens]
+    logprobs = [value for piece in pieces for value in piece.logprobs]
+    logits = model(torch.tensor([[*ids, *tokens]]))[0, len(ids) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-4, atol=1e-4)
+    assert len(tokens) == 30 == pieces[-1].speeds.new_tokens and pieces[-1].finish_reason == "length"
+    assert all(piece.finish_reason is None for piece in pieces[:-1])
+
+
+def test_a_stop_text_ends_the_answer_wherever_tokens_are_cut(story):
+    whole = "".join(pieces_of(story, "One day"))
+    for stop in (whole[20:31], whole[33:40], whole[60:64], "y", whole[7:9]):
+        pieces = pieces_of(story, "One day", stop=["never said", stop])
+        assert "".join(pieces) == whole[: whole.index(stop)] and pieces[-1].finish_reason == "stop", stop
+    # what looked like the beginning of a stop text is said after all
+    pieces = pieces_of(story, "One day", stop=[whole[20:31] + "Bob", whole[-3:] + "?"])
+    assert "".join(pieces) == whole and pieces[-1].finish_reason == "length"
+
+
+def test_a_stop_token_is_no_text(story):
+    model, tokenizer = story
+    ids = tokenizer.encode("One day")
+    free = [token for piece in pieces_of(story, "One day") for token in piece.tokens]
+    stop = free[12]
+    request = Request(ids, 60, Sampling(0.0), [stop])
+    pieces = [piece for _, piece in answers(Decoder(model, 1, 100), tokenizer, [request])]
+    tokens = [token for piece in pieces for token in piece.tokens]
+    assert tokens == free[: free.index(stop) + 1] and pieces[-1].finish_reason == "stop"
+    assert "".join(pieces) == text_of(tokenizer, ids, tokens[:-1])
+
+
+def text_of(tokenizer, ids, tokens):
+    stream = TextStream(tokenizer, ids)
+    return "".join(stream.push(token) for token in tokens) + stream.rest()
+
+
+@pytest.mark.parametrize("text", ["naïve café ☕ 東京 🦊🦊 ok", "🦊", "é"])
+def test_no_character_is_split(checkpoints, text):
+    _, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"])
+    tokens = tokenizer.encode(text, bos=False)
+    answer = Answer(Request([1]), tokenizer, 1000, 0.0)
+    pieces = [piece for token in tokens if (piece := answer.take(token, 0.0)) is not None]
+    assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
+    assert sum(len(piece.tokens) for piece in pieces) == len(tokens) > len(pieces) or len(tokens) == len(pieces)
+
+
+def test_half_a_character_at_the_end_is_said_as_such(checkpoints):
+    _, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"])
+    half = tokenizer.encode("ok 🦊", bos=False)[:-1]
+    answer = Answer(Request([1], max_new_tokens=len(half)), tokenizer, 1000, 0.0)
+    pieces = [piece for token in half if (piece := answer.take(token, 0.0)) is not None]
+    assert "".join(pieces).rstrip("\ufffd") == "ok " and pieces[-1].finish_reason == "length"
+
+
+def test_seeds_repeat_and_do_not_depend_on_the_batch(story):
+    model, tokenizer = story
+    texts = ["".join(pieces_of(story, "One day", temperature=1.0, seed=seed, max_new_tokens=20)) for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    requests = [Request(tokenizer.encode("One day"), 20, Sampling(1.0, seed=seed)) for seed in (5, 2, 1)]
+    found = {}
+    for number, piece in answers(Decoder(model, 2, 60), tokenizer, requests):
+        found[number] = found.get(number, "") + piece
+    assert found[1] == texts[2] and found[2] == texts[0]
+
+
+def test_settings_are_checked(story):
+    with pytest.raises(ValueError, match=r"top_p 0.0: must lie in"):
+        next(litft.stream(*story, "One day", top_p=0.0))
+    with pytest.raises(ValueError, match="the prompt has 513 tokens and the model's context is 512"):
+        next(litft.stream(*story, "day " * 512))
+    assert prompt_ids(story[1], "One day") == story[1].encode("One day")
