@@ -3,13 +3,16 @@
 Two functions are worth compiling: reading a piece of a prompt, and one token more of every text.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from litft.cache import KVCache
 from litft.model import GPT
+from litft.parallel import is_out_of_memory
 
 PIECE = 512  # tokens of a prompt that go through the network at once: what it needs besides the cache is bounded
 PLANNED = ("dynamic", "longrope")  # ropes that turn by the planned length
@@ -40,6 +43,9 @@ class Decoder:
         # compiled code is made for one place in memory: there prompts are read apart, and what was read is copied
         apart = self.compiled and rows > 1
         self.apart = KVCache(self.model.config, 1, self.capacity, self.device, self.model.dtype) if apart else None
+        for layer in [*self.cache.layers, *(self.apart.layers if apart else ())] if self.compiled else ():
+            torch._dynamo.mark_static_address(layer.keys)  # or no CUDA graph is made of what writes there
+            torch._dynamo.mark_static_address(layer.values)
 
     def reserve(self, tokens: int) -> None:
         """Have room for texts of so many tokens, as far as the context allows; at least twice as much as before."""
@@ -85,8 +91,7 @@ class Decoder:
         if self.compiled:
             page.bound, positions = self._bound(length + len(ids)), torch.arange(length, length + len(ids))[None]
             positions = positions.to(self.device)
-        with self._quietly():
-            logits = self._piece(tokens, positions=positions, cache=page, wanted=wanted)
+        logits = self._through(self._piece, tokens, positions=positions, cache=page, wanted=wanted)
         self.texts[row] += ids
         self.lengths[row] += len(ids)
         self.processed += len(ids)
@@ -113,11 +118,23 @@ class Decoder:
         else:
             cache, positions = self.cache, torch.tensor(self.lengths)[:, None].to(self.device, non_blocking=True)
             cache.bound = self._bound(max(self.lengths) + 1)
-        with self._quietly():
-            logits = self._token(tokens[:, None], positions=positions, cache=cache)
+        logits = self._through(self._token, tokens[:, None], positions=positions, cache=cache)
         self.lengths = [length + own for length, own in zip(self.lengths, active, strict=True)]
         self.processed += sum(active)
         return logits[:, -1].to(torch.float32, copy=True)
+
+    def _through(self, network: Callable, tokens: Tensor, **inputs: Any) -> Tensor:
+        """The network's logits; as it is written, with a warning, where what was compiled fails."""
+        with self._quietly():
+            try:
+                return network(tokens, **inputs)
+            except Exception as error:  # compilers raise many kinds
+                if not self.compiled or is_out_of_memory(error):
+                    raise
+                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
+                warnings.warn(f"decoding runs uncompiled, since torch.compile fails: {reason}", stacklevel=2)
+                self._piece = self._token = self.model
+                return self.model(tokens, **inputs)
 
     def hold(self, row: int, token: int) -> None:
         """Say which token a row was given."""

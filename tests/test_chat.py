@@ -91,6 +91,21 @@ def test_only_new_tokens_go_through_the_network(smol):
         assert decoder.processed - before == len(ids) - held + new - 1
 
 
+def test_an_answer_keeps_the_tokens_it_was_made_of(smol):
+    """Letters one by one, where the tokenizer would cut the same text into fewer tokens."""
+    tokenizer = smol.tokenizer
+    (letter,) = tokenizer.encode("a", bos=False)
+    bias = {letter: 100.0} | dict.fromkeys(tokenizer.stop_ids, 110.0)
+    conversation = Conversation(smol._replace(sampling=Sampling(8.0, logit_bias=bias, seed=2), max_new_tokens=60))
+    pieces = list(conversation.answer("Hello", print))
+    tokens = [token for piece in pieces for token in piece.tokens]
+    assert pieces[-1].finish_reason == "stop" and len(tokens) > len(tokenizer.encode(conversation.written, bos=False))
+    held = list(conversation.decoder.texts[0])
+    next(iter(conversation.answer("And now?", print)))
+    assert conversation.decoder.texts[0][: len(held) + 1] == [*held, tokens[-1]]
+    assert conversation.last.speeds.read_tokens < 30
+
+
 def test_the_answers_are_those_without_a_cache(smol):
     conversation, talk = Conversation(smol, Lookup(), "You are terse."), [{"role": "system", "content": "You are terse."}]
     for question in ("What is the capital of France?", "Which country did I ask about?"):

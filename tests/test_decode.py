@@ -138,6 +138,18 @@ def test_rows_that_come_and_go(windowed, compiled, ahead):
     assert list(tokens.values()) == [plainly(windowed, *pair) for pair in zip(prompts, counts, strict=True)]
 
 
+def test_what_does_not_compile_runs_as_it_is_written(windowed):
+    decoder = Decoder(windowed, 1, 60, compiled=True)
+
+    def broken(*args, **kwargs):
+        raise RuntimeError("no compiler\nand more")
+
+    decoder._piece = decoder._token = broken
+    with pytest.warns(UserWarning, match="decoding runs uncompiled, since torch.compile fails: RuntimeError: no compiler$"):
+        (_, piece), *_ = answers(decoder, Bytes(), [Request([1, 2, 3], 5, Sampling(0.0))])
+    assert decoder._token is windowed and piece.tokens[0] == plainly(windowed, [1, 2, 3], 1)[0]
+
+
 class Bytes:
     """A tokenizer whose tokens are letters."""
 

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -153,6 +154,31 @@ def test_the_guides_to_many_devices(clone):
     assert "memory of each:" in plan and "GB from others" in plan
     (printed,) = run_guide("multi_node.md", folder, paths)
     assert "on 2 devices" in printed and (folder / "out" / "torchrun" / "final").is_dir()
+
+
+@pytest.mark.slow
+def test_the_guides_to_generating(clone):
+    folder, paths = clone
+    first, samples, _, guessed, pieces = run_guide("inference.md", folder, paths)
+    assert first.strip() and len(samples.splitlines()) >= 2 and guessed.strip() and "tokens/s" in pieces
+    answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["One day", "The cat and the dog"] and answers[0]["id"] == 1
+    run_guide("chat.md", folder, paths)
+    assert len(json.loads((folder / "talk.json").read_text())[0]["messages"]) == 2
+
+
+@pytest.mark.slow
+def test_decoding_is_compared(shared, tmp_path):
+    """With transformers' caches, and a model of random weights alone."""
+    folder = shared / "checkpoints" / "stories260K"
+    flags = ["--precision", "fp32", "--new_tokens", "20", "--rounds", "2"]
+    done = script("scripts/decode_speed.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path)
+    assert "litft / the faster one:" in done.stdout and "of the copy bandwidth" in done.stdout
+    shutil.copyfile(folder / "config.json", tmp_path / "config.json")
+    done = script(
+        "scripts/decode_speed.py", "--checkpoint_dir", tmp_path, *flags, "--only_litft", "--rows", "3", cwd=tmp_path
+    )
+    assert "litft: " in done.stdout and "transformers" not in done.stdout
 
 
 @pytest.mark.slow
