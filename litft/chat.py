@@ -11,7 +11,8 @@ from pathlib import Path
 from litft.args import ChatArgs, Sampling
 from litft.data.formats import check_messages
 from litft.decode import Decoder
-from litft.generate import Opened, make_guesser, open_model, said
+from litft.generate import said
+from litft.opened import Opened, make_guesser, open_model
 from litft.peft import disabled
 from litft.peft.parts import parts
 from litft.prompts import Message
@@ -82,8 +83,11 @@ class Conversation:
             for piece in said(self._noted(pieces, tokens), True):
                 text, self.last = text + piece, piece
                 yield piece
+        except ValueError:
+            self.messages = before
+            raise
         finally:
-            self.messages.append({"role": "assistant", "content": text})
+            self.messages += [] if self.messages is before else [{"role": "assistant", "content": text}]
             self.written = self.tokenizer.decode(tokens, skip_special=False)
             whole = bool(tokens) and tokens[-1] in self.tokenizer.special_ids
             self.spoken = (self.read + self.written, [*request.ids, *tokens]) if whole else ("", [])

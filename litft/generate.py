@@ -5,113 +5,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-
-from litft import runs
-from litft.args import GenerateArgs, ModelArgs
-from litft.config import read_object
+from litft.args import GenerateArgs
 from litft.data.files import read_records
 from litft.data.formats import check_messages
 from litft.decode import Decoder, check_prompt
-from litft.folder import Source, resolve
-from litft.joined import join
-from litft.model import GPT
-from litft.parallel import pick_accelerator, pick_precision
+from litft.opened import make_guesser, open_model
 from litft.prompts import Message
-from litft.sampling import Sampling
-from litft.speculate import Draft, Guesser, Lookup
-from litft.streaming import Piece, Request, Speeds, answers, prompt_ids
-from litft.tokenizer import Tokenizer
-
-MAX_NEW_TOKENS = 256
-
-
-class Opened(NamedTuple):
-    """What a command works with."""
-
-    model: GPT
-    tokenizer: Tokenizer
-    sampling: Sampling
-    max_new_tokens: int
-    stop: list[str]
-    compiled: bool
-
-    def request(self, ids: list[int], number: int = 0) -> Request:
-        """To answer a prompt; of many with one seed each has another."""
-        seed = None if self.sampling.seed is None else self.sampling.seed + number
-        sampling = replace(self.sampling, seed=seed)
-        return Request(ids, self.max_new_tokens, sampling, self.tokenizer.stop_ids, self.stop)
-
-
-def open_model(args: ModelArgs) -> Opened:
-    """The model that a command names, or that of the newest finished run; flags win over its generation_config.json."""
-    device = torch.device(pick_accelerator(args.accelerator))
-    source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
-    given = _settings(args, source)
-    sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
-    if problems := sampling.problems():
-        raise ValueError("\n".join(problems))
-    if warning := source.another_quantization(source.quantization(args.quantize)):
-        print(warning, file=sys.stderr)
-    model, tokenizer = _open(source, args.precision, device, args.quantize)
-    if outside := [token for token in sampling.logit_bias if token >= model.config.vocab_size]:
-        raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {model.config.vocab_size} tokens")
-    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda")
-    return Opened(model, tokenizer, sampling, given.get("max_new_tokens") or MAX_NEW_TOKENS, given["stop"], compiled)
-
-
-def _open(source: Source, precision: str, device: torch.device, quantize: str) -> tuple[GPT, Tokenizer]:
-    tokenizer = source.tokenizer()
-    if tokenizer is None:
-        raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
-    model = source.model(pick_precision(precision, device), device, quantize)
-    join(model.requires_grad_(False))
-    return model, tokenizer
-
-
-def _settings(args: ModelArgs, source: Source) -> dict[str, Any]:
-    """What the folder's generation_config.json says, as transformers would go by it, and the flags above it."""
-    path = next(
-        (f for f in (folder / "generation_config.json" for folder in (source.folder, source.base)) if f.is_file()), None
-    )
-    stored = read_object(path) if path else {}
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
-    found = {name: stored[name] for name in names if stored.get(name) is not None}
-    if stored.get("do_sample") is False:
-        found["temperature"] = 0.0
-    elif stored.get("do_sample"):  # what it leaves out is transformers' own then
-        found = {"temperature": 1.0, "top_k": 50} | found
-    stop, banned = stored.get("stop_strings") or [], stored.get("suppress_tokens") or []
-    stop = [stop] if isinstance(stop, str) else stop
-    odd = [f"{name} {value!r}" for name, value in found.items() if type(value) not in (int, float)]
-    odd += [f"suppress_tokens {banned!r}"] if not all(type(token) is int and token >= 0 for token in banned) else []
-    odd += [f"stop_strings {stop!r}"] if not all(isinstance(text, str) and text for text in stop) else []
-    if odd:
-        raise ValueError(f"{path}: {', '.join(odd)} cannot be; mend the file, or leave that out")
-    found["top_k"] = found.get("top_k") or None  # 0: all
-    flags = {name: getattr(args, name) for name in (*names, "presence_penalty", "seed")}
-    bias = {int(token): float(value) for token, value in json.loads(args.logit_bias or "{}").items()}
-    found |= {name: value for name, value in flags.items() if value is not None}
-    return found | {"stop": args.stop or stop, "logit_bias": dict.fromkeys(banned, float("-inf")) | bias}
-
-
-def make_guesser(args: ModelArgs, opened: Opened, capacity: int) -> Guesser | None:
-    """What guesses ahead, where that is asked for; ValueError for a draft model with other tokens."""
-    if args.lookup:
-        return Lookup()
-    if args.draft_dir is None:
-        return None
-    device = opened.model.embed.weight.device
-    model, tokenizer = _open(resolve(args.draft_dir), args.precision, device, "none")
-    if tokenizer.vocabulary() != opened.tokenizer.vocabulary():
-        raise ValueError(
-            f"--draft_dir {args.draft_dir}: it has other tokens than the model; name a model of the same family"
-        )
-    return Draft(Decoder(model, 1, capacity, opened.compiled), opened.model.config.vocab_size)
+from litft.streaming import Piece, Speeds, answers, prompt_ids
 
 
 def generate(args: GenerateArgs) -> None:

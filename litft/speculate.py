@@ -58,7 +58,7 @@ class Draft:
         """What the smaller network says next, drawn by the same settings."""
         self.decoder.reserve(len(text) + self.count)
         count = min(self.count, self.decoder.capacity - len(text))
-        if count < 1:
+        if count < 1 or max(text) >= self.decoder.model.config.vocab_size:
             return Guess([], None)
         sampler = Sampler(1, self.vocab_size, self.decoder.device)
         sampler.begin(0, text, settings)

@@ -14,7 +14,7 @@ from conftest import ENV, ROOT, script
 import litft
 from litft.args import AdapterArgs, Sampling
 from litft.chat import Chat, Conversation
-from litft.generate import Opened
+from litft.opened import Opened
 from litft.peft import Adapter
 from litft.speculate import Lookup
 from litft.terminal import Blocks, Screen

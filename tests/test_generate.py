@@ -7,6 +7,8 @@ import pytest
 from conftest import script
 
 import litft
+from litft.args import GenerateArgs, Sampling
+from litft.opened import open_model
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +113,40 @@ def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
     assert "temperature 'hot' cannot be" in script(*command, cwd=tmp_path, code=2).stderr
     write(top_p=3)
     assert "top_p 3: must lie in" in script(*command, cwd=tmp_path, code=2).stderr
+
+
+@pytest.mark.parametrize(
+    "stored, said",
+    [
+        ({"temperature": True}, "temperature True"),
+        ({"top_k": 5.5}, "top_k 5.5"),
+        ({"stop_strings": ["a", ""]}, "stop_strings"),
+        ({"stop_strings": {"a": 1}}, "stop_strings"),
+        ({"suppress_tokens": ["a"]}, "suppress_tokens"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0, of generation_config.json"),
+        ({"temperature": -1}, "--temperature -1: must be finite"),
+    ],
+    ids=str,
+)
+def test_a_generation_config_that_cannot_be_is_named(folder, tmp_path, stored, said):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=said):
+        open_model(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
+
+
+def test_what_a_generation_config_may_say_besides(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    stored = {"top_k": 0, "suppress_tokens": [7, 100_000], "stop_strings": "\n", "do_sample": True}
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
+    opened = open_model(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
+    assert opened.sampling == Sampling(1.0, logit_bias={7: -float("inf")}) and opened.stop == ["\n"]
+    assert opened.request([1], 3).sampling.seed is None and opened.max_new_tokens == 256
+
+
+def test_a_file_without_prompts_is_named(folder, tmp_path):
+    (tmp_path / "in.jsonl").write_text("\n")
+    assert "in.jsonl holds no examples" in generate(folder, tmp_path, "--prompts", "in.jsonl", code=2).stderr
 
 
 def test_guesses_change_nothing_but_the_speed(folder, checkpoints, tmp_path):

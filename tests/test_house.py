@@ -32,7 +32,7 @@ TIERS = [
         "speculate",
         "streaming",
     },
-    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert", "generate", "chat", "terminal"},
+    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert", "opened", "generate", "chat", "terminal"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
 TORCHLESS = {"config", "args", "runs", "signals", "cli"}

@@ -163,6 +163,8 @@ class ModelArgs:
         found += Sampling(**{name: value for name, value in given.items() if value is not None}).problems()
         if self.draft_dir and self.lookup:
             found.append("--draft_dir and --lookup: one of them guesses; leave the other out")
+        if "" in self.stop:
+            found.append("--stop: an empty text stands everywhere; leave it out")
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
             found.append(f"--logit_bias {self.logit_bias}: expected JSON such as '{{\"262\": -100}}', numbers by token id")
         return found

@@ -1,0 +1,117 @@
+"""What the commands that generate work with: a model, its tokenizer, and settings from flags and generation_config.json."""
+
+import json
+import math
+import sys
+from dataclasses import fields, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from litft import runs
+from litft.args import ModelArgs, Sampling
+from litft.config import read_object
+from litft.decode import Decoder
+from litft.folder import Source, resolve
+from litft.joined import join
+from litft.model import GPT
+from litft.parallel import pick_accelerator, pick_precision
+from litft.speculate import Draft, Guesser, Lookup
+from litft.streaming import Request
+from litft.tokenizer import Tokenizer
+
+MAX_NEW_TOKENS = 256
+# what generation_config.json says too, and the types that it may have
+KINDS = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float))
+KINDS |= {"top_k": (int,), "max_new_tokens": (int,)}
+
+
+class Opened(NamedTuple):
+    """What a command works with."""
+
+    model: GPT
+    tokenizer: Tokenizer
+    sampling: Sampling
+    max_new_tokens: int
+    stop: list[str]
+    compiled: bool
+
+    def request(self, ids: list[int], number: int = 0) -> Request:
+        """To answer a prompt; of many with one seed each has another."""
+        seed = None if self.sampling.seed is None else self.sampling.seed + number
+        sampling = replace(self.sampling, seed=seed)
+        return Request(ids, self.max_new_tokens, sampling, self.tokenizer.stop_ids, self.stop)
+
+
+def open_model(args: ModelArgs) -> Opened:
+    """The model that a command names, or that of the newest finished run; flags win over its generation_config.json."""
+    device = torch.device(pick_accelerator(args.accelerator))
+    source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
+    given = _settings(args, source)
+    sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
+    if problems := sampling.problems():
+        raise ValueError("\n".join(problems))
+    if warning := source.another_quantization(source.quantization(args.quantize)):
+        print(warning, file=sys.stderr)
+    model, tokenizer = _open(source, args.precision, device, args.quantize)
+    if outside := [token for token in sampling.logit_bias if token >= model.config.vocab_size]:
+        raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {model.config.vocab_size} tokens")
+    if (most := given.get("max_new_tokens", MAX_NEW_TOKENS)) < 1:
+        raise ValueError(f"max_new_tokens {most}, of generation_config.json: must be at least 1; give --max_new_tokens")
+    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda")
+    return Opened(model, tokenizer, sampling, most, given["stop"], compiled)
+
+
+def _open(source: Source, precision: str, device: torch.device, quantize: str) -> tuple[GPT, Tokenizer]:
+    tokenizer = source.tokenizer()
+    if tokenizer is None:
+        raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
+    model = source.model(pick_precision(precision, device), device, quantize)
+    join(model.requires_grad_(False))
+    return model, tokenizer
+
+
+def _settings(args: ModelArgs, source: Source) -> dict[str, Any]:
+    """What the folder's generation_config.json says, as transformers would go by it, and the flags above it."""
+    found = _stored(source)
+    banned = {token: -math.inf for token in found.pop("suppress_tokens") if token < source.config.vocab_size}
+    flags = {name: getattr(args, name) for name in (*KINDS, "presence_penalty", "seed")}
+    bias = {int(token): float(value) for token, value in json.loads(args.logit_bias or "{}").items()}
+    found |= {name: value for name, value in flags.items() if value is not None}
+    return found | {"stop": args.stop or found["stop_strings"], "logit_bias": banned | bias}
+
+
+def _stored(source: Source) -> dict[str, Any]:
+    """What generation_config.json says of sampling, stop texts and tokens that are never said; ValueError for nonsense."""
+    files = (folder / "generation_config.json" for folder in (source.folder, source.base))
+    path = next((file for file in files if file.is_file()), None)
+    stored = read_object(path) if path else {}
+    found = {name: stored[name] for name in KINDS if stored.get(name) is not None}
+    odd = [f"{name} {value!r}" for name, value in found.items() if type(value) not in KINDS[name]]
+    for name, kind in (("stop_strings", str), ("suppress_tokens", int)):
+        value = stored.get(name) or []
+        found[name] = [value] if isinstance(value, kind) else value
+        if not (isinstance(found[name], list) and all(type(item) is kind and item != "" for item in found[name])):
+            odd.append(f"{name} {value!r}")
+    if odd:
+        raise ValueError(f"{path}: {', '.join(odd)[:200]} cannot be; mend the file, or leave that out")
+    if stored.get("do_sample") is False:
+        found["temperature"] = 0.0
+    elif stored.get("do_sample"):  # what it leaves out is transformers' own then
+        found = {"temperature": 1.0, "top_k": 50} | found
+    return found | {"top_k": found.get("top_k") or None}  # 0: all
+
+
+def make_guesser(args: ModelArgs, opened: Opened, capacity: int) -> Guesser | None:
+    """What guesses ahead, where that is asked for; ValueError for a draft model with other tokens."""
+    if args.lookup:
+        return Lookup()
+    if args.draft_dir is None:
+        return None
+    device = opened.model.embed.weight.device
+    model, tokenizer = _open(resolve(args.draft_dir), args.precision, device, "none")
+    if tokenizer.vocabulary() != opened.tokenizer.vocabulary():
+        raise ValueError(
+            f"--draft_dir {args.draft_dir}: it has other tokens than the model; name a model of the same family"
+        )
+    return Draft(Decoder(model, 1, capacity, opened.compiled), opened.model.config.vocab_size)
