@@ -16,6 +16,7 @@ from litft.args import ConvertArgs, LoRAFinetuneArgs
 from litft.convert import convert
 from litft.folder import resolve
 from litft.job import Job
+from litft.linear import Linear
 from litft.quantize import KINDS, Packed, QuantizedLinear, rounded
 
 TOKENS = draw(2, 23, seed=8)
@@ -72,7 +73,7 @@ def test_a_quantized_llama_is_transformers(make_model, kind):
     _, folder = make_model(transformers.LlamaConfig, **WIDE)
     reference, (model, _) = theirs(folder, kind), litft.load(folder, precision="fp32", quantize=kind)
     assert sum(isinstance(m, QuantizedLinear) for m in model.modules()) == 3 * 7
-    assert type(model.lm_head) is torch.nn.Linear
+    assert type(model.lm_head) is Linear
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
     assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
 
@@ -107,7 +108,7 @@ def test_what_such_a_folder_leaves_plain_stays_so(make_model, tmp_path, kind):
     reference = theirs(folder, kind, plain=["q_proj"])
     reference.save_pretrained(tmp_path)
     model, _ = litft.load(tmp_path, precision="fp32")
-    assert type(model.blocks[0].attention.q_proj) is torch.nn.Linear
+    assert type(model.blocks[0].attention.q_proj) is Linear
     assert isinstance(model.blocks[0].attention.k_proj, QuantizedLinear)
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
 
