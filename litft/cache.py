@@ -58,6 +58,7 @@ class KVCache:
         self.config, self.capacity = config, memory[0][0].size(2)
         self.layers = [LayerCache(self, *layer) for layer in memory]
         self.length = 0  # tokens that have gone through every layer, where that is the same for all rows
+        self.planned: int | Tensor = self.capacity  # length, by which some ropes turn; of rows (B, 1, 1, 1)
         self.bound = self.capacity  # where positions are given: keys beyond are not looked at
         self.call = Call(0, 0, None, {})
 

@@ -16,10 +16,12 @@ from litft.opened import Opened, make_guesser, open_model
 from litft.peft import disabled
 from litft.peft.parts import parts
 from litft.prompts import Message
+from litft.runs import write_whole
 from litft.signals import Signals
 from litft.speculate import Guesser
 from litft.streaming import Piece, answers
 from litft.terminal import THOUGHT, Screen, screen
+from litft.tokenizer import checked
 
 ROOM = 2048  # tokens that a conversation has room for at first
 
@@ -77,6 +79,7 @@ class Conversation:
             self.messages = before
             raise
         self.decoder.reserve(len(request.ids) + request.max_new_tokens)
+        request = replace(request, planned=self.decoder.capacity)  # as for the turns before, whose keys stay
         tokens, self.asked = [], self.asked + 1
         try:
             pieces = (piece for _, piece in answers(self.decoder, self.tokenizer, [request], self.guesser))
@@ -104,10 +107,10 @@ class Conversation:
             start, end = turn
             del self.messages[start:end]
             dropped += 1
-        if dropped:
-            notice(f"the context of {self.context:,} tokens is full: the oldest {dropped} turns are left out from now on")
         if len(ids) >= self.context:
             raise ValueError(f"the prompt has {len(ids)} tokens and the model's context is {self.context}; shorten it")
+        if dropped:
+            notice(f"the context of {self.context:,} tokens is full: the oldest {dropped} turns are left out from now on")
         return ids
 
     def _oldest_turn(self) -> tuple[int, int] | None:
@@ -160,7 +163,16 @@ class Chat:
             elif line.startswith("/") and self.screen.is_terminal and "/" not in name:
                 self.screen.notice(f"/{name} is no command; /help lists them")
             elif line:
-                self.say(line)
+                self._say_or_stop(line)
+
+    def _say_or_stop(self, question: str) -> None:
+        """In a terminal a second Ctrl-C, which does not wait for the next word, ends the answer and no more either."""
+        try:
+            self.say(question)
+        except KeyboardInterrupt:
+            if not self.screen.is_terminal:
+                raise
+            self.screen.notice("stopped")
 
     def say(self, question: str) -> None:
         """Ask, and show the answer; a question that is too long is dropped."""
@@ -168,7 +180,8 @@ class Chat:
         try:
             self._show(conversation.answer(question, self.screen.notice))
         except ValueError as error:
-            self.screen.notice(f"error: {error}; this message is dropped, /reset begins anew")
+            remedy = "/system none leaves the system message out" if conversation.system else "/reset begins anew"
+            self.screen.notice(f"error: {error}; this message is dropped, {remedy}")
             return
         if self.debug:
             self.screen.notice(f"--- the model reads\n{conversation.read}\n---")
@@ -210,9 +223,9 @@ class Chat:
         self.say(question)
 
     def do_system(self, rest: str) -> None:
-        """TEXT: have this as the system message; without a text, show it"""
+        """TEXT: have this as the system message; none: have none; without a text, show it"""
         if rest:
-            self.conversation.system = rest
+            self.conversation.system = None if rest.lower() == "none" else rest
         else:
             self.screen.notice(self.conversation.system or "there is no system message")
 
@@ -221,7 +234,7 @@ class Chat:
         if not rest:
             raise ValueError("name a file: /save talk.json")
         content = json.dumps([{"messages": self.conversation.messages}], indent=2, ensure_ascii=False)
-        Path(rest).write_text(content + "\n", "utf-8")
+        write_whole(Path(rest), checked(content) + "\n")
         self.screen.notice(f"saved to {rest}")
 
     def do_load(self, rest: str) -> None:
@@ -233,6 +246,7 @@ class Chat:
             messages = (content[0] if isinstance(content, list) else content)["messages"]
         except (ValueError, LookupError, TypeError, RecursionError):
             raise ValueError(f"{rest} holds no conversation: JSON with 'messages'") from None
+        checked(json.dumps(messages, ensure_ascii=False))
         self.conversation.messages = check_messages(messages, rest)
         self.screen.notice(f"{len(messages)} messages")
 

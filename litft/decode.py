@@ -33,6 +33,9 @@ class Decoder:
         self._make_room(rows, capacity or model.config.context)
         self.texts: list[list[int]] = [[] for _ in range(rows)]  # the tokens that each row holds
         self.lengths = [0] * rows  # and how many they are, where the host does not know yet which
+        ropes = [layer.rope for layer in model.config.layers if layer.rope]
+        self._turning = next((rope for rope in ropes if rope.kind in PLANNED), None)
+        self.planned = [self.capacity] * rows  # how long each text will be: some ropes turn by that
         self.processed = 0  # tokens that went through the network
         self._piece, self._token = compile_both(model) if compiled else (model, model)
 
@@ -53,27 +56,27 @@ class Decoder:
             return
         before = self.cache
         self._make_room(len(self.texts), max(tokens, 2 * self.capacity))
-        if any(layer.rope and layer.rope.kind in PLANNED for layer in self.model.config.layers):
-            self.texts, self.lengths = [[] for _ in self.texts], [0] * len(self.texts)  # all is turned otherwise: read again
-            return
         self.cache.copy(before, before.capacity)
 
-    def read(self, row: int, ids: Sequence[int]) -> Tensor:
+    def read(self, row: int, ids: Sequence[int], planned: int | None = None) -> Tensor:
         """Have a row hold this text, and return the logits (V,) after it, in fp32.
 
-        Only what no row has read already goes through the network, and the last token. ValueError for a text that is
-        empty, too long, or not in the vocabulary, and for logits that are no numbers.
+        Only what no row has read already goes through the network, and the last token. planned: how long the text will
+        be, default as long as there is room. ValueError for a text that is empty, too long, or not in the vocabulary, and
+        for logits that are no numbers.
         """
         check_prompt(self.model, ids)
         if len(ids) > self.capacity:
             raise ValueError(f"the text has {len(ids)} tokens, and there is room for {self.capacity}; shorten it")
-        common = [shared(text, ids) for text in self.texts]
+        planned = min(planned or self.capacity, self.capacity)
+        alike = [self._factors(other) == self._factors(planned) for other in self.planned]
+        common = [shared(text, ids) if same else 0 for text, same in zip(self.texts, alike, strict=True)]
         best = max(range(len(common)), key=lambda other: (common[other], other == row))
         held = min(common[best], len(ids) - 1)
         page = self.apart or self.views[row]
         if page is not self.views[best]:
             page.copy(self.views[best], held)
-        self.texts[row], self.lengths[row] = list(ids[:held]), held
+        self.texts[row], self.lengths[row], self.planned[row] = list(ids[:held]), held, planned
         for start in range(held, len(ids), PIECE):
             logits = self.extend(row, ids[start : start + PIECE], page)
         if page is not self.views[row]:
@@ -88,6 +91,8 @@ class Decoder:
         wanted = None if page is None else torch.tensor([[len(ids) - 1]], device=self.device)
         page, positions = page or self.views[row], None
         page.length = length
+        if self._turning is not None:
+            page.planned = self.planned[row]
         if self.compiled:
             page.bound, positions = self._bound(length + len(ids)), torch.arange(length, length + len(ids))[None]
             positions = positions.to(self.device)
@@ -118,6 +123,8 @@ class Decoder:
         else:
             cache, positions = self.cache, torch.tensor(self.lengths)[:, None].to(self.device, non_blocking=True)
             cache.bound = self._bound(max(self.lengths) + 1)
+        if self._turning is not None:
+            cache.planned = torch.tensor(self.planned, device=self.device).view(-1, 1, 1, 1)
         logits = self._through(self._token, tokens[:, None], positions=positions, cache=cache)
         self.lengths = [length + own for length, own in zip(self.lengths, active, strict=True)]
         self.processed += sum(active)
@@ -139,6 +146,13 @@ class Decoder:
     def hold(self, row: int, token: int) -> None:
         """Say which token a row was given."""
         self.texts[row].append(token)
+
+    def _factors(self, planned: int) -> int:
+        """What ropes turn by, of a text that is planned to be so long; the same for texts whose keys can be shared."""
+        if self._turning is None:
+            return 0
+        context = self._turning.context
+        return int(planned > context) if self._turning.kind == "longrope" else max(planned, context)
 
     def _bound(self, needed: int) -> int:
         """How many keys to look at: exactly those there are, or in compiled code, which is made for each number, a few."""

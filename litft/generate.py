@@ -1,6 +1,7 @@
 """The command `generate`: one prompt's completion on stdout, or those of a file of prompts."""
 
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator
@@ -12,21 +13,20 @@ from litft.args import GenerateArgs
 from litft.data.files import read_records
 from litft.data.formats import check_messages
 from litft.decode import Decoder, check_prompt
-from litft.opened import make_guesser, open_model
-from litft.prompts import Message
+from litft.opened import Opened, make_guesser, open_model
 from litft.streaming import Piece, Speeds, answers, prompt_ids
 
 
 def generate(args: GenerateArgs) -> None:
     """Complete one prompt on stdout, with speeds on stderr; or a file of prompts, all of them checked first."""
-    records = read_prompts(Path(args.prompts), args.out) if args.prompts else [{"prompt": args.prompt}]
+    key = "completion" if args.num_samples == 1 else "completions"
+    found = read_prompts(Path(args.prompts), args.out, key) if args.prompts else [("", {"prompt": args.prompt})]
+    records = [record for _, record in found]
     done = finished(args, records)
     opened = open_model(args)
     tokenizer = opened.tokenizer
-    in_template = args.template == "auto" and tokenizer.own_template
-    prompts = [prompt_ids(tokenizer, _prompt(record, in_template)) for record in records]
-    for ids in prompts:
-        check_prompt(opened.model, ids)
+    in_template = args.template == "auto" and bool(tokenizer.own_template)
+    prompts = [_ids(opened, where, record, in_template) for where, record in found]
     capacity = max(map(len, prompts)) + opened.max_new_tokens
     guesser = make_guesser(args, opened, capacity)
     asked = range(done * args.num_samples, len(records) * args.num_samples)
@@ -106,26 +106,32 @@ def finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
         return 0
     if not args.resume:
         raise ValueError(f"--out {path} exists; --resume goes on with it, --overwrite begins it anew")
-    whole = path.read_text("utf-8").rpartition("\n")[0]  # what a crash has cut short is made again
-    lines = whole.split("\n") if whole else []
-    key = "completion" if args.num_samples == 1 else "completions"
+    whole = path.read_bytes().rpartition(b"\n")  # what a crash has cut short is made again
+    lines = whole[0].split(b"\n") if whole[1] else []
     for number, line in enumerate(lines):
-        try:
-            found = json.loads(line)
-            own = found.pop(key) is not None and number < len(records) and found == records[number]
-        except (ValueError, KeyError, AttributeError, RecursionError):
-            own = False
-        if not own:
-            raise ValueError(
-                f"--resume: line {number + 1} of {path} answers no prompt of {args.prompts}; --overwrite begins anew"
-            )
-    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+        if number >= len(records) or not _answers(line, records[number], args.num_samples):
+            reason = f"line {number + 1} of {path} is no answer to {args.prompts} with --num_samples {args.num_samples}"
+            raise ValueError(f"--resume: {reason}; --overwrite begins anew")
+    os.truncate(path, len(whole[0] + whole[1]))
     return len(lines)
 
 
-def read_prompts(path: Path, out: str | None) -> list[dict[str, Any]]:
-    """A file's records with a `prompt` or `messages`; ValueError naming the one that has neither."""
-    if out and Path(out).resolve() == path.resolve():
+def _answers(line: bytes, record: dict[str, Any], samples: int) -> bool:
+    """Whether a line is what this record's answers were written as."""
+    try:
+        found = json.loads(line)
+        texts = [found.pop("completion")] if samples == 1 else found.pop("completions")
+        return len(texts) == samples and found == record
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+        return False
+
+
+def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[str, Any]]]:
+    """A file's records with a `prompt` or `messages`, and where each stands; ValueError naming one that cannot be answered.
+
+    key: what the answers are written as.
+    """
+    if out and Path(out).exists() and path.exists() and Path(out).samefile(path):
         raise ValueError(f"--out {out} is the file of the prompts; name another")
     records = []
     for where, record in read_records(path):
@@ -135,11 +141,24 @@ def read_prompts(path: Path, out: str | None) -> list[dict[str, Any]]:
             record = {**record, "messages": check_messages(record["messages"], where)}
         elif not isinstance(record.get("prompt"), str):
             raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
-        records.append(record)
+        if key in record:
+            raise ValueError(f"{where}: has a {key!r} of its own, which the answer's would replace; rename that field")
+        try:
+            json.dumps(record, ensure_ascii=False).encode()
+        except (TypeError, ValueError) as error:  # a date of Parquet's, half of a surrogate pair
+            raise ValueError(f"{where}: cannot be written beside its answer ({error}); mend it, or leave it out") from None
+        records.append((where, record))
     return records
 
 
-def _prompt(record: dict[str, Any], in_template: bool) -> str | list[Message]:
-    if record.get("messages"):
-        return record["messages"]
-    return [{"role": "user", "content": record["prompt"]}] if in_template else record["prompt"]
+def _ids(opened: Opened, where: str, record: dict[str, Any], in_template: bool) -> list[int]:
+    """A record's prompt as the model reads it; ValueError saying where it cannot be read."""
+    prompt = record.get("messages") or record["prompt"]
+    if in_template and isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    try:
+        ids = prompt_ids(opened.tokenizer, prompt)
+        check_prompt(opened.model, ids)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}" if where else str(error)) from None
+    return ids

@@ -279,7 +279,7 @@ class GPT(nn.Module):
 
     def angles(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[Angles]:
         """The angles of each distinct Rope; the longest document (or the planned length) chooses its factors."""
-        longest = cache.capacity if cache else positions.max() + 1
+        longest = cache.planned if cache else positions.max() + 1
         return [rotary(positions, longest, dtype) for rotary in self.rotaries]
 
 

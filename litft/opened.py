@@ -49,11 +49,11 @@ def open_model(args: ModelArgs) -> Opened:
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
     given = _settings(args, source)
     sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
-    if problems := sampling.problems():
-        raise ValueError("\n".join(problems))
     if warning := source.another_quantization(source.quantization(args.quantize)):
         print(warning, file=sys.stderr)
     model, tokenizer = _open(source, args.precision, device, args.quantize)
+    if len([value for value in sampling.logit_bias.values() if value == -math.inf]) >= model.config.vocab_size:
+        raise ValueError("generation_config.json's suppress_tokens leave no token to say; mend the file")
     if outside := [token for token in sampling.logit_bias if token >= model.config.vocab_size]:
         raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {model.config.vocab_size} tokens")
     if (most := given.get("max_new_tokens", MAX_NEW_TOKENS)) < 1:
@@ -91,7 +91,8 @@ def _stored(source: Source) -> dict[str, Any]:
     for name, kind in (("stop_strings", str), ("suppress_tokens", int)):
         value = stored.get(name) or []
         found[name] = [value] if isinstance(value, kind) else value
-        if not (isinstance(found[name], list) and all(type(item) is kind and item != "" for item in found[name])):
+        fits = isinstance(found[name], list) and all(type(item) is kind and item != "" for item in found[name])
+        if not fits or any(isinstance(item, int) and item < 0 for item in found[name]):
             odd.append(f"{name} {value!r}")
     if odd:
         raise ValueError(f"{path}: {', '.join(odd)[:200]} cannot be; mend the file, or leave that out")
@@ -99,7 +100,11 @@ def _stored(source: Source) -> dict[str, Any]:
         found["temperature"] = 0.0
     elif stored.get("do_sample"):  # what it leaves out is transformers' own then
         found = {"temperature": 1.0, "top_k": 50} | found
-    return found | {"top_k": found.get("top_k") or None}  # 0: all
+    found["top_k"] = found.get("top_k") or None  # 0: all
+    sampled = {item.name: found[item.name] for item in fields(Sampling) if item.name in found}
+    if problems := Sampling(**sampled).problems():
+        raise ValueError(f"{path}: {'; '.join(problems).replace('--', '')}; mend the file, or leave that out")
+    return found
 
 
 def make_guesser(args: ModelArgs, opened: Opened, capacity: int) -> Guesser | None:

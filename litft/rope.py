@@ -82,8 +82,8 @@ class Rotary(nn.Module):
     def forward(self, positions: Tensor, longest: Tensor | int, dtype: torch.dtype) -> Angles:
         """The angles of positions (B, T).
 
-        `longest` is the length of the longest document (in generation: the planned length). dynamic and longrope choose
-        their factors by it, once a call, so every token of the call sees the same frequencies.
+        `longest` is the length of the longest document (in generation: the planned length, of each row as (B, 1, 1, 1)).
+        dynamic and longrope choose their factors by it, once a call, so every token of a row sees the same frequencies.
         """
         frequencies = self.short
         if self.rope.kind == "longrope":

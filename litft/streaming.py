@@ -30,6 +30,7 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: Sequence[int] = ()  # tokens that end the answer, and are no part of it
     stop: Sequence[str] = ()  # texts that do
+    planned: int | None = None  # how long the text may become, by which some ropes turn; None: as long as this answer asks
 
 
 @dataclass
@@ -93,10 +94,12 @@ class TextStream:
     def rest(self, last: bool = True) -> str:
         """What has not been given out; a part of a character only at the last."""
         old, text = self.tokenizer.decode(self.window[: self.start]), self.tokenizer.decode(self.window)
-        if len(text) <= len(old) or (text.endswith("\ufffd") and not last):
+        new = text[len(old) :]
+        # a space may be dropped at the beginning of what is decoded: it stays in the window until a word follows
+        if not new or (not last and (not new.strip(" ") or text.endswith("\ufffd"))):
             return ""
         self.window, self.start = self.window[self.start :], len(self.window) - self.start
-        return text[len(old) :]
+        return new
 
 
 class Answer:
@@ -221,7 +224,7 @@ class Fetched:
 def begin(decoder: Decoder, tokenizer: Tokenizer, row: int, request: Request) -> tuple[Answer, Tensor]:
     """Read a prompt; the answer to be made, and the logits (V,) of its first token."""
     began, before = time.perf_counter(), decoder.processed
-    logits = decoder.read(row, request.ids)
+    logits = decoder.read(row, request.ids, request.planned or len(request.ids) + request.max_new_tokens)
     answer = Answer(request, tokenizer, decoder.capacity - len(request.ids), began)
     answer.speeds.read_tokens = decoder.processed - before
     return answer, logits

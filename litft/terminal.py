@@ -17,7 +17,7 @@ class Screen:
 
     def read(self) -> str | None:
         """The next message; None at the end."""
-        line = sys.stdin.readline()
+        line = sys.stdin.readline() if sys.stdin else ""
         return line.strip() if line else None
 
     def notice(self, text: str, terminal_only: bool = False) -> None:
@@ -165,5 +165,7 @@ def history_file() -> Path:
 
 def screen() -> Screen:
     """A terminal where both ends are one."""
+    if sys.stdin is None:  # closed
+        return Screen()
     sys.stdin.reconfigure(errors="replace")
     return Terminal() if sys.stdin.isatty() and sys.stdout.isatty() else Screen()

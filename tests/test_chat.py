@@ -162,6 +162,8 @@ def test_commands(checkpoints, tmp_path):
         "Hi there",
         "/retry",
         f"/save {talk}",
+        "/system Be ill.",
+        "/system none",
         "/system Be kind.",
         "/system",
         "/stats",

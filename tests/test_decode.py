@@ -1,5 +1,7 @@
 """Greedy tokens against transformers' generate: plain, in a batch, in pieces, compiled, guessed ahead."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
@@ -153,6 +155,14 @@ def test_what_does_not_compile_runs_as_it_is_written(windowed):
 class Bytes:
     """A tokenizer whose tokens are letters."""
 
+    stop_ids = ()
+
+    def __init__(self, ids=()):
+        self.ids = ids
+
+    def encode(self, text):
+        return self.ids
+
     def decode(self, ids, skip_special=True):
         return "".join(chr(65 + i) for i in ids)
 
@@ -169,11 +179,15 @@ def test_what_texts_share_is_read_once(windowed):
     torch.testing.assert_close(longer, windowed(torch.tensor([decoder.texts[1]]))[0, -1], rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("scaling", [None, {"rope_type": "dynamic", "factor": 2.0}])
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "factor": 2.0}
+
+
+@pytest.mark.parametrize("scaling", [None, LONGROPE | {"original_max_position_embeddings": 16}], ids=["plain", "longrope"])
 def test_more_room_is_made_in_place(make_model, scaling):
     """Where the length turns the keys, the text is read again."""
     parameters = {"rope_parameters": {**scaling, "rope_theta": 10000.0}} if scaling else {}
-    model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, max_position_embeddings=40, **parameters)[1])
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40)
+    model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, **sizes, **parameters)[1])
     decoder, ids = Decoder(model, 1, 12), [3, 1, 4, 1, 5, 9, 2, 6]
     decoder.read(0, ids)
     decoder.reserve(30)
@@ -184,6 +198,31 @@ def test_more_room_is_made_in_place(make_model, scaling):
     torch.testing.assert_close(found, fresh, rtol=1e-4, atol=1e-5)
     decoder.reserve(1000)
     assert decoder.capacity == model.config.context
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_what_a_text_is_does_not_depend_on_the_others(make_model, kind):
+    """Some ropes turn by how long a text will be: by its own length, not by the longest one's beside it."""
+    factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8} if kind == "longrope" else {"factor": 2.0}
+    scaling = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 24} | factors
+    sizes = dict(
+        hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=24 if kind == "dynamic" else 90
+    )
+    model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, rope_parameters=scaling, **sizes)[1])
+    model.config = replace(model.config, context=90)
+    requests = [Request([5, 6, 7], 12, Sampling(0.0)), Request([5, 6, 7, *range(8, 40)], 12, Sampling(0.0))]
+    requests.append(Request([5, 6, 7, *range(8, 30)], 12, Sampling(0.0)))
+
+    def tokens(rows, asked):
+        found = {}
+        for number, piece in answers(Decoder(model, rows, 80), Bytes(), asked):
+            found[number] = found.get(number, []) + piece.tokens
+        return [found[number] for number in sorted(found)]
+
+    alone = [tokens(1, [request])[0] for request in requests]
+    assert tokens(2, requests) == alone == tokens(3, requests) == tokens(1, requests)
+    fresh = [list(litft.stream(model, Bytes(request.ids), "", max_new_tokens=12, temperature=0)) for request in requests]
+    assert [[token for piece in pieces for token in piece.tokens] for pieces in fresh] == alone
 
 
 def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):

@@ -73,7 +73,7 @@ def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
     assert out.read_text() == whole, "nothing was left to do"
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Other"}) + "\n")
     assert (
-        "line 1 of out.jsonl answers no prompt"
+        "line 1 of out.jsonl is no answer to in.jsonl"
         in generate(folder, tmp_path, *flags, "--resume", greedy=False, code=2).stderr
     )
     generate(folder, tmp_path, *flags, "--overwrite", greedy=False)
@@ -112,7 +112,7 @@ def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
     write(temperature="hot")
     assert "temperature 'hot' cannot be" in script(*command, cwd=tmp_path, code=2).stderr
     write(top_p=3)
-    assert "top_p 3: must lie in" in script(*command, cwd=tmp_path, code=2).stderr
+    assert "generation_config.json: top_p 3: must lie in" in script(*command, cwd=tmp_path, code=2).stderr
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,10 @@ def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
         ({"stop_strings": {"a": 1}}, "stop_strings"),
         ({"suppress_tokens": ["a"]}, "suppress_tokens"),
         ({"max_new_tokens": 0}, "max_new_tokens 0, of generation_config.json"),
-        ({"temperature": -1}, "--temperature -1: must be finite"),
+        ({"temperature": -1}, "generation_config.json: temperature -1: must lie in"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"suppress_tokens": [-1]}, "suppress_tokens"),
+        ({"suppress_tokens": list(range(512))}, "leave no token to say"),
     ],
     ids=str,
 )
@@ -142,6 +145,34 @@ def test_what_a_generation_config_may_say_besides(folder, tmp_path):
     opened = open_model(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
     assert opened.sampling == Sampling(1.0, logit_bias={7: -float("inf")}) and opened.stop == ["\n"]
     assert opened.request([1], 3).sampling.seed is None and opened.max_new_tokens == 256
+
+
+def test_a_file_that_was_cut_within_a_character_is_gone_on_with(folder, tmp_path):
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"é{n}"}, ensure_ascii=False) + "\n" for n in range(3)))
+    flags = ["--prompts", "in.jsonl", "--out", "out.jsonl"]
+    generate(folder, tmp_path, *flags)
+    whole = (out := tmp_path / "out.jsonl").read_bytes()
+    out.write_bytes(whole[: whole.index("é1".encode()) + 1])
+    generate(folder, tmp_path, *flags, "--resume")
+    assert out.read_bytes() == whole
+    refused = generate(folder, tmp_path, *flags, "--resume", "--num_samples", "2", code=2)
+    assert "is no answer to in.jsonl with --num_samples 2" in refused.stderr and out.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "record, said",
+    [
+        ({"prompt": "a", "completion": "b"}, "has a 'completion' of its own"),
+        ({"prompt": "a", "id": "\ud83d"}, "cannot be written beside its answer"),
+        ({"prompt": "a " * 600}, "the prompt has"),
+    ],
+    ids=str,
+)
+def test_a_record_that_cannot_be_answered_is_named_by_its_line(folder, tmp_path, record, said):
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(record) + "\n")
+    refused = generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", code=2)
+    assert "in.jsonl" in refused.stderr and "2" in refused.stderr and said in refused.stderr
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_a_file_without_prompts_is_named(folder, tmp_path):

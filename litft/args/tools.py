@@ -1,14 +1,13 @@
 """The flags of what comes before and after fine-tuning: looking, generating, merging, converting."""
 
 import json
-import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from litft.args.checks import LARGEST, below, impossible_numbers, size
 from litft.args.finetune import DataArgs, Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs
-from litft.args.sampling import Sampling
+from litft.args.sampling import LARGEST_NUMBER, Sampling
 
 
 @dataclass
@@ -176,7 +175,7 @@ def _is_bias(text: str) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(values, dict) and all(
-        key.isdecimal() and type(value) in (int, float) and math.isfinite(value) for key, value in values.items()
+        key.isdecimal() and type(value) in (int, float) and abs(value) <= LARGEST_NUMBER for key, value in values.items()
     )
 
 
