@@ -245,17 +245,24 @@ def test_a_thought_is_left_out_of_the_history_as_the_template_asks(checkpoints, 
 THINKING = "Qwen-QwQ-32B.jinja"
 
 
-def read_until(terminal, wanted, seconds=120):
-    """What a terminal shows until something is there."""
-    found, end = "", time.monotonic() + seconds
-    while wanted not in found and time.monotonic() < end:
-        if select.select([terminal], [], [], 0.2)[0]:
-            found += os.read(terminal, 65536).decode(errors="replace")
-            if "\x1b[6n" in found.rpartition("answered")[2]:  # prompt_toolkit asks where the cursor is
-                os.write(terminal, b"\x1b[1;1R")
-                found += "answered"
-    assert wanted in found, found[-2000:]
-    return found
+class Shown:
+    """What a terminal shows, read on from place to place."""
+
+    def __init__(self, terminal):
+        self.terminal, self.text, self.seen, self.asked = terminal, "", 0, 0
+
+    def until(self, wanted, seconds=120):
+        """What was shown from the last place up to where something stands."""
+        end = time.monotonic() + seconds
+        while (at := self.text.find(wanted, self.seen)) < 0:
+            assert time.monotonic() < end, self.text[self.seen :][-2000:]
+            if select.select([self.terminal], [], [], 0.2)[0]:
+                self.text += os.read(self.terminal, 65536).decode(errors="replace")
+            if (asked := self.text.count("\x1b[6n")) > self.asked:  # prompt_toolkit asks where the cursor is
+                os.write(self.terminal, b"\x1b[1;1R")
+                self.asked = asked
+        before, self.seen = self.seen, at + len(wanted)
+        return self.text[before : self.seen]
 
 
 def test_in_a_terminal(checkpoints, tmp_path):
@@ -275,17 +282,18 @@ def test_in_a_terminal(checkpoints, tmp_path):
         preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
     )
     os.close(theirs)
-    read_until(ours, "/help lists the commands")
-    time.sleep(1)
+    shown = Shown(ours)
+    shown.until("/help lists the commands")
+    shown.until(">")
     os.write(ours, b"What is the capital of France?\r")
-    assert "Paris" in read_until(ours, "tokens/s, the first after")
-    time.sleep(0.5)
+    assert "Paris" in shown.until("tokens/s, the first after")
+    shown.until(">")
     os.write(ours, b"Tell me a very long story about a king.\r")
-    read_until(ours, "king")
+    shown.until("about a king.")
     time.sleep(3)
     os.write(ours, b"\x03")
-    assert "stopped: " in read_until(ours, "tokens/s, the first after")
-    time.sleep(0.5)
+    assert "stopped: " in shown.until("tokens/s, the first after")
+    shown.until(">")
     os.write(ours, b"\x04")
     assert process.wait(60) == 0
     assert "What is the capital of France?" in (tmp_path / "litft" / "chat_history").read_text()
