@@ -2,9 +2,9 @@
 
 python tests/faults/kill.py --checkpoint_dir ../shared/checkpoints/stories260K --kills 30
 
-After every kill the newest checkpoint has to be whole and at most --interval steps old, and in the end the weights have to
-have the sha256 of those of a run that nobody killed. Each run is a process of its own that begins as a copy of this one,
-with everything imported: thirty starts would take longer than thirty runs.
+After every kill the newest checkpoint has to be whole and at most twice --interval steps old, since one is written beside
+the steps, and in the end the weights have to have the sha256 of those of a run that nobody killed. Each run is a process of
+its own that begins as a copy of this one, with everything imported: thirty starts would take longer than thirty runs.
 """
 
 import argparse
@@ -117,7 +117,7 @@ def main() -> None:
     assert os.waitpid(child, 0)[1] == 0, (top / "log").read_text()[-3000:]
     same = digest(folder) == digest(top / "undisturbed")
     print(f"{kills} kills, {inside} of them inside a save; at most {worst} steps lost; equal weights: {same}")
-    assert same and worst <= args.interval and inside >= kills // 3, top
+    assert same and worst <= 2 * args.interval and inside >= kills // 3, top
 
 
 if __name__ == "__main__":
