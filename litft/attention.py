@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from litft.cache import LayerCache
+from litft.cache import LayerCache, seen
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, N documents
 
@@ -86,7 +86,7 @@ def attend(
             return _attend_flex(q, k, v, documents.masks[window], softcap, sinks, scale)
         if documents is not None and square and on_cpu:
             return _each_plainly(q, k, v, documents, window, softcap, sinks, scale)
-        return attend_plainly(q, k, v, visible(q, k, documents, window), softcap, sinks, scale)
+        return _attend_masked(q, k, v, visible(q, k, documents, window), softcap, sinks, scale)
     if square and q.size(2) > 1:
         if on_cpu:
             return attend_documents(q, k, v, _starts(q, documents), window or 0, scale)[0]
@@ -95,14 +95,13 @@ def attend(
     grouped, causal = q.size(1) != k.size(1), square and q.size(2) > 1
     if documents is None and window is None and (square or q.size(2) == 1):
         return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
-    mask = visible(q, k, documents, window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
+    return _attend_masked(q, k, v, visible(q, k, documents, window), None, None, scale)
 
 
 def _attend_masked(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor | None, scale: float
 ) -> Tensor:
-    """Of the tokens in a cache, the keys that `mask` (B, 1, T, S) shows."""
+    """Of the keys those that `mask`, (B, 1, T, S) or (T, S), shows."""
     if softcap is not None or sinks is not None:
         return attend_plainly(q, k, v, mask, softcap, sinks, scale)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
@@ -387,11 +386,8 @@ def _each_plainly(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window:
 
 def visible(q: Tensor, k: Tensor, documents: Documents | None, window: int | None) -> Tensor:
     """Which keys a query sees: booleans of shape (T, S), or (B, 1, T, S) where documents differ by row."""
-    rows = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[:, None]
-    columns = torch.arange(k.size(2), device=q.device)[None, :]
-    mask = columns <= rows
-    if window is not None:
-        mask = mask & (columns > rows - window)
+    rows = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[None]
+    mask = seen(rows, k.size(2), window)[0, 0]
     if documents is not None:
         mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])
     return mask

@@ -91,10 +91,6 @@ class KVCache:
         if self.call.positions is None:
             self.length = self.call.end
 
-    def truncate(self, length: int) -> None:
-        """Forget all but the first `length` tokens."""
-        self.length = min(self.length, length)
-
 
 def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
     """Which of the first `keys` places the tokens at positions (B, T) see: booleans (B, 1, T, keys)."""

@@ -4,11 +4,11 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import fields, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 
-from litft.args import ChatArgs, Sampling
+from litft.args import NUMBERS, ChatArgs
 from litft.data.formats import check_messages
 from litft.decode import Decoder
 from litft.generate import said
@@ -19,7 +19,7 @@ from litft.prompts import Message
 from litft.runs import write_whole
 from litft.signals import Signals
 from litft.speculate import Guesser
-from litft.streaming import Piece, answers
+from litft.streaming import Piece, answers, prompt_ids
 from litft.terminal import THOUGHT, Screen, screen
 from litft.tokenizer import checked
 
@@ -130,10 +130,8 @@ class Conversation:
         """What the model without its adapter answers to a question here; nothing of it is kept."""
         decoder = Decoder(self.opened.model, 1, ROOM)
         asked = [*self.messages, {"role": "user", "content": question}]
-        text = self.tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-        ids = self.tokenizer.encode(text, bos=False)
-        request = self.opened.request(ids, self.asked)
-        decoder.reserve(len(ids) + request.max_new_tokens)
+        request = self.opened.request(prompt_ids(self.tokenizer, asked), self.asked)
+        decoder.reserve(len(request.ids) + request.max_new_tokens)
         with disabled(self.opened.model):
             yield from said((piece for _, piece in answers(decoder, self.tokenizer, [request])), True)
 
@@ -152,27 +150,27 @@ class Chat:
         """Until the end."""
         self.screen.notice("Type a message; /help lists the commands, /quit or Ctrl-D ends.", terminal_only=True)
         while (line := self.screen.read()) is not None:
-            name, _, rest = line.removeprefix("/").partition(" ")
-            if line.startswith("/") and name in self.commands:
-                try:
-                    self.commands[name](rest.strip())
-                except (ValueError, OSError) as error:
-                    self.screen.notice(f"error: {error}")
-                except EOFError:
-                    return
-            elif line.startswith("/") and self.screen.is_terminal and "/" not in name:
-                self.screen.notice(f"/{name} is no command; /help lists them")
-            elif line:
-                self._say_or_stop(line)
+            try:
+                self._take(line)
+            except EOFError:
+                return
+            except KeyboardInterrupt:  # in a terminal the second, which does not wait for the next word
+                if not self.screen.is_terminal:
+                    raise
+                self.screen.notice("stopped")
 
-    def _say_or_stop(self, question: str) -> None:
-        """In a terminal a second Ctrl-C, which does not wait for the next word, ends the answer and no more either."""
-        try:
-            self.say(question)
-        except KeyboardInterrupt:
-            if not self.screen.is_terminal:
-                raise
-            self.screen.notice("stopped")
+    def _take(self, line: str) -> None:
+        """A command, or a message; EOFError ends the chat."""
+        name, _, rest = line.removeprefix("/").partition(" ")
+        if line.startswith("/") and name in self.commands:
+            try:
+                self.commands[name](rest.strip())
+            except (ValueError, OSError) as error:
+                self.screen.notice(f"error: {error}")
+        elif line.startswith("/") and self.screen.is_terminal and "/" not in name:
+            self.screen.notice(f"/{name} is no command; /help lists them")
+        elif line:
+            self.say(line)
 
     def say(self, question: str) -> None:
         """Ask, and show the answer; a question that is too long is dropped."""
@@ -252,11 +250,11 @@ class Chat:
 
     def do_set(self, rest: str) -> None:
         """NAME=VALUE: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, seed, max_new_tokens"""
-        opened, known = self.conversation.opened, {item.name for item in fields(Sampling)} - {"logit_bias"}
+        opened = self.conversation.opened
         name, _, value = (part.strip() for part in rest.partition("="))
-        if name not in known | {"max_new_tokens"}:
+        if name not in (*NUMBERS, "max_new_tokens"):
             raise ValueError(
-                f"there is no {name or 'setting without a name'}; /set temperature=0.7, or {', '.join(sorted(known))}"
+                f"there is no {name or 'setting without a name'}; /set temperature=0.7, or {', '.join(sorted(NUMBERS))}"
             )
         number = None if value.lower() == "none" and name in ("top_k", "seed") else _number(name, value)
         if name == "max_new_tokens":
@@ -276,9 +274,8 @@ class Chat:
         lines = [f"{len(conversation.messages)} messages, {held:,} of {conversation.context:,} tokens of context"]
         lines += [f"{conversation.decoder.processed:,} tokens went through the network"]
         lines += [f"the last answer: {last.speeds}"] if last is not None else []
-        sampling = conversation.opened.sampling
-        settings = {item.name: getattr(sampling, item.name) for item in fields(Sampling) if item.name != "logit_bias"}
-        settings["max_new_tokens"] = conversation.opened.max_new_tokens
+        opened = conversation.opened
+        settings = {name: getattr(opened.sampling, name) for name in NUMBERS} | {"max_new_tokens": opened.max_new_tokens}
         self.screen.notice("\n".join([*lines, ", ".join(f"{name}={value}" for name, value in settings.items())]))
 
     def do_base(self, rest: str) -> None:

@@ -33,6 +33,9 @@ class Command(NamedTuple):
 
     args: type
     function: str
+    # threads that spin while they wait halve training's speed where other programs run, and gain 3 % where none does;
+    # the short products of decoding take twice the time where threads sleep between them
+    spins: str = "1000"
 
 
 COMMANDS = {
@@ -40,8 +43,8 @@ COMMANDS = {
     "finetune adapter": Command(flags.AdapterFinetuneArgs, "litft.train:finetune"),
     "finetune adapter_v2": Command(flags.AdapterV2FinetuneArgs, "litft.train:finetune"),
     "finetune full": Command(flags.FullFinetuneArgs, "litft.train:finetune"),
-    "generate": Command(flags.GenerateArgs, "litft.generate:generate"),
-    "chat": Command(flags.ChatArgs, "litft.chat:chat"),
+    "generate": Command(flags.GenerateArgs, "litft.generate:generate", spins="100000"),
+    "chat": Command(flags.ChatArgs, "litft.chat:chat", spins="100000"),
     "merge_lora": Command(flags.MergeArgs, "litft.convert:merge"),
     "prepare_data": Command(flags.PrepareArgs, "litft.preview:prepare_data"),
     "plan": Command(flags.PlanArgs, "litft.preview:plan"),
@@ -52,14 +55,12 @@ COMMANDS = {
 
 def run(command: str, argv: list[str] | None = None) -> Any:
     """Parse and run one command; a user's mistake ends with exit code 2 and a message on stderr."""
+    entry = COMMANDS[command]
     if "OMP_WAIT_POLICY" not in os.environ:
-        # threads that spin while they wait halve training's speed where other programs run, and gain 3 % where none does;
-        # the short products of decoding take twice the time where threads sleep between them
-        os.environ.setdefault("GOMP_SPINCOUNT", "100000" if command in ("generate", "chat") else "1000")
+        os.environ.setdefault("GOMP_SPINCOUNT", entry.spins)
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
         # batches of many sizes leave fewer gaps in a GPU's memory
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    entry = COMMANDS[command]
     args = parse(entry.args, sys.argv[1:], None) if argv is None else parse(entry.args, argv, f"litft {command}")
     module, _, name = entry.function.partition(":")
     with user_errors():

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from litft.blockwise import in_short
 from litft.cache import KVCache
 from litft.model import GPT
 from litft.parallel import is_out_of_memory
+from litft.tokenizer import shared
 
 PIECE = 512  # tokens of a prompt that go through the network at once: what it needs besides the cache is bounded
 PLANNED = ("dynamic", "longrope")  # ropes that turn by the planned length
@@ -116,12 +118,11 @@ class Decoder:
             if length == self.capacity:
                 assert not active[row]
                 self.truncate(row, length - 1)
-        even = len(set(self.lengths)) == 1 and not self.compiled
-        if even:
-            cache = self.views[0] if len(self.views) == 1 else self.cache
-            cache.length, positions = self.lengths[0], None
+        cache, positions = self.cache, None
+        if len(set(self.lengths)) == 1 and not self.compiled:
+            cache.length = self.lengths[0]
         else:
-            cache, positions = self.cache, torch.tensor(self.lengths)[:, None].to(self.device, non_blocking=True)
+            positions = torch.tensor(self.lengths)[:, None].to(self.device, non_blocking=True)
             cache.bound = self._bound(max(self.lengths) + 1)
         if self._turning is not None:
             cache.planned = torch.tensor(self.planned, device=self.device).view(-1, 1, 1, 1)
@@ -138,8 +139,7 @@ class Decoder:
             except Exception as error:  # compilers raise many kinds
                 if not self.compiled or is_out_of_memory(error):
                     raise
-                reason = f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}"
-                warnings.warn(f"decoding runs uncompiled, since torch.compile fails: {reason}", stacklevel=2)
+                warnings.warn(f"decoding runs uncompiled, since torch.compile fails: {in_short(error)}", stacklevel=2)
                 self._piece = self._token = self.model
                 return self.model(tokens, **inputs)
 
@@ -170,14 +170,6 @@ def compile_both(model: GPT) -> tuple[Callable, Callable]:
     piece = torch.compile(model.forward, dynamic=True)
     token = torch.compile(model.forward, dynamic=False, mode="reduce-overhead" if on_gpu else None)
     return piece, token
-
-
-def shared(text: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike."""
-    count = min(len(text), len(other))
-    if list(text[:count]) == list(other[:count]):
-        return count
-    return next(index for index in range(count) if text[index] != other[index])
 
 
 def check_prompt(model: GPT, ids: Sequence[int]) -> None:

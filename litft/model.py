@@ -182,8 +182,8 @@ class ParallelBlock(Block):
         self.shared = config.shared_norm
 
     def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
-        normed = self.attention_norm(x)
-        return x + self.attention(normed, angles, documents, cache) + self.mlp(normed if self.shared else self.mlp_norm(x))
+        y = self.attention_norm(x)
+        return x + self.attention(y, angles, documents, cache) + self.mlp(y if self.shared else self.mlp_norm(x))
 
 
 class GPT(nn.Module):

@@ -176,7 +176,8 @@ def answers(
         active = [item is not None for item in running]
         # the device makes the next step while the host looks at this one; what ends here has made it in vain
         ahead = decoder.step(tokens, _with_room(decoder, active)) if decoder.ahead else None
-        for row, token, logprob in fetched.rows():
+        made = list(fetched.rows())
+        for row, token, logprob in made:
             if running[row] is None:
                 continue
             number, answer = running[row]
@@ -184,16 +185,14 @@ def answers(
             if answer.finish_reason:
                 running[row] = None
                 decoder.truncate(row, len(decoder.texts[row]))
-            elif ahead is not None:
-                decoder.hold(row, token)
             if piece is not None:
                 yield number, piece
         active = [item is not None for item in running]
-        if any(active) and ahead is None:
-            ahead = decoder.step(tokens, active)
-            for row in (row for row in range(rows) if active[row]):  # not before: whoever stops at a piece leaves no more
-                decoder.hold(row, int(tokens[row]))
-        logits = logits if ahead is None else ahead
+        if any(active):
+            logits = decoder.step(tokens, active) if ahead is None else ahead
+        for row, token, _ in made:  # not before the step: whoever stops at a piece leaves no token that was not read
+            if active[row]:
+                decoder.hold(row, token)
 
 
 def _with_room(decoder: Decoder, active: list[bool]) -> list[bool]:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from bisect import bisect_right
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -101,7 +102,7 @@ class _SentencePiece:
 
     def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
         ids = self.encode(text)
-        return ids, [_shared(ids, self.encode(text[:place])) for place in places]
+        return ids, [shared(ids, self.encode(text[:place])) for place in places]
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:
@@ -295,9 +296,9 @@ def checked(text: str) -> str:
     return text
 
 
-def _shared(ids: list[int], prefix: list[int]) -> int:
-    """How many ids a text has in common with a beginning of it: the tokens that end before or at that place."""
-    return next((i for i, (a, b) in enumerate(zip(ids, prefix, strict=False)) if a != b), min(len(ids), len(prefix)))
+def shared(ids: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts begin with alike; of a text and a beginning of it, those that end by that place."""
+    return next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
 
 
 def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:

@@ -19,7 +19,7 @@ import litft
 from litft import runs
 from litft.args import FinetuneArgs, TrainArgs, seconds
 from litft.args.processes import as_started, launch_id
-from litft.blockwise import as_written, is_compiled, run_uncompiled
+from litft.blockwise import as_written, in_short, is_compiled, run_uncompiled
 from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.data.steps import MicroBatch
@@ -417,7 +417,7 @@ class Training(Run):
                 if not is_out_of_memory(error) and not is_compiled(self.model):
                     raise
                 if not is_out_of_memory(error):
-                    run_uncompiled(self.model, f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200]}")
+                    run_uncompiled(self.model, in_short(error))
                     optimizer.zero_grad(set_to_none=True)
                     continue
                 reason = str(error)

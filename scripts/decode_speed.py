@@ -21,7 +21,7 @@ from typing import Literal
 
 from litft.args import impossible_numbers
 from litft.args.checks import below
-from litft.cli import fail, parse, user_errors
+from litft.cli import COMMANDS, fail, parse, user_errors
 
 
 @dataclass
@@ -178,7 +178,7 @@ def copy_speed(device, size: int = 2**28) -> float:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "100000")
+    os.environ.setdefault("GOMP_SPINCOUNT", COMMANDS["generate"].spins)
     args = parse(SpeedArgs, sys.argv[1:])
     if problems := args.problems():
         fail("\n".join(problems))

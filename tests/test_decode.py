@@ -9,10 +9,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 import litft
 from litft import decode
 from litft.args import Sampling
-from litft.decode import Decoder, shared
+from litft.decode import Decoder
 from litft.joined import join
 from litft.speculate import Draft, Lookup
 from litft.streaming import Request, answers, prompt_ids
+from litft.tokenizer import shared
 
 NEW = 128
 PROMPTS = {

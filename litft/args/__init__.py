@@ -15,7 +15,7 @@ from litft.args.finetune import (
     TrainArgs,
 )
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
-from litft.args.sampling import Sampling
+from litft.args.sampling import NUMBERS, Sampling
 from litft.args.tools import (
     ChatArgs,
     ConvertArgs,
@@ -31,6 +31,7 @@ from litft.args.tools import (
 GROUPS = ("data", "train", "eval", "save", "lora", "adapter")
 
 __all__ = [
+    "NUMBERS",
     "AdapterArgs",
     "AdapterFinetuneArgs",
     "AdapterV2Args",

@@ -1,6 +1,6 @@
 """How tokens are drawn, as plain values."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 LARGEST_NUMBER = 1e6  # beyond it sums overflow, and nothing else is meant
 
@@ -28,18 +28,17 @@ class Sampling:
 
     def problems(self) -> list[str]:
         """What cannot be, by the names of the flags."""
+        calm, bounded = 0 <= self.temperature <= LARGEST_NUMBER, abs(self.presence_penalty) <= LARGEST_NUMBER
         wanted = {
-            "temperature": (
-                0 <= self.temperature <= LARGEST_NUMBER,
-                "must lie in [0, 1000000]; 0 is greedy",
-            ),
+            "temperature": (calm, "must lie in [0, 1000000]; 0 is greedy"),
             "top_k": (self.top_k is None or self.top_k >= 1, "must be at least 1"),
             "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "must lie in [0, 1]"),
             "repetition_penalty": (0.001 <= self.repetition_penalty <= 1000, "must lie in [0.001, 1000]; 1 changes nothing"),
-            "presence_penalty": (
-                abs(self.presence_penalty) <= LARGEST_NUMBER,
-                "must lie within a million of 0",
-            ),
+            "presence_penalty": (bounded, "must lie within a million of 0"),
         }
         return [f"--{name} {getattr(self, name)}: {reason}" for name, (holds, reason) in wanted.items() if not holds]
+
+
+# the fields that are one number each, as a flag is
+NUMBERS = tuple(item.name for item in fields(Sampling) if item.name != "logit_bias")

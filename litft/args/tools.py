@@ -1,13 +1,13 @@
 """The flags of what comes before and after fine-tuning: looking, generating, merging, converting."""
 
 import json
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
 from litft.args.checks import LARGEST, below, impossible_numbers, size
 from litft.args.finetune import DataArgs, Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs
-from litft.args.sampling import LARGEST_NUMBER, Sampling
+from litft.args.sampling import LARGEST_NUMBER, NUMBERS, Sampling
 
 
 @dataclass
@@ -158,7 +158,7 @@ class ModelArgs:
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
         found = impossible_numbers(self) + below(self, "", 1, "max_new_tokens")
-        given = {item.name: getattr(self, item.name) for item in fields(Sampling) if item.name != "logit_bias"}
+        given = {name: getattr(self, name) for name in NUMBERS}
         found += Sampling(**{name: value for name, value in given.items() if value is not None}).problems()
         if self.draft_dir and self.lookup:
             found.append("--draft_dir and --lookup: one of them guesses; leave the other out")
