@@ -10,10 +10,8 @@ from pathlib import Path
 
 from litft.args import NUMBERS, ChatArgs
 from litft.data.formats import check_messages
-from litft.decode import Decoder
 from litft.generate import said
 from litft.opened import Opened, make_guesser, open_model
-from litft.peft import disabled
 from litft.peft.parts import parts
 from litft.prompts import Message
 from litft.runs import write_whole
@@ -31,7 +29,7 @@ class Conversation:
 
     def __init__(self, opened: Opened, guesser: Guesser | None = None, system: str | None = None) -> None:
         self.opened, self.guesser, self.tokenizer = opened, guesser, opened.tokenizer
-        self.decoder = Decoder(opened.model, 1, ROOM, opened.compiled)
+        self.decoder = opened.decoder(1, ROOM)
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
         self.spoken: tuple[str, list[int]] = ("", [])  # the text and tokens up to the end of the last answer
         self.asked = 0
@@ -128,11 +126,11 @@ class Conversation:
 
     def base_answer(self, question: str) -> Iterator[Piece]:
         """What the model without its adapter answers to a question here; nothing of it is kept."""
-        decoder = Decoder(self.opened.model, 1, ROOM)
+        decoder = self.opened.decoder(1, ROOM, compiled=False)
         asked = [*self.messages, {"role": "user", "content": question}]
         request = self.opened.request(prompt_ids(self.tokenizer, asked), self.asked)
         decoder.reserve(len(request.ids) + request.max_new_tokens)
-        with disabled(self.opened.model):
+        with self.opened.as_base():
             yield from said((piece for _, piece in answers(decoder, self.tokenizer, [request])), True)
 
 

@@ -21,7 +21,7 @@ from litft.parallel import DTYPES
 from litft.peft import Method, read_method
 from litft.quantize import KINDS, quantize_modules
 from litft.rules import Move, Rule, importing, upright
-from litft.sharding import allocate
+from litft.sharding import WHOLE, Share, allocate
 from litft.tokenizer import FILES, Tokenizer
 from litft.weights import Checkpoint, check_weights, load_weights, packed_modules
 
@@ -85,10 +85,10 @@ class Source:
             raise ValueError(f"precision {precision!r} is not known; use {', '.join(DTYPES)}")
         return DTYPES[precision]
 
-    def meta_model(self, dtype: torch.dtype = torch.float32) -> GPT:
+    def meta_model(self, dtype: torch.dtype = torch.float32, share: Share = WHOLE) -> GPT:
         """The network without memory for its weights."""
         with torch.device("meta"), built_in(dtype):
-            return GPT(self.config)
+            return share.network(self.config)
 
     def check_length(self, flag: str, tokens: int | None) -> None:
         """ValueError where the model has no positions for so many tokens."""
@@ -133,33 +133,36 @@ class Source:
         device: torch.device | str = "cpu",
         quantize: str | None = None,
         plain: Collection[str] = (),
+        share: Share = WHOLE,
     ) -> GPT:
         """The base network with its weights, frozen."""
-        model = self.unfilled(precision, quantize, plain).requires_grad_(False)
-        self.fill(model, precision, device)
+        model = self.unfilled(precision, quantize, plain, share).requires_grad_(False)
+        self.fill(model, precision, device, share)
         return model.eval()
 
-    def unfilled(self, precision: str | None, quantize: str | None = None, plain: Collection[str] = ()) -> GPT:
+    def unfilled(
+        self, precision: str | None, quantize: str | None = None, plain: Collection[str] = (), share: Share = WHOLE
+    ) -> GPT:
         """The base network on the meta device, in its dtype, Linears quantized but for those in `plain`."""
         self.check()
-        model = self.meta_model(self.dtype(precision))
+        model = self.meta_model(self.dtype(precision), share)
         if kind := self.quantization(quantize):
             quantize_modules(model, list(packed_modules(model, self.checkpoint, self.checked_moves, plain)), kind)
         return model
 
-    def fill(self, model: GPT, precision: str | None, device: torch.device | str) -> None:
+    def fill(self, model: GPT, precision: str | None, device: torch.device | str, share: Share = WHOLE) -> None:
         """Give `unfilled`, with a method on it and sharded maybe, its memory on `device`, and the weights from disk."""
         allocate(model, device)
-        load_weights(model, self.checkpoint, self.checked_moves, self.dtype(precision))
+        load_weights(model, self.checkpoint, self.checked_moves, self.dtype(precision), share)
         model.rotaries.to_empty(device=device)  # their tables are computed, not read
 
-    def model(self, precision: str | None, device: torch.device | str, quantize: str | None) -> GPT:
-        """The network to use: the base's, with the adapter on it where this folder is one."""
+    def model(self, precision: str | None, device: torch.device | str, quantize: str | None, share: Share = WHOLE) -> GPT:
+        """The network to use, or a share of it: the base's, with the adapter on it where this folder is one."""
         held = self.read_adapter()
-        model = self.base_model(precision, device, quantize, held[0].plain() if held else ())
+        model = self.base_model(precision, device, quantize, held[0].plain() if held else (), share)
         if held:
-            held[0].load(model, held[1])
-        return model.eval()
+            held[0].load(model, held[1], share)
+        return share.connect(model.eval())
 
     def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
         """The method of this folder, where it is an adapter, and what it has learned."""

@@ -12,7 +12,7 @@ from typing import Any
 from litft.args import GenerateArgs
 from litft.data.files import read_records
 from litft.data.formats import check_messages
-from litft.decode import Decoder, check_prompt
+from litft.decode import check_prompt
 from litft.opened import Opened, make_guesser, open_model
 from litft.streaming import Piece, Speeds, answers, prompt_ids
 
@@ -30,7 +30,7 @@ def generate(args: GenerateArgs) -> None:
     capacity = max(map(len, prompts)) + opened.max_new_tokens
     guesser = make_guesser(args, opened, capacity)
     asked = range(done * args.num_samples, len(records) * args.num_samples)
-    decoder = Decoder(opened.model, 1 if guesser else max(1, min(args.batch_size, len(asked))), capacity, opened.compiled)
+    decoder = opened.decoder(1 if guesser else max(1, min(args.batch_size, len(asked))), capacity)
     requests = (opened.request(prompts[number // args.num_samples], number) for number in asked)
     pieces = answers(decoder, tokenizer, requests, guesser)
     trimmed = [in_template or bool(record.get("messages")) for record in records]

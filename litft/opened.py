@@ -3,6 +3,8 @@
 import json
 import math
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -16,8 +18,11 @@ from litft.folder import Source, resolve
 from litft.joined import join
 from litft.model import GPT
 from litft.parallel import pick_accelerator, pick_precision
+from litft.peft import disabled
+from litft.sharding import WHOLE, Share
 from litft.speculate import Draft, Guesser, Lookup
 from litft.streaming import Request
+from litft.team import Team, join_team
 from litft.tokenizer import Tokenizer
 
 MAX_NEW_TOKENS = 256
@@ -35,6 +40,19 @@ class Opened(NamedTuple):
     max_new_tokens: int
     stop: list[str]
     compiled: bool
+    team: Team | None = None  # the processes that have parts of the model; None: there is this one alone
+
+    def decoder(self, rows: int, capacity: int, compiled: bool | None = None) -> Decoder:
+        """To read and continue texts with the model; compiled: default as asked for."""
+        compiled = self.compiled if compiled is None else compiled
+        make = Decoder if self.team is None else self.team.decoder
+        return make(self.model, rows, capacity, compiled)
+
+    @contextmanager
+    def as_base(self) -> Iterator[None]:
+        """Inside, the model computes without its adapter."""
+        with disabled(self.model) if self.team is None else self.team.disabled(self.model):
+            yield
 
     def request(self, ids: list[int], number: int = 0) -> Request:
         """To answer a prompt; of many with one seed each has another."""
@@ -45,13 +63,14 @@ class Opened(NamedTuple):
 
 def open_model(args: ModelArgs) -> Opened:
     """The model that a command names, or that of the newest finished run; flags win over its generation_config.json."""
-    device = torch.device(pick_accelerator(args.accelerator))
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
+    team = join_team(args.devices, args.accelerator, source)
+    device = torch.device(pick_accelerator(args.accelerator)) if team is None else team.device
     given = _settings(args, source)
     sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
     if warning := source.another_quantization(source.quantization(args.quantize)):
         print(warning, file=sys.stderr)
-    model, tokenizer = _open(source, args.precision, device, args.quantize)
+    model, tokenizer = _open(source, args.precision, device, args.quantize, team.slices if team else WHOLE)
     if len([value for value in sampling.logit_bias.values() if value == -math.inf]) >= model.config.vocab_size:
         raise ValueError("generation_config.json's suppress_tokens leave no token to say; mend the file")
     if outside := [token for token in sampling.logit_bias if token >= model.config.vocab_size]:
@@ -59,14 +78,17 @@ def open_model(args: ModelArgs) -> Opened:
     if (most := given.get("max_new_tokens", MAX_NEW_TOKENS)) < 1:
         raise ValueError(f"max_new_tokens {most}, of generation_config.json: must be at least 1; give --max_new_tokens")
     compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda")
-    return Opened(model, tokenizer, sampling, most, given["stop"], compiled)
+    if team:
+        team.begin(model)  # from here on the first process goes on alone
+    return Opened(model, tokenizer, sampling, most, given["stop"], compiled, team)
 
 
-def _open(source: Source, precision: str, device: torch.device, quantize: str) -> tuple[GPT, Tokenizer]:
-    tokenizer = source.tokenizer()
-    if tokenizer is None:
+def _open(
+    source: Source, precision: str, device: torch.device, quantize: str, share: Share = WHOLE
+) -> tuple[GPT, Tokenizer]:
+    if (tokenizer := source.tokenizer()) is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
-    model = source.model(pick_precision(precision, device), device, quantize)
+    model = source.model(pick_precision(precision, device), device, quantize, share)
     join(model.requires_grad_(False))
     return model, tokenizer
 

@@ -32,33 +32,50 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
 
     strategy: single, ddp, fsdp or hsdp; None: ddp where there are several devices.
     """
-    from lightning_fabric import Fabric
-    from lightning_fabric.plugins.environments import LightningEnvironment
     from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 
-    # its banner; what matters is in our own first lines
-    for name in ("lightning_fabric.utilities.distributed", "lightning_fabric.utilities.rank_zero"):
-        logging.getLogger(name).setLevel(logging.WARNING)
     accelerator = pick_accelerator(args.accelerator)
-    if accelerator == "cuda" and args.devices > torch.cuda.device_count():
-        raise ValueError(f"--devices {args.devices}: this machine has {torch.cuda.device_count()} GPUs")
     if args.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     several, timeout = args.devices * args.num_nodes > 1, timedelta(seconds=seconds(args.timeout))
     chosen: Any = "auto"
     if strategy in ("fsdp", "hsdp"):  # Job.build shards the network, before it is read
-        backend = "cpu:gloo,cuda:nccl" if accelerator == "cuda" else None  # what waits on the host is reduced there
-        chosen = ModelParallelStrategy(lambda model, mesh: model, args.devices * args.num_nodes, 1, True, backend, timeout)
+        everywhere = args.devices * args.num_nodes  # what waits on the host is reduced there
+        chosen = ModelParallelStrategy(lambda model, mesh: model, everywhere, 1, True, _backend(accelerator), timeout)
     elif several or strategy == "ddp":
         known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
         buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"  # until torch 2.12
         # views: or DDP's buckets would hold every gradient a second time. All have read the same weights
         chosen = DDPStrategy(gradient_as_bucket_view=True, init_sync=False, timeout=timeout, **{buffers: False})
+    return _fabric(accelerator, args.devices, args.num_nodes, chosen)
+
+
+def linked(accelerator: str, devices: int) -> "Fabric":
+    """A Fabric for processes that do not train, not launched yet; ValueError where the machine does not have the devices."""
+    from lightning_fabric.strategies import DDPStrategy
+
+    accelerator = pick_accelerator(accelerator)
+    return _fabric(accelerator, devices, 1, DDPStrategy(process_group_backend=_backend(accelerator)))
+
+
+def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabric":
+    from lightning_fabric import Fabric
+    from lightning_fabric.plugins.environments import LightningEnvironment
+
+    # its banner; what matters is in our own first lines
+    for name in ("lightning_fabric.utilities.distributed", "lightning_fabric.utilities.rank_zero"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    if accelerator == "cuda" and devices > torch.cuda.device_count():
+        raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs")
     # else Fabric would take any job of SLURM for one that srun has started
     environment = [LightningEnvironment()] if started_by() is None else []
-    devices = {"devices": args.devices, "num_nodes": args.num_nodes}
-    return Fabric(accelerator=accelerator, strategy=chosen, plugins=environment, **devices)
+    return Fabric(accelerator=accelerator, strategy=strategy, plugins=environment, devices=devices, num_nodes=nodes)
+
+
+def _backend(accelerator: str) -> str | None:
+    """How processes speak to each other, also of what lies in the host's memory; None: as torch has it."""
+    return "cpu:gloo,cuda:nccl" if accelerator == "cuda" else None
 
 
 def mesh_of(args: FinetuneArgs, strategy: str, device: torch.device) -> DeviceMesh | None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from litft.config import Config
 from litft.model import GPT, Normalize
 
 
@@ -85,6 +86,29 @@ def put(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
     if mine.numel():
         found = read(part(tensor))
         mine[tuple(slice(0, size) for size in found.shape)].copy_(found)
+
+
+class Share:
+    """What this process holds of the tensors of a network, by their names: here what `part` says."""
+
+    def network(self, config: Config) -> GPT:
+        """A network to hold it, of the architecture that the whole one has."""
+        return GPT(config)
+
+    def put(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+        """As the function."""
+        put(tensor, read)
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """What is held of a whole tensor, before it is packed."""
+        return tensor
+
+    def connect(self, model: GPT) -> GPT:
+        """Have a filled network, with what a method has added, compute what the whole one would."""
+        return model
+
+
+WHOLE = Share()  # and each parameter as it is, where none is cut
 
 
 @contextmanager

@@ -3,10 +3,28 @@
 import os
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what a cluster's scheduler warns with
+
+
+@contextmanager
+def held_back(number: signal.Signals) -> Iterator[None]:
+    """Inside, a signal waits: for what must not end in the middle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(number, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(number, before)
+        if came:
+            signal.raise_signal(number)
 
 
 class Signals:

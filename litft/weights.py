@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from litft.quantize import STATES, STATISTICS, Packed, Quantized, is_quantizable, stored_shape
 from litft.rules import Move, Rule, exporting, importing
-from litft.sharding import put
+from litft.sharding import WHOLE, Share
 
 SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face splits by default
 MAPPED = 2**28  # bytes read of a file before it is opened anew
@@ -257,7 +257,9 @@ def packed_modules(
         yield from (owner for owner in owners if owner not in plain)
 
 
-def load_weights(model: nn.Module, checkpoint: Checkpoint, moves: list[Move], dtype: torch.dtype) -> None:
+def load_weights(
+    model: nn.Module, checkpoint: Checkpoint, moves: list[Move], dtype: torch.dtype, share: Share = WHOLE
+) -> None:
     """Fill a network that has memory, one tensor at a time; each process reads what it holds, where a move allows that.
 
     dtype: what weights are made before they are packed. Rows that the network has beyond the folder's stay as they are.
@@ -269,14 +271,15 @@ def load_weights(model: nn.Module, checkpoint: Checkpoint, moves: list[Move], dt
         if move.is_plain and packs[0] and (bits := checkpoint.packed(move.sources[0])):
             owners[0].fill(bits.to(device))
         elif len(owners) == 1 and not packs[0]:
-            put(model.get_parameter(move.targets[0]), partial(_read_part, checkpoint, move))
+            name = move.targets[0]
+            share.put(name, model.get_parameter(name), partial(_read_part, checkpoint, move))
         else:
             tensors = move.convert([checkpoint.read(name) for name in move.sources])
             for name, owner, packed, tensor in zip(move.targets, owners, packs, tensors, strict=True):
                 if packed:
-                    owner.fill(Packed.of(tensor.to(device, dtype).flatten(0, -2), owner.kind))
+                    owner.fill(Packed.of(share.cut(name, tensor).to(device, dtype).flatten(0, -2), owner.kind))
                 else:
-                    put(model.get_parameter(name), tensor.__getitem__)
+                    share.put(name, model.get_parameter(name), tensor.__getitem__)
 
 
 def _read_part(checkpoint: Checkpoint, move: Move, wanted: tuple[slice, ...]) -> Tensor:

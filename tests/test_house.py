@@ -28,11 +28,13 @@ TIERS = [
         "together",
         "checkpoint",
         "joined",
+        "tensor_parallel",
         "decode",
         "speculate",
         "streaming",
     },
-    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert", "opened", "generate", "chat", "terminal"},
+    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert"},
+    {"team", "opened", "generate", "chat", "terminal"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
 TORCHLESS = {"config", "args", "runs", "signals", "cli"}

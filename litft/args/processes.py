@@ -26,6 +26,17 @@ def started_by() -> tuple[str, int, int] | None:
     return None
 
 
+def counted(devices: int, nodes: int) -> tuple[int, int]:
+    """The processes on a node, and the nodes, as asked for or as started; ValueError where these are at odds."""
+    if (found := started_by()) is None:
+        return devices, nodes
+    who, *there = found
+    if (devices, nodes) not in ((1, 1), tuple(there)):
+        asked, started = f"--devices {devices} --num_nodes {nodes}", f"{there[0]} processes on {there[1]} nodes"
+        raise ValueError(f"{asked}: {who} has started {started}; leave the flags out, or start as many")
+    return there[0], there[1]
+
+
 def _per_node(who: str, everywhere: int, local: int) -> tuple[int, int]:
     """Processes on a node, and nodes."""
     if not local or everywhere % local:
@@ -51,12 +62,9 @@ def launch_id() -> str | None:
 
 def as_started(args: "FinetuneArgs") -> "FinetuneArgs":
     """The flags with the processes that there are, where torchrun or SLURM has started them; a restarted run goes on."""
-    if (found := started_by()) is None:
+    if started_by() is None:
         return args
-    who, devices, nodes = found
-    if (args.devices, args.num_nodes) not in ((1, 1), (devices, nodes)) and not args.resume:  # which may change them
-        asked, there = f"--devices {args.devices} --num_nodes {args.num_nodes}", f"{devices} processes on {nodes} nodes"
-        raise ValueError(f"{asked}: {who} has started {there}; leave the flags out, or start as many")
+    devices, nodes = counted(*((1, 1) if args.resume else (args.devices, args.num_nodes)))  # a resumed run may change them
     again = (os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
     args = replace(args, devices=devices, num_nodes=nodes)
     return replace(args, resume=True, overwrite=False) if again else args

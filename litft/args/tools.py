@@ -128,6 +128,8 @@ class ModelArgs:
     """Keep the Linears in 4 or 8 bits, by bitsandbytes."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run."""
+    devices: int = 1
+    """Cut the network between so many GPUs, or processes on a CPU: each holds some of its heads and hidden units."""
     compile: Literal["auto", "true", "false"] = "auto"
     """Compile reading and decoding; that takes a minute at the start. auto: on a GPU."""
     draft_dir: str | None = None
@@ -157,7 +159,7 @@ class ModelArgs:
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
-        found = impossible_numbers(self) + below(self, "", 1, "max_new_tokens")
+        found = impossible_numbers(self) + below(self, "", 1, "max_new_tokens", "devices")
         given = {name: getattr(self, name) for name in NUMBERS}
         found += Sampling(**{name: value for name, value in given.items() if value is not None}).problems()
         if self.draft_dir and self.lookup:

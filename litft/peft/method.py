@@ -13,7 +13,7 @@ from litft.model import GPT
 from litft.peft.parts import parts
 from litft.peft.tokens import ROWS, add_tokens, grown
 from litft.rules import Rule, exporting
-from litft.sharding import put, whole
+from litft.sharding import WHOLE, Share, whole
 
 Values = dict[str, Tensor]  # what a method has learned, by our names: what files and checkpoints hold of it
 
@@ -97,11 +97,11 @@ class Method:
         """What the method has learned so far."""
         return {name: parameter.detach() for name, parameter in self.parameters(model).items()}
 
-    def load(self, model: GPT, values: Values) -> None:
+    def load(self, model: GPT, values: Values, share: Share = WHOLE) -> None:
         """Attach the method with these values."""
         self.attach(model)
         for name, parameter in self.parameters(model).items():
-            put(parameter, values[name].__getitem__)
+            share.put(name, parameter, values[name].__getitem__)
 
     def write(self, folder: Path, source: Base, values: Values, record: dict[str, Any]) -> None:
         """Write the folder to open; `record` goes into adapter_config.json beside the method's own fields."""

@@ -1,0 +1,71 @@
+"""One network on several processes: what each case's network says there.
+
+Started by `logits` as `python parts.py CASES OUT`, once a process; the processes find each other as under torchrun.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from strategies import free_port, torchrun_env
+
+
+def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tensor | str]:
+    """Of each case, {"folder", "tokens"} and maybe {"quantize", "precision"}: logits (B, T, V), or why there are none.
+
+    The second half of the tokens is read behind a cache, the last one by itself.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "cases.json").write_text(json.dumps(cases))
+    port, started = free_port(), []
+    for rank in range(processes):
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **torchrun_env(rank, port, processes)}
+        command = [sys.executable, __file__, out / "cases.json", out / "logits.pt"]
+        with (out / f"{rank}.log").open("w") as log:
+            started.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+    codes = [process.wait(timeout=900) for process in started]
+    said = "\n".join((out / f"{rank}.log").read_text()[-3000:] for rank in range(processes))
+    assert not any(codes), f"{codes}\n{said}"
+    return torch.load(out / "logits.pt")
+
+
+@torch.inference_mode()
+def say(case: dict, rank: int, processes: int) -> torch.Tensor | str:
+    """One case's logits."""
+    from litft.cache import KVCache
+    from litft.folder import resolve
+    from litft.joined import join
+    from litft.tensor_parallel import Slices, check_divides
+
+    source, tokens = resolve(case["folder"]), torch.tensor(case["tokens"])
+    try:
+        check_divides(source.config, processes)
+    except ValueError as error:
+        return str(error)
+    slices = Slices(source.config, rank, processes)
+    model = source.model(case.get("precision", "fp32"), "cpu", case.get("quantize"), slices)
+    join(model)
+    cache = KVCache(model.config, tokens.size(0), tokens.size(1), dtype=model.dtype)
+    middle = tokens.size(1) // 2
+    pieces = [tokens[:, :middle], tokens[:, middle:-1], tokens[:, -1:]]
+    return torch.cat([model(piece, cache=cache) for piece in pieces], 1)
+
+
+def main() -> None:
+    """One process's part."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo")
+    rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    cases, out = Path(sys.argv[1]), Path(sys.argv[2])
+    found = [say(case, rank, processes) for case in json.loads(cases.read_text())]
+    if rank == 0:
+        torch.save(found, out)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

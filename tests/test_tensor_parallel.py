@@ -1,0 +1,105 @@
+"""A network cut between processes says what the whole one does: every family, method and way to keep weights."""
+
+import pytest
+import torch
+import transformers
+from parity import ROWS, draw, relative, shaken
+from parts import logits
+from test_methods import FAMILIES, METHODS, saved, tokens_for
+
+import litft
+from litft.folder import resolve
+from litft.quantize import is_quantizable, rounded
+from litft.tensor_parallel import Slices, check_divides
+
+TOKENS = draw(2, 20, seed=1)
+
+
+@pytest.fixture(scope="module")
+def folders(make_model):
+    """Every variation of every family, by name."""
+    return {
+        f"{family}: {name}": make_model(getattr(transformers, config_class), **values)[1]
+        for family, (config_class, variations) in ROWS.items()
+        for name, values in variations.items()
+    }
+
+
+def compare(cases, found, bound=1e-5):
+    """Each case's logits with those of one device."""
+    for name, case, own in zip(cases, cases.values(), found, strict=True):
+        assert not isinstance(own, str), f"{name}: {own}"
+        model, _ = litft.load(case["folder"], case.get("precision", "fp32"))
+        with torch.inference_mode():
+            assert relative(own, model(torch.tensor(case["tokens"]))) <= bound, name
+
+
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_family(folders, tmp_path, processes):
+    """Two processes have two heads each; of four some have the same keys and values."""
+    cases = {name: {"folder": str(folder), "tokens": TOKENS.tolist()} for name, folder in folders.items()}
+    compare(cases, logits(list(cases.values()), tmp_path, processes))
+
+
+@torch.no_grad()
+def test_every_method(folders, tmp_path):
+    cases = {}
+    for family, variation in FAMILIES.items():
+        source = resolve(folders[f"{family}: {variation}"])
+        for index, (name, make) in enumerate(METHODS.items()):
+            method = make()
+            method.choose(source.meta_model(), source.adapter_rules)
+            model = source.base_model("fp32", plain=method.plain())
+            method.attach(model)
+            shaken(method.parameters(model).values())
+            folder = saved(model, method, source, tmp_path / f"{family}{index}")
+            cases[f"{name} / {family}"] = {"folder": str(folder), "tokens": tokens_for(method).tolist()}
+    compare(cases, logits(list(cases.values()), tmp_path))
+
+
+@torch.no_grad()
+def test_each_process_quantizes_its_part(folders, tmp_path):
+    """As numbers the same as a whole network whose parts were rounded one by one."""
+    cases = [
+        (name, kind) for name in ("llama: grouped", "phi3: fused", "qwen3_moe: renormalized") for kind in ("nf4", "int8")
+    ]
+    words = [{"folder": str(folders[name]), "tokens": TOKENS.tolist(), "quantize": kind} for name, kind in cases]
+    for (name, kind), found in zip(cases, logits(words, tmp_path), strict=True):
+        model, _ = litft.load(folders[name], "fp32")
+        slices = [Slices(model.config, rank, 2) for rank in range(2)]
+        for leaf, parameter in model.named_parameters():
+            if is_quantizable(leaf, model):
+                dim = -1 if leaf.split(".")[-2] in ("o_proj", "down_proj") else -2
+                pieces = [rounded(own.cut(leaf, parameter), kind, torch.float32) for own in slices]
+                parameter.copy_(torch.cat(pieces, dim))
+        assert relative(found, model(TOKENS)) <= 1e-5, (name, kind)
+
+
+def test_real_models(checkpoints, tmp_path):
+    """stories15M has 6 heads, stories260K 8 query heads that share 4."""
+    tokens = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0)).tolist()
+    cases = {name: {"folder": str(checkpoints[name]), "tokens": tokens} for name in ("stories15M", "stories260K")}
+    compare(cases, logits(list(cases.values()), tmp_path))
+
+
+def test_heads_that_some_processes_share(make_model, tmp_path):
+    """Six query heads of one key head, and of three, on three processes."""
+    wide = dict(hidden_size=48, num_attention_heads=6, intermediate_size=48, head_dim=8)
+    folders = {heads: make_model(transformers.LlamaConfig, num_key_value_heads=heads, **wide)[1] for heads in (1, 3)}
+    cases = {heads: {"folder": str(folder), "tokens": TOKENS.tolist()} for heads, folder in folders.items()}
+    compare(cases, logits(list(cases.values()), tmp_path, 3))
+
+
+def test_what_does_not_divide_is_refused_by_name(checkpoints, folders):
+    config = resolve(checkpoints["SmolLM2-135M-Instruct"]).config
+    with pytest.raises(
+        ValueError, match="--devices 2 cannot have equal parts of num_attention_heads 9, num_key_value_heads 3"
+    ):
+        check_divides(config, 2)
+    with pytest.raises(ValueError, match="this model takes 1, 3"):
+        check_divides(config, 6)
+    check_divides(config, 3)
+    moe = resolve(folders["qwen2_moe: some dense, renormalized"]).config
+    with pytest.raises(ValueError, match="the MLP's hidden size 56, an expert's hidden size 24, the shared expert's"):
+        check_divides(moe, 64)
+    check_divides(resolve(folders["llama: grouped"]).config, 4)  # two key heads, and two processes have the same
