@@ -36,22 +36,29 @@ class LayerCache:
         if positions is None:
             self.keys[:, :, start:end], self.values[:, :, start:end] = keys, values
         else:
-            end, places = self.cache.bound, positions[:, None, :, None].expand_as(keys)
+            end, places = self.cache.bound, positions.to(keys.device)[:, None, :, None].expand_as(keys)
             self.keys.scatter_(2, places, keys)
             self.values.scatter_(2, places, values)
-        return self.keys[:, :, :end], self.values[:, :, :end], masks.get(window)
+        mask = masks.get(window)
+        return self.keys[:, :, :end], self.values[:, :, :end], mask if mask is None else mask.to(keys.device)
 
 
 class KVCache:
     """A LayerCache a layer, passed to `model(tokens, cache=cache)`; `capacity` is the planned length in tokens."""
 
     def __init__(
-        self, config: Config, batch: int, capacity: int, device: torch.device | str = "cpu", dtype=torch.float32
+        self,
+        config: Config,
+        batch: int,
+        capacity: int,
+        device: torch.device | str | list[torch.device] = "cpu",  # or one a layer
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         shape = (batch, config.n_kv_heads, capacity, config.head_dim)
         # zeros, since what is not seen yet has the weight 0, and 0 times NaN is NaN; two tensors, since the compiler goes
         # wrong where both are parts of one (torch 2.13, sizes not known)
-        memory = [tuple(torch.zeros(shape, device=device, dtype=dtype) for _ in range(2)) for _ in config.layers]
+        devices = device if isinstance(device, list) else [device] * len(config.layers)
+        memory = [tuple(torch.zeros(shape, device=place, dtype=dtype) for _ in range(2)) for place in devices]
         self._fill(memory, config)
 
     def _fill(self, memory: list[tuple[Tensor, ...]], config: Config) -> None:

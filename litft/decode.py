@@ -43,11 +43,12 @@ class Decoder:
 
     def _make_room(self, rows: int, capacity: int) -> None:
         self.capacity = min(capacity, self.model.config.context)
-        self.cache = KVCache(self.model.config, rows, self.capacity, self.device, self.model.dtype)
+        places = [next(block.parameters()).device for block in self.model.blocks]
+        self.cache = KVCache(self.model.config, rows, self.capacity, places, self.model.dtype)
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
         # compiled code is made for one place in memory: there prompts are read apart, and what was read is copied
         apart = self.compiled and rows > 1
-        self.apart = KVCache(self.model.config, 1, self.capacity, self.device, self.model.dtype) if apart else None
+        self.apart = KVCache(self.model.config, 1, self.capacity, places, self.model.dtype) if apart else None
         for layer in [*self.cache.layers, *(self.apart.layers if apart else ())] if self.compiled else ():
             torch._dynamo.mark_static_address(layer.keys)  # or no CUDA graph is made of what writes there
             torch._dynamo.mark_static_address(layer.values)
@@ -89,8 +90,8 @@ class Decoder:
 
     def extend(self, row: int, ids: Sequence[int], page: KVCache | None = None) -> Tensor:
         """Add tokens to a row's text; returns the logits (T, V) after each; of a page that is read (1, V), the last's."""
-        tokens, length = torch.tensor([ids], device=self.device), self.lengths[row]
-        wanted = None if page is None else torch.tensor([[len(ids) - 1]], device=self.device)
+        tokens, length = torch.tensor([ids]).to(self.device), self.lengths[row]
+        wanted = None if page is None else torch.tensor([[len(ids) - 1]]).to(self.device)
         page, positions = page or self.views[row], None
         page.length = length
         if self._turning is not None:
@@ -125,7 +126,7 @@ class Decoder:
             positions = torch.tensor(self.lengths)[:, None].to(self.device, non_blocking=True)
             cache.bound = self._bound(max(self.lengths) + 1)
         if self._turning is not None:
-            cache.planned = torch.tensor(self.planned, device=self.device).view(-1, 1, 1, 1)
+            cache.planned = torch.tensor(self.planned).to(self.device).view(-1, 1, 1, 1)
         logits = self._through(self._token, tokens[:, None], positions=positions, cache=cache)
         self.lengths = [length + own for length, own in zip(self.lengths, active, strict=True)]
         self.processed += sum(active)

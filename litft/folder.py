@@ -21,7 +21,7 @@ from litft.parallel import DTYPES
 from litft.peft import Method, read_method
 from litft.quantize import KINDS, quantize_modules
 from litft.rules import Move, Rule, importing, upright
-from litft.sharding import WHOLE, Share, allocate
+from litft.sharding import WHOLE, Share
 from litft.tokenizer import FILES, Tokenizer
 from litft.weights import Checkpoint, check_weights, load_weights, packed_modules
 
@@ -152,7 +152,7 @@ class Source:
 
     def fill(self, model: GPT, precision: str | None, device: torch.device | str, share: Share = WHOLE) -> None:
         """Give `unfilled`, with a method on it and sharded maybe, its memory on `device`, and the weights from disk."""
-        allocate(model, device)
+        share.allocate(model, device)
         load_weights(model, self.checkpoint, self.checked_moves, self.dtype(precision), share)
         model.rotaries.to_empty(device=device)  # their tables are computed, not read
 

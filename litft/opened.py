@@ -21,6 +21,7 @@ from litft.parallel import pick_accelerator, pick_precision
 from litft.peft import disabled
 from litft.sharding import WHOLE, Share
 from litft.speculate import Draft, Guesser, Lookup
+from litft.spread import Spread
 from litft.streaming import Request
 from litft.team import Team, join_team
 from litft.tokenizer import Tokenizer
@@ -64,23 +65,34 @@ class Opened(NamedTuple):
 def open_model(args: ModelArgs) -> Opened:
     """The model that a command names, or that of the newest finished run; flags win over its generation_config.json."""
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
-    team = join_team(args.devices, args.accelerator, source)
+    team = None if args.layers_per_device else join_team(args.devices, args.accelerator, source)
     device = torch.device(pick_accelerator(args.accelerator)) if team is None else team.device
+    share = team.slices if team else _spread(args, device) if args.layers_per_device else WHOLE
     given = _settings(args, source)
     sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
     if warning := source.another_quantization(source.quantization(args.quantize)):
         print(warning, file=sys.stderr)
-    model, tokenizer = _open(source, args.precision, device, args.quantize, team.slices if team else WHOLE)
+    model, tokenizer = _open(source, args.precision, device, args.quantize, share)
     if len([value for value in sampling.logit_bias.values() if value == -math.inf]) >= model.config.vocab_size:
         raise ValueError("generation_config.json's suppress_tokens leave no token to say; mend the file")
     if outside := [token for token in sampling.logit_bias if token >= model.config.vocab_size]:
         raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {model.config.vocab_size} tokens")
     if (most := given.get("max_new_tokens", MAX_NEW_TOKENS)) < 1:
         raise ValueError(f"max_new_tokens {most}, of generation_config.json: must be at least 1; give --max_new_tokens")
-    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda")
+    on_one = len({parameter.device for parameter in model.parameters()}) == 1
+    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda" and on_one)
     if team:
         team.begin(model)  # from here on the first process goes on alone
     return Opened(model, tokenizer, sampling, most, given["stop"], compiled, team)
+
+
+def _spread(args: ModelArgs, first: torch.device) -> Spread:
+    """The devices that layers are spread over; ValueError where they are not there."""
+    if first.type == "cuda" and args.devices > torch.cuda.device_count():
+        raise ValueError(f"--devices {args.devices}: this machine has {torch.cuda.device_count()} GPUs")
+    devices = [torch.device("cuda", index) if first.type == "cuda" else first for index in range(args.devices)]
+    counts = None if args.layers_per_device == "auto" else [int(count) for count in args.layers_per_device.split(",")]
+    return Spread(devices, counts)
 
 
 def _open(

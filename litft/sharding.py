@@ -95,6 +95,10 @@ class Share:
         """A network to hold it, of the architecture that the whole one has."""
         return GPT(config)
 
+    def allocate(self, model: GPT, device: torch.device | str) -> None:
+        """As the function."""
+        allocate(model, device)
+
     def put(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
         """As the function."""
         put(tensor, read)

@@ -29,6 +29,7 @@ TIERS = [
         "checkpoint",
         "joined",
         "tensor_parallel",
+        "spread",
         "decode",
         "speculate",
         "streaming",

@@ -130,6 +130,8 @@ class ModelArgs:
     """Where to run."""
     devices: int = 1
     """Cut the network between so many GPUs, or processes on a CPU: each holds some of its heads and hidden units."""
+    layers_per_device: str | None = None
+    """Whole layers a GPU instead, one GPU after the other: as many as fit with auto, the rest on the host; or 20,12."""
     compile: Literal["auto", "true", "false"] = "auto"
     """Compile reading and decoding; that takes a minute at the start. auto: on a GPU."""
     draft_dir: str | None = None
@@ -162,6 +164,7 @@ class ModelArgs:
         found = impossible_numbers(self) + below(self, "", 1, "max_new_tokens", "devices")
         given = {name: getattr(self, name) for name in NUMBERS}
         found += Sampling(**{name: value for name, value in given.items() if value is not None}).problems()
+        found += self._layer_problems()
         if self.draft_dir and self.lookup:
             found.append("--draft_dir and --lookup: one of them guesses; leave the other out")
         if "" in self.stop:
@@ -169,6 +172,16 @@ class ModelArgs:
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
             found.append(f"--logit_bias {self.logit_bias}: expected JSON such as '{{\"262\": -100}}', numbers by token id")
         return found
+
+    def _layer_problems(self) -> list[str]:
+        """Of --layers_per_device: text that is no number a device."""
+        given = self.layers_per_device
+        if given in (None, "auto"):
+            return []
+        counts = given.split(",")
+        if all(count.strip().isdecimal() for count in counts) and len(counts) == self.devices:
+            return []
+        return [f"--layers_per_device {given}: expected auto, or a number for each of --devices {self.devices}, as 20,12"]
 
 
 def _is_bias(text: str) -> bool:

@@ -1,0 +1,66 @@
+"""Layers on several devices: as many as fit on each, and the same logits."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import ENV, script
+from parity import ROWS
+
+import litft
+from litft.folder import resolve
+from litft.spread import Spread, fitting
+
+
+@pytest.mark.parametrize(
+    "free, layers, ends, counts",
+    [
+        ([None], [5] * 4, 9, [4, 0]),  # a CPU has room for all
+        ([100, 100], [20] * 4, 9, [4, 0, 0]),  # it fits on the first
+        ([100, 100], [20] * 6, 20, [3, 3, 0]),  # 90 % of the memory; the first has the embedding too
+        ([100, 100], [20] * 12, 20, [3, 4, 5]),  # the host has the rest
+        ([10, 100], [20] * 4, 20, [0, 4, 0]),
+        ([100, 100], [50, 10, 80], 0, [2, 1, 0]),  # in their order
+    ],
+)
+def test_each_device_gets_what_it_has_room_for(free, layers, ends, counts):
+    assert fitting(free, layers, ends) == counts
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+    reason="this torch cannot pretend to have devices",
+)
+def test_what_passes_goes_from_device_to_device(make_model):
+    """On two devices that refuse to be mixed, and the CPU: the same logits, to the bit."""
+    config_class, variations = ROWS["gemma2"]
+    folder = make_model(getattr(transformers, config_class), **variations["soft caps, windows"])[1]
+    command = [sys.executable, str(Path(__file__).parent / "elsewhere.py"), str(folder)]
+    done = subprocess.run(command, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "as it should: " in done.stdout
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_and_the_host(checkpoints):
+    source, tokens = resolve(checkpoints["stories15M"]), torch.arange(3, 40)[None]
+    model = source.model("fp32", "cuda", None, Spread([torch.device("cuda"), torch.device("cpu")], [4, 2]))
+    expected = litft.load(checkpoints["stories15M"], "fp32")[0](tokens)
+    torch.testing.assert_close(model(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_by_its_flags(checkpoints, tmp_path):
+    words = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--prompt", "One day", "--temperature", "0"]
+    words += ["--max_new_tokens", "12"]
+    said = [
+        script(*words, *more.split(), cwd=tmp_path).stdout
+        for more in ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
+    ]
+    assert len(set(said)) == 1
+    wrong = script(*words, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2).stderr
+    assert "these are 6, and the model has 5 layers" in wrong
+    wrong = script(*words, "--layers_per_device", "2,x", cwd=tmp_path, code=2).stderr
+    assert "expected auto, or a number for each of --devices 1" in wrong
