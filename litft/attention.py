@@ -92,9 +92,8 @@ def attend(
             return attend_documents(q, k, v, _starts(q, documents), window or 0, scale)[0]
         if (documents is not None or window is not None) and q.dtype != torch.float32:
             return _attend_varlen(q, k, v, _starts(q, documents), window, scale)
-    grouped, causal = q.size(1) != k.size(1), square and q.size(2) > 1
     if documents is None and window is None and (square or q.size(2) == 1):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale, enable_gqa=grouped)
+        return _scaled_dot_product(q, k, v, None, scale, causal=square and q.size(2) > 1)
     return _attend_masked(q, k, v, visible(q, k, documents, window), None, None, scale)
 
 
@@ -104,7 +103,16 @@ def _attend_masked(
     """Of the keys those that `mask`, (B, 1, T, S) or (T, S), shows."""
     if softcap is not None or sinks is not None:
         return attend_plainly(q, k, v, mask, softcap, sinks, scale)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    return _scaled_dot_product(q, k, v, mask, scale)
+
+
+def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool = False) -> Tensor:
+    """torch's own; of single tokens the heads of a group are read as that many tokens of one head, without copies of k."""
+    if q.size(2) == 1 and q.size(1) != k.size(1):
+        grouped = q.view(q.size(0), k.size(1), -1, q.size(3))  # (B, K, H / K, D)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+    settings = dict(is_causal=causal, scale=scale, enable_gqa=q.size(1) != k.size(1))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **settings)
 
 
 def _starts(q: Tensor, documents: Documents | None) -> Tensor:

@@ -51,7 +51,8 @@ def places(targets: Tensor) -> Tensor:
 
 def is_plain(head: nn.Module) -> bool:
     """Whether a head's logits are its weight and bias, and nothing besides."""
-    return type(head) is nn.Linear or getattr(type(head).forward, "is_plain", False)
+    plain = type(head) is nn.Linear or getattr(type(head).forward, "is_plain", False)
+    return plain and not head.weight.is_mkldnn
 
 
 def _through_head(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:

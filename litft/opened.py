@@ -73,14 +73,15 @@ def open_model(args: ModelArgs) -> Opened:
     if warning := source.another_quantization(source.quantization(args.quantize)):
         print(warning, file=sys.stderr)
     model, tokenizer = _open(source, args.precision, device, args.quantize, share)
+    on_one = len({parameter.device for parameter in model.parameters()}) == 1
+    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda" and on_one)
+    join(model, pack=not compiled)
     if len([value for value in sampling.logit_bias.values() if value == -math.inf]) >= model.config.vocab_size:
         raise ValueError("generation_config.json's suppress_tokens leave no token to say; mend the file")
     if outside := [token for token in sampling.logit_bias if token >= model.config.vocab_size]:
         raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {model.config.vocab_size} tokens")
     if (most := given.get("max_new_tokens", MAX_NEW_TOKENS)) < 1:
         raise ValueError(f"max_new_tokens {most}, of generation_config.json: must be at least 1; give --max_new_tokens")
-    on_one = len({parameter.device for parameter in model.parameters()}) == 1
-    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda" and on_one)
     if team:
         team.begin(model)  # from here on the first process goes on alone
     return Opened(model, tokenizer, sampling, most, given["stop"], compiled, team)
@@ -101,8 +102,7 @@ def _open(
     if (tokenizer := source.tokenizer()) is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
     model = source.model(pick_precision(precision, device), device, quantize, share)
-    join(model.requires_grad_(False))
-    return model, tokenizer
+    return model.requires_grad_(False), tokenizer
 
 
 def _settings(args: ModelArgs, source: Source) -> dict[str, Any]:
@@ -153,4 +153,5 @@ def make_guesser(args: ModelArgs, opened: Opened, capacity: int) -> Guesser | No
         raise ValueError(
             f"--draft_dir {args.draft_dir}: it has other tokens than the model; name a model of the same family"
         )
+    join(model, pack=not opened.compiled)
     return Draft(Decoder(model, 1, capacity, opened.compiled), opened.model.config.vocab_size)

@@ -74,7 +74,7 @@ def main(args: SpeedArgs) -> None:
         model.rotaries.to_empty(device=device)
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
-    join(model)
+    join(model, pack=not args.compile)
     prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), generator=torch.Generator().manual_seed(0))
     contenders = {"litft": ours(model, prompt, args)}
     if not args.only_litft:
@@ -149,8 +149,7 @@ def report(args: SpeedArgs, model, found: dict[str, list[float]], device) -> Non
         print(f"{name}: {rates[name]:.1f} tokens/s ({spread})")
     if others := [rate for name, rate in rates.items() if name != "litft"]:
         print(f"litft / the faster one: {rates['litft'] / max(others):.2f}")
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
-    weights -= 0 if config.tied else model.embed.weight.numel() * model.embed.weight.element_size()
+    weights = sum(p.nbytes for p in model.parameters()) - (0 if config.tied else model.embed.weight.nbytes)
     keys = 2 * len(config.layers) * config.n_kv_heads * config.head_dim * (args.prompt_tokens + args.new_tokens / 2)
     read = weights + args.rows * keys * model.dtype.itemsize
     copied = copy_speed(device)

@@ -47,7 +47,7 @@ def say(case: dict, rank: int, processes: int) -> torch.Tensor | str:
         return str(error)
     slices = Slices(source.config, rank, processes)
     model = source.model(case.get("precision", "fp32"), "cpu", case.get("quantize"), slices)
-    join(model)
+    join(model, pack=True)
     cache = KVCache(model.config, tokens.size(0), tokens.size(1), dtype=model.dtype)
     middle = tokens.size(1) // 2
     pieces = [tokens[:, :middle], tokens[:, middle:-1], tokens[:, -1:]]
