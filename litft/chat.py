@@ -51,8 +51,15 @@ class Conversation:
         """How many tokens the model can see."""
         return self.opened.model.config.context
 
+    @property
+    def tokens(self) -> int:
+        """How many tokens the messages take."""
+        text = self.tokenizer.apply_chat_template(self.messages) if self.messages else ""
+        return len(self.tokenizer.encode(text, bos=False))
+
     def reset(self) -> None:
         """Forget all but the system message."""
+        self.last = None
         self.messages = self.messages[: self.system is not None]
 
     def undo(self) -> str | None:
@@ -61,6 +68,7 @@ class Conversation:
             if self.messages[index]["role"] == "user":
                 question = self.messages[index]["content"]
                 del self.messages[index:]
+                self.last = None
                 return question
         return None
 
@@ -163,8 +171,10 @@ class Chat:
         if line.startswith("/") and name in self.commands:
             try:
                 self.commands[name](rest.strip())
-            except (ValueError, OSError) as error:
+            except ValueError as error:
                 self.screen.notice(f"error: {error}")
+            except OSError as error:
+                self.screen.notice(f"error: {error.filename}: {error.strerror}")
         elif line.startswith("/") and self.screen.is_terminal and "/" not in name:
             self.screen.notice(f"/{name} is no command; /help lists them")
         elif line:
@@ -250,10 +260,9 @@ class Chat:
         """NAME=VALUE: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, seed, max_new_tokens"""
         opened = self.conversation.opened
         name, _, value = (part.strip() for part in rest.partition("="))
-        if name not in (*NUMBERS, "max_new_tokens"):
-            raise ValueError(
-                f"there is no {name or 'setting without a name'}; /set temperature=0.7, or {', '.join(sorted(NUMBERS))}"
-            )
+        known = sorted((*NUMBERS, "max_new_tokens"))
+        if name not in known:
+            raise ValueError(f"there is no {name or 'setting without a name'}; /set temperature=0.7, or {', '.join(known)}")
         number = None if value.lower() == "none" and name in ("top_k", "seed") else _number(name, value)
         if name == "max_new_tokens":
             if number < 1:
@@ -268,8 +277,8 @@ class Chat:
     def do_stats(self, rest: str) -> None:
         """show what the conversation takes of the context, and how tokens are drawn"""
         conversation = self.conversation
-        held, last = len(conversation.decoder.texts[0]), conversation.last
-        lines = [f"{len(conversation.messages)} messages, {held:,} of {conversation.context:,} tokens of context"]
+        last, taken = conversation.last, f"{conversation.tokens:,} of {conversation.context:,} tokens of context"
+        lines = [f"{len(conversation.messages)} messages, {taken}"]
         lines += [f"{conversation.decoder.processed:,} tokens went through the network"]
         lines += [f"the last answer: {last.speeds}"] if last is not None else []
         opened = conversation.opened

@@ -23,6 +23,9 @@ def generate(args: GenerateArgs) -> None:
     found = read_prompts(Path(args.prompts), args.out, key) if args.prompts else [("", {"prompt": args.prompt})]
     records = [record for _, record in found]
     done = finished(args, records)
+    if args.prompts and done == len(records):
+        print(f"{args.out} answers all {done} prompts already", file=sys.stderr)
+        return
     opened = open_model(args)
     tokenizer = opened.tokenizer
     in_template = args.template == "auto" and bool(tokenizer.own_template)
@@ -68,10 +71,14 @@ def _write_all(
             texts.append(text)
             tokens += speeds.new_tokens
             if len(texts) == count:
+                if sys.stderr.isatty():
+                    print(f"\r{number // count + 1} of {len(records)}", end="", file=sys.stderr, flush=True)
                 found = {"completion": texts[0]} if count == 1 else {"completions": texts}
                 print(json.dumps(records[number // count] | found, ensure_ascii=False), file=out, flush=True)
                 texts = []
     seconds = time.perf_counter() - began
+    if sys.stderr.isatty():
+        print("\r", end="", file=sys.stderr)
     print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
 
 

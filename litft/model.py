@@ -61,8 +61,8 @@ def rms_norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if not x.is_cpu or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
     wide = x.float()  # torch's own makes twice as many operations of it on a CPU
-    square = torch.linalg.vector_norm(wide).item() ** 2
-    return torch.mul(wide, (square / x.numel() + eps) ** -0.5).mul_(weight).to(x.dtype)
+    mean = torch.linalg.vector_norm(wide).item() ** 2 / x.numel() + eps
+    return torch.mul(wide, mean**-0.5 if mean else math.inf).mul_(weight).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):

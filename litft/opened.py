@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -12,12 +13,13 @@ import torch
 
 from litft import runs
 from litft.args import ModelArgs, Sampling
+from litft.args.processes import started_by
 from litft.config import read_object
 from litft.decode import Decoder
 from litft.folder import Source, resolve
 from litft.joined import join
 from litft.model import GPT
-from litft.parallel import pick_accelerator, pick_precision
+from litft.parallel import check_there, pick_accelerator, pick_precision
 from litft.peft import disabled
 from litft.sharding import WHOLE, Share
 from litft.speculate import Draft, Guesser, Lookup
@@ -63,37 +65,51 @@ class Opened(NamedTuple):
 
 
 def open_model(args: ModelArgs) -> Opened:
-    """The model that a command names, or that of the newest finished run; flags win over its generation_config.json."""
+    """The model that a command names, or that of the newest finished run; flags win over its generation_config.json.
+
+    Of several processes it returns in the first one.
+    """
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
-    team = None if args.layers_per_device else join_team(args.devices, args.accelerator, source)
-    device = torch.device(pick_accelerator(args.accelerator)) if team is None else team.device
-    share = team.slices if team else _spread(args, device) if args.layers_per_device else WHOLE
     given = _settings(args, source)
-    sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
-    if warning := source.another_quantization(source.quantization(args.quantize)):
-        print(warning, file=sys.stderr)
-    model, tokenizer = _open(source, args.precision, device, args.quantize, share)
-    on_one = len({parameter.device for parameter in model.parameters()}) == 1
-    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda" and on_one)
-    join(model, pack=not compiled)
-    if len([value for value in sampling.logit_bias.values() if value == -math.inf]) >= model.config.vocab_size:
-        raise ValueError("generation_config.json's suppress_tokens leave no token to say; mend the file")
-    if outside := [token for token in sampling.logit_bias if token >= model.config.vocab_size]:
-        raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {model.config.vocab_size} tokens")
     if (most := given.get("max_new_tokens", MAX_NEW_TOKENS)) < 1:
         raise ValueError(f"max_new_tokens {most}, of generation_config.json: must be at least 1; give --max_new_tokens")
+    warning = source.another_quantization(source.quantization(args.quantize))
+    device, share, team = _devices(args, source)
+    if warning and not (team and team.rank):
+        print(warning, file=sys.stderr)
+    model, tokenizer = _open(source, args.precision, device, args.quantize, share)
+    sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
+    _check_bias(sampling, model.config.vocab_size)
+    places = Counter(str(next(block.parameters()).device) for block in model.blocks)
+    if args.layers_per_device:
+        print("layers: " + ", ".join(f"{count} on {place}" for place, count in places.items()), file=sys.stderr)
+    compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda" and len(places) == 1)
+    join(model, pack=not compiled)
     if team:
-        team.begin(model)  # from here on the first process goes on alone
+        team.begin(model)
     return Opened(model, tokenizer, sampling, most, given["stop"], compiled, team)
 
 
-def _spread(args: ModelArgs, first: torch.device) -> Spread:
-    """The devices that layers are spread over; ValueError where they are not there."""
-    if first.type == "cuda" and args.devices > torch.cuda.device_count():
-        raise ValueError(f"--devices {args.devices}: this machine has {torch.cuda.device_count()} GPUs")
+def _devices(args: ModelArgs, source: Source) -> tuple[torch.device, Share, Team | None]:
+    """Where texts are given to the network, what this process holds of it, and the processes, where there are several."""
+    first = torch.device(pick_accelerator(args.accelerator))
+    if args.layers_per_device is None:
+        team = join_team(args.devices, args.accelerator, source)
+        return (team.device, team.slices, team) if team else (first, WHOLE, None)
+    if (started := started_by()) is not None:
+        raise ValueError(f"--layers_per_device: one process uses all devices, and {started[0]} has started several")
+    check_there(first.type, args.devices)
     devices = [torch.device("cuda", index) if first.type == "cuda" else first for index in range(args.devices)]
     counts = None if args.layers_per_device == "auto" else [int(count) for count in args.layers_per_device.split(",")]
-    return Spread(devices, counts)
+    return devices[0], Spread(devices, counts), None
+
+
+def _check_bias(sampling: Sampling, vocab_size: int) -> None:
+    """ValueError where tokens are biased that do not exist, or none is left."""
+    if len([value for value in sampling.logit_bias.values() if value == -math.inf]) >= vocab_size:
+        raise ValueError("generation_config.json's suppress_tokens leave no token to say; mend the file")
+    if outside := [token for token in sampling.logit_bias if token >= vocab_size]:
+        raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {vocab_size} tokens")
 
 
 def _open(

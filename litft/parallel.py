@@ -66,11 +66,16 @@ def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabri
     # its banner; what matters is in our own first lines
     for name in ("lightning_fabric.utilities.distributed", "lightning_fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    if accelerator == "cuda" and devices > torch.cuda.device_count():
-        raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs")
+    check_there(accelerator, devices)
     # else Fabric would take any job of SLURM for one that srun has started
     environment = [LightningEnvironment()] if started_by() is None else []
     return Fabric(accelerator=accelerator, strategy=strategy, plugins=environment, devices=devices, num_nodes=nodes)
+
+
+def check_there(accelerator: str, devices: int) -> None:
+    """ValueError where the machine does not have so many GPUs."""
+    if accelerator == "cuda" and devices > torch.cuda.device_count():
+        raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs")
 
 
 def _backend(accelerator: str) -> str | None:

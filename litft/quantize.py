@@ -92,7 +92,11 @@ class Packed:
             return functional.int8_vectorwise_dequant(self.data, self.state).to(dtype)
         state = copy(self.state)
         state.dtype = dtype if dtype in (torch.bfloat16, torch.float16) else torch.float32
-        return functional.dequantize_4bit(self.data, state).to(dtype)
+        if state.shape[1] % state.blocksize:  # there its kernel for CPUs (0.50.2) takes the scales of other blocks
+            count = math.prod(state.shape)
+            width = count if count % state.blocksize else state.blocksize
+            state.shape = torch.Size((count // width, width))
+        return functional.dequantize_4bit(self.data, state).view(self.state.shape).to(dtype)
 
     def pieces(self) -> tuple[list[Tensor], list[int], str]:
         """All but `data`, as an operator can take it: tensors, numbers that begin with the matrix's shape, a name."""

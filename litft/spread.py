@@ -37,7 +37,8 @@ class Spread(Share):
         elif sum(counts) != len(model.blocks):
             given = ",".join(map(str, counts))
             raise ValueError(
-                f"--layers_per_device {given}: these are {sum(counts)}, and the model has {len(model.blocks)} layers"
+                f"--layers_per_device {given}: these are {sum(counts)}, and the model has {len(model.blocks)} layers; "
+                "give numbers that add up to that"
             )
         places = [place for place, count in zip(devices, counts, strict=True) for _ in range(count)]
         for block, place in zip(model.blocks, places, strict=True):

@@ -8,6 +8,8 @@ import atexit
 import json
 import os
 import signal
+import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,13 +21,13 @@ import torch
 from torch import Tensor, distributed
 
 from litft.args.processes import counted
+from litft.cli import fail
 from litft.config import Config
 from litft.decode import Decoder
 from litft.folder import Source
 from litft.model import GPT
 from litft.parallel import is_out_of_memory, linked
 from litft.peft.parts import disabled, parts
-from litft.runs import Alone
 from litft.signals import held_back
 from litft.tensor_parallel import Slices, check_divides
 from litft.together import end_children, launch, lost
@@ -40,6 +42,8 @@ class Team:
     """The processes; ValueError where there cannot be so many."""
 
     def __init__(self, devices: int, accelerator: str, config: Config) -> None:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            _end_with_parent()
         self.fabric = linked(accelerator, devices)
         launch(self.fabric, MEETING)
         self.rank, self.device = self.fabric.global_rank, self.fabric.device
@@ -79,7 +83,7 @@ class Team:
             if is_out_of_memory(error) or not (reason := lost(error, MEETING)):
                 raise
             end_children(self.fabric)
-            raise Alone(f"{reason}; start again") from None
+            fail(f"{reason}; start again", alone=True)  # nothing can go on: no chat may take it for a wrong question
         finally:
             self._inside = False
 
@@ -110,7 +114,6 @@ class Team:
 
     def _follow(self, model: GPT) -> NoReturn:
         """Make the first process's calls until it ends."""
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all
         decoders: dict[int, Decoder] = {}
         try:
             while True:
@@ -183,6 +186,19 @@ class LeadingDecoder(Decoder):
     def hold(self, row: int, token: int) -> None:
         self.team.note(self.number, "hold", row, token)
         super().hold(row, token)
+
+
+def _end_with_parent() -> None:
+    """Have this process end, without a word, when the one that started it has ended; Ctrl-C is left to that one."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.2)
+        os._exit(0)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def join_team(devices: int, accelerator: str, source: Source) -> Team | None:

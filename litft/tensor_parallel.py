@@ -19,7 +19,7 @@ from litft.sharding import Share, put
 
 # B batch, T tokens, C channels, H heads, D head dim, V vocabulary
 
-KEYS = ("k_proj", "v_proj", "k_norm", "v_norm")  # of which there may be fewer heads than processes
+KEYS = ("k_proj", "v_proj", "k_norm")  # of which there may be fewer heads than processes
 COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # make some of the outputs
 ROWS = ("o_proj", "down_proj")  # read some of the inputs
 OUTPUTS = {"weight": -2, "lora_b": -2, "bias": -1, "lora_m": -1, "adapter_scale": -1, "adapter_bias": -1}
@@ -30,26 +30,19 @@ MOST = 64  # processes that a message counts up to
 def check_divides(config: Config, processes: int) -> None:
     """ValueError naming what so many processes cannot have equal parts of."""
     counts = {"num_attention_heads": config.n_heads}
-    experts = [layer.experts for layer in config.layers if layer.experts]
-    if len(experts) < len(config.layers):
+    if not all(layer.experts for layer in config.layers):
         counts["the MLP's hidden size"] = config.hidden_dim
-    for each in experts:
-        counts |= {"an expert's hidden size": each.hidden_dim} | (
-            {"the shared expert's hidden size": each.shared_dim} if each.shared_dim else {}
-        )
+    for each in (layer.experts for layer in config.layers if layer.experts):
+        counts |= {"an expert's hidden size": each.hidden_dim, "the shared expert's hidden size": each.shared_dim}
 
-    def fits(processes: int) -> bool:
-        heads = config.n_kv_heads
-        return not any(count % processes for count in counts.values()) and not (heads % processes and processes % heads)
+    def odd(processes: int) -> list[str]:
+        heads = config.n_kv_heads  # of which several processes may have the same
+        found = [f"{name} {count}" for name, count in counts.items() if count % processes]
+        return [*found, *([f"num_key_value_heads {heads}"] if heads % processes and processes % heads else [])]
 
-    if not fits(processes):
-        counts = {
-            "num_attention_heads": counts.pop("num_attention_heads"),
-            "num_key_value_heads": config.n_kv_heads,
-        } | counts
-        odd = [f"{name} {count}" for name, count in counts.items() if count % processes]
-        known = ", ".join(str(count) for count in range(1, MOST + 1) if fits(count))
-        raise ValueError(f"--devices {processes} cannot have equal parts of {', '.join(odd)}; this model takes {known}")
+    if found := odd(processes):
+        known = ", ".join(str(count) for count in range(1, MOST + 1) if not odd(count))
+        raise ValueError(f"--devices {processes} cannot have equal parts of {', '.join(found)}; this model takes {known}")
 
 
 class Slices(Share):

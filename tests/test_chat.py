@@ -197,9 +197,11 @@ def test_commands(checkpoints, tmp_path):
     settings = chat.conversation.opened
     assert settings.sampling.temperature == 0.5 and settings.sampling.top_k is None and settings.max_new_tokens == 3
     other = Chat(
-        Conversation(opened_of(checkpoints["stories260K"], 8)), Notes([f"/load {talk}", "/reset", "/undo", "/retry"])
+        Conversation(opened_of(checkpoints["stories260K"], 8)),
+        Notes([f"/load {talk}", "/reset", "/stats", "/undo", "/retry"]),
     )
     other.run()
+    assert "0 messages, 0 of" in other.screen.notices[-3]
     assert other.screen.notices[-2:] == ["there is nothing to undo", "error: there is no question to answer again"]
 
 

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch.nn.functional as F
 import transformers
 from conftest import ENV, ROOT, script
 from parity import ROWS, draw, relative
@@ -246,3 +247,16 @@ def test_bitsandbytes_is_kept_from_the_network(tmp_path):
     env = ENV | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n" and not done.stderr
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("shape", [(64, 64), (288, 288), (96, 32), (10, 96), (7, 100), (3, 33), (1, 5), (48, 56)])
+def test_packed_bits_stand_for_what_the_paper_says(shape, kind):
+    """Written out: a code's number times the largest of its block of 64, row after row; also where rows cut blocks."""
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    packed = Packed.of(weight, kind)
+    count, codes = weight.numel(), packed.data.view(-1).to(torch.long)
+    numbers = packed.state.code[torch.stack((codes >> 4, codes & 15), 1).view(-1)[:count]]
+    blocks = F.pad(weight.view(-1), (0, -count % 64)).view(-1, 64).abs().amax(1).repeat_interleave(64)[:count]
+    torch.testing.assert_close(packed.dense(), (numbers * blocks).view(shape), rtol=1e-6, atol=0)
+    torch.testing.assert_close(packed.dense(torch.bfloat16).float(), packed.dense(), rtol=8e-3, atol=0)

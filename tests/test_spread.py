@@ -60,6 +60,7 @@ def test_by_its_flags(checkpoints, tmp_path):
         for more in ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
     ]
     assert len(set(said)) == 1
+    assert "layers: 5 on cpu" in script(*words, "--layers_per_device", "auto", cwd=tmp_path).stderr
     wrong = script(*words, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2).stderr
     assert "these are 6, and the model has 5 layers" in wrong
     wrong = script(*words, "--layers_per_device", "2,x", cwd=tmp_path, code=2).stderr

@@ -88,10 +88,29 @@ def test_what_cannot_be_cut_is_said_by_one_process(checkpoints, folder, tmp_path
     assert "the model's context is 512; shorten it" in said and said.count("error:") == 1
 
 
+def gone(pid):
+    """A process ends within a minute."""
+    ends = time.monotonic() + 60
+    while subprocess.run(["ps", "-p", str(pid)], capture_output=True).returncode == 0:
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+
+
 def children(pid):
     """The processes that a process has started."""
     found = subprocess.run(["ps", "-o", "pid=", "--ppid", str(pid)], capture_output=True, text=True).stdout
     return [int(word) for word in found.split()]
+
+
+def test_a_leader_that_is_killed_while_it_starts_leaves_no_one(folder, tmp_path):
+    command = [sys.executable, str(ROOT / "generate/base.py"), "--checkpoint_dir", str(folder), "--devices", "2"]
+    process = subprocess.Popen([*command, "--prompt", "a"], cwd=tmp_path, env=ENV, stderr=subprocess.DEVNULL)
+    while not (found := children(process.pid)):
+        time.sleep(0.01)
+    time.sleep(4)  # it imports, and waits for the others to meet it
+    process.kill()
+    process.wait()
+    gone(found[0])
 
 
 @pytest.mark.parametrize("who", [pytest.param("leader", marks=pytest.mark.slow), "follower"])
@@ -107,7 +126,4 @@ def test_a_process_that_is_killed_takes_the_others_with_it(folder, tmp_path, who
     os.kill(process.pid if who == "leader" else other, signal.SIGKILL)
     said = process.communicate(timeout=60)[1]
     assert "Traceback" not in said and (who == "leader" or "another process" in said), said
-    ends = time.monotonic() + 60
-    while subprocess.run(["ps", "-p", str(other)], capture_output=True).returncode == 0:
-        assert time.monotonic() < ends
-        time.sleep(0.1)
+    gone(other)

@@ -159,8 +159,9 @@ def test_the_guides_to_many_devices(clone):
 @pytest.mark.slow
 def test_the_guides_to_generating(clone):
     folder, paths = clone
-    first, samples, _, guessed, pieces = run_guide("inference.md", folder, paths)
+    first, samples, _, guessed, devices, pieces = run_guide("inference.md", folder, paths)
     assert first.strip() and len(samples.splitlines()) >= 2 and guessed.strip() and "tokens/s" in pieces
+    assert len(devices.splitlines()) >= 2
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [answer["prompt"] for answer in answers] == ["One day", "The cat and the dog"] and answers[0]["id"] == 1
     run_guide("chat.md", folder, paths)
