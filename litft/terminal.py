@@ -2,6 +2,7 @@
 
 import os
 import sys
+import termios
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -76,7 +77,8 @@ class Terminal(Screen):
         """Blocks of Markdown, each printed when it is whole; the last is shown as far as it has come."""
         from rich.live import Live
 
-        with Live(console=self.console, refresh_per_second=12, transient=True, vertical_overflow="crop") as live:
+        live = Live(console=self.console, refresh_per_second=12, transient=True, vertical_overflow="crop")
+        with unechoed(), live:
             blocks = Blocks(thinking)
 
             def show(piece: str) -> None:
@@ -90,6 +92,19 @@ class Terminal(Screen):
                 live.update("")
                 for block in blocks.rest():
                     self.console.print(rendered(block))
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """Inside, what is typed is not shown: an echo, a Ctrl-C's too, would move what is drawn."""
+    before = termios.tcgetattr(sys.stdin)
+    quiet = [*before]
+    quiet[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
 class Blocks:
