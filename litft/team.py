@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from litft.args.processes import counted
+from litft.args.processes import counted, started_by
 from litft.cli import fail
 from litft.config import Config
 from litft.decode import Decoder
@@ -33,6 +33,7 @@ from litft.tensor_parallel import Slices, check_divides
 from litft.together import end_children, launch, lost
 
 MEETING = "10m"  # how long the processes wait for each other at the start, and within a pass
+LEADER = "LITFT_LEADER"  # the environment's name for the process that has started the others
 IDLE = timedelta(days=365)  # and the others for the first one, which may wait for a person
 
 # B rows, V vocabulary
@@ -42,8 +43,10 @@ class Team:
     """The processes; ValueError where there cannot be so many."""
 
     def __init__(self, devices: int, accelerator: str, config: Config) -> None:
-        if os.environ.get("LOCAL_RANK", "0") != "0":
-            _end_with_parent()
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            os.environ[LEADER] = str(os.getpid())
+        elif started_by() is None:  # who has started others ends them too
+            _end_with(int(os.environ[LEADER]))
         self.fabric = linked(accelerator, devices)
         launch(self.fabric, MEETING)
         self.rank, self.device = self.fabric.global_rank, self.fabric.device
@@ -188,12 +191,11 @@ class LeadingDecoder(Decoder):
         super().hold(row, token)
 
 
-def _end_with_parent() -> None:
+def _end_with(leader: int) -> None:
     """Have this process end, without a word, when the one that started it has ended; Ctrl-C is left to that one."""
-    parent = os.getppid()
 
     def watch() -> None:
-        while os.getppid() == parent:
+        while os.getppid() == leader:
             time.sleep(0.2)
         os._exit(0)
 

@@ -224,7 +224,7 @@ def test_gradients_are_finite_differences(folders, name, family, kind, monkeypat
         if not parameter.requires_grad:
             continue
         at = int(parameter.grad.abs().argmax())
-        flat, slope, step = parameter.data.view(-1), float(parameter.grad.view(-1)[at]), 1e-4
+        flat, slope, step = parameter.data.view(-1), float(parameter.grad.view(-1)[at]), 1e-6  # no route changes
         values = []
         with torch.no_grad():
             for sign in (1, -1):

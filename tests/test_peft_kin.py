@@ -162,8 +162,9 @@ def test_adapter_is_pefts_adaption_prompt(make_model, tmp_path, config_class, va
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     ours = list(method.parameters(model).values())
     assert len(ours) == 4
+    largest = max(float(mine.grad.abs().max()) for mine in ours)  # a gate's is a sum of both signs: its own says little
     for (_, theirs_), mine in zip(prompts(reference), ours, strict=True):
-        assert relative(mine.grad, theirs_.grad) <= 1e-5
+        assert float((mine.grad - theirs_.grad).abs().max()) <= 1e-5 * largest
     with torch.no_grad():
         assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
         assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
