@@ -28,6 +28,7 @@ from litft.folder import Source
 from litft.model import GPT
 from litft.parallel import is_out_of_memory, linked
 from litft.peft.parts import disabled, parts
+from litft.runs import Alone
 from litft.signals import held_back
 from litft.tensor_parallel import Slices, check_divides
 from litft.together import end_children, launch, lost
@@ -45,8 +46,11 @@ class Team:
     def __init__(self, devices: int, accelerator: str, config: Config) -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             os.environ[LEADER] = str(os.getpid())
-        elif started_by() is None:  # who has started others ends them too
+        elif LEADER in os.environ:
             _end_with(int(os.environ[LEADER]))
+        elif started_by() is None:  # torchrun and srun end whom they have started
+            reason = f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r}, and no launcher has started this process"
+            raise Alone(f"{reason}; unset it")
         self.fabric = linked(accelerator, devices)
         launch(self.fabric, MEETING)
         self.rank, self.device = self.fabric.global_rank, self.fabric.device

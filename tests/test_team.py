@@ -88,6 +88,12 @@ def test_what_cannot_be_cut_is_said_by_one_process(checkpoints, folder, tmp_path
     assert "the model's context is 512; shorten it" in said and said.count("error:") == 1
 
 
+def test_a_stray_rank_is_told(folder, tmp_path, monkeypatch):
+    monkeypatch.setitem(ENV, "LOCAL_RANK", "1")
+    said = generate(folder, tmp_path, "--prompt", "a", "--devices", "2", code=2).stderr
+    assert "LOCAL_RANK is '1', and no launcher has started this process; unset it" in said
+
+
 def gone(pid):
     """A process ends within a minute."""
     ends = time.monotonic() + 60
