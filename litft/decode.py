@@ -43,7 +43,7 @@ class Decoder:
 
     def _make_room(self, rows: int, capacity: int) -> None:
         self.capacity = min(capacity, self.model.config.context)
-        places = [next(block.parameters()).device for block in self.model.blocks]
+        places = self.model.places
         self.cache = KVCache(self.model.config, rows, self.capacity, places, self.model.dtype)
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
         # compiled code is made for one place in memory: there prompts are read apart, and what was read is copied

@@ -218,6 +218,11 @@ class GPT(nn.Module):
         """What the network computes in; weights that are trained may be kept in more."""
         return getattr(self.embed, "dtype", self.embed.weight.dtype)
 
+    @property
+    def places(self) -> list[torch.device]:
+        """Where each block lies."""
+        return [next(block.parameters()).device for block in self.blocks]
+
     def set_vocabulary(self, size: int) -> None:
         """Say that embedding and head know `size` tokens now."""
         self.config = replace(self.config, vocab_size=size)

@@ -80,7 +80,7 @@ def open_model(args: ModelArgs) -> Opened:
     model, tokenizer = _open(source, args.precision, device, args.quantize, share)
     sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
     _check_bias(sampling, model.config.vocab_size)
-    places = Counter(str(next(block.parameters()).device) for block in model.blocks)
+    places = Counter(map(str, model.places))
     if args.layers_per_device:
         print("layers: " + ", ".join(f"{count} on {place}" for place, count in places.items()), file=sys.stderr)
     compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda" and len(places) == 1)

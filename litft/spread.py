@@ -47,11 +47,9 @@ class Spread(Share):
 
     def connect(self, model: GPT) -> GPT:
         """As Share's."""
-        home = model.embed.weight.device
-        for block in model.blocks:
-            block.__class__, block.place = mixed(Placed, type(block)), next(block.parameters()).device
-            block.onward = None
-        model.blocks[-1].onward = home
+        for block, place in zip(model.blocks, model.places, strict=True):
+            block.__class__, block.place, block.onward = mixed(Placed, type(block)), place, None
+        model.blocks[-1].onward = model.embed.weight.device
         return model
 
 
