@@ -10,7 +10,6 @@ from pathlib import Path
 
 from litft.args import NUMBERS, ChatArgs
 from litft.data.formats import check_messages
-from litft.generate import said
 from litft.opened import Opened, make_guesser, open_model
 from litft.peft.parts import parts
 from litft.prompts import Message
@@ -89,7 +88,8 @@ class Conversation:
         tokens, self.asked = [], self.asked + 1
         try:
             pieces = (piece for _, piece in answers(self.decoder, self.tokenizer, [request], self.guesser))
-            for piece in said(self._noted(pieces, tokens), True):
+            for piece in pieces:
+                tokens += piece.tokens
                 text, self.last = text + piece, piece
                 yield piece
         except ValueError:
@@ -100,11 +100,6 @@ class Conversation:
             self.written = self.tokenizer.decode(tokens, skip_special=False)
             whole = bool(tokens) and tokens[-1] in self.tokenizer.special_ids
             self.spoken = (self.read + self.written, [*request.ids, *tokens]) if whole else ("", [])
-
-    def _noted(self, pieces: Iterator[Piece], tokens: list[int]) -> Iterator[Piece]:
-        for piece in pieces:
-            tokens += piece.tokens
-            yield piece
 
     def _prompt(self, notice: Callable[[str], None]) -> list[int]:
         """What the model reads: as many of the messages as its context has room for, beside an answer."""
@@ -139,7 +134,7 @@ class Conversation:
         request = self.opened.request(prompt_ids(self.tokenizer, asked), self.asked)
         decoder.reserve(len(request.ids) + request.max_new_tokens)
         with self.opened.as_base():
-            yield from said((piece for _, piece in answers(decoder, self.tokenizer, [request])), True)
+            yield from (piece for _, piece in answers(decoder, self.tokenizer, [request]))
 
 
 class Chat:
@@ -257,7 +252,7 @@ class Chat:
         self.screen.notice(f"{len(messages)} messages")
 
     def do_set(self, rest: str) -> None:
-        """NAME=VALUE: temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, seed, max_new_tokens"""
+        """NAME=VALUE: temperature, top_k, top_p, min_p, seed, max_new_tokens, {repetition,presence,frequency}_penalty"""
         opened = self.conversation.opened
         name, _, value = (part.strip() for part in rest.partition("="))
         known = sorted((*NUMBERS, "max_new_tokens"))

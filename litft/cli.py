@@ -45,6 +45,7 @@ COMMANDS = {
     "finetune full": Command(flags.FullFinetuneArgs, "litft.train:finetune"),
     "generate": Command(flags.GenerateArgs, "litft.generate:generate", spins="100000"),
     "chat": Command(flags.ChatArgs, "litft.chat:chat", spins="100000"),
+    "serve": Command(flags.ServeArgs, "litft.serve:serve", spins="100000"),
     "merge_lora": Command(flags.MergeArgs, "litft.convert:merge"),
     "prepare_data": Command(flags.PrepareArgs, "litft.preview:prepare_data"),
     "plan": Command(flags.PlanArgs, "litft.preview:plan"),

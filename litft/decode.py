@@ -46,6 +46,7 @@ class Decoder:
         places = self.model.places
         self.cache = KVCache(self.model.config, rows, self.capacity, places, self.model.dtype)
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
+        self._spans = {(row, row + 1): view for row, view in enumerate(self.views)} | {(0, rows): self.cache}
         # compiled code is made for one place in memory: there prompts are read apart, and what was read is copied
         apart = self.compiled and rows > 1
         self.apart = KVCache(self.model.config, 1, self.capacity, places, self.model.dtype) if apart else None
@@ -113,24 +114,42 @@ class Decoder:
     def step(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
         """Logits (B, V) after one token (B,) more of each row. Which it was the caller says with `hold`, in active rows.
 
-        The others' places are written over: what they hold stays, but for the last token of a row that is full.
+        Of other rows those within `span` have a place written over: what they hold stays, but for the last token of a row
+        that is full. The rest is not looked at, and has the logits 0.
         """
-        for row, length in enumerate(self.lengths):
-            if length == self.capacity:
+        rows = self.span(active)
+        for row in range(rows.start, rows.stop):
+            if self.lengths[row] == self.capacity:
                 assert not active[row]
-                self.truncate(row, length - 1)
-        cache, positions = self.cache, None
-        if len(set(self.lengths)) == 1 and not self.compiled:
-            cache.length = self.lengths[0]
+                self.truncate(row, self.capacity - 1)
+        cache, positions, lengths = self._rows(rows), None, self.lengths[rows]
+        if len(set(lengths)) == 1 and not self.compiled:
+            cache.length = lengths[0]
         else:
-            positions = torch.tensor(self.lengths)[:, None].to(self.device, non_blocking=True)
-            cache.bound = self._bound(max(self.lengths) + 1)
+            positions = torch.tensor(lengths)[:, None].to(self.device, non_blocking=True)
+            cache.bound = self._bound(max(lengths) + 1)
         if self._turning is not None:
-            cache.planned = torch.tensor(self.planned).to(self.device).view(-1, 1, 1, 1)
-        logits = self._through(self._token, tokens[:, None], positions=positions, cache=cache)
+            cache.planned = torch.tensor(self.planned[rows]).to(self.device).view(-1, 1, 1, 1)
+        logits = self._through(self._token, tokens[rows, None], positions=positions, cache=cache)[:, -1]
         self.lengths = [length + own for length, own in zip(self.lengths, active, strict=True)]
         self.processed += sum(active)
-        return logits[:, -1].to(torch.float32, copy=True)
+        if len(lengths) == len(active):
+            return logits.to(torch.float32, copy=True)
+        found = torch.zeros(len(active), logits.size(-1), device=self.device)
+        found[rows] = logits
+        return found
+
+    def span(self, active: Sequence[bool]) -> slice:
+        """The rows that a step computes: from the first to the last active one; all in compiled code, made for so many."""
+        found = [row for row, own in enumerate(active) if own]
+        return slice(0, len(active)) if self.compiled or not found else slice(found[0], found[-1] + 1)
+
+    def _rows(self, rows: slice) -> KVCache:
+        """A part of the cache."""
+        key = rows.start, rows.stop
+        if key not in self._spans:
+            self._spans[key] = self.cache.rows(*key)
+        return self._spans[key]
 
     def _through(self, network: Callable, tokens: Tensor, **inputs: Any) -> Tensor:
         """The network's logits; as it is written, with a warning, where what was compiled fails."""

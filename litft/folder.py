@@ -1,10 +1,12 @@
 """A folder to a model and its tokenizer: base models, adapters and runs alike."""
 
+import copy
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -158,11 +160,7 @@ class Source:
 
     def model(self, precision: str | None, device: torch.device | str, quantize: str | None, share: Share = WHOLE) -> GPT:
         """The network to use, or a share of it: the base's, with the adapter on it where this folder is one."""
-        held = self.read_adapter()
-        model = self.base_model(precision, device, quantize, held[0].plain() if held else (), share)
-        if held:
-            held[0].load(model, held[1], share)
-        return share.connect(model.eval())
+        return networks([self], precision, device, quantize, share)[0]
 
     def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
         """The method of this folder, where it is an adapter, and what it has learned."""
@@ -199,6 +197,32 @@ def _hub(folder: Path) -> str:
     parts = folder.parts
     known = len(parts) == 2 and not folder.is_absolute() and not folder.parent.exists()
     return f"; to fetch it from the hub: hf download {folder.as_posix()} --local-dir {parts[1]}" if known else ""
+
+
+def networks(
+    sources: Sequence[Source],
+    precision: str | None,
+    device: torch.device | str,
+    quantize: str | None,
+    share: Share = WHOLE,
+) -> list[GPT]:
+    """The network of each folder; all have one base, and its tensors are there once. None of them may be trained."""
+    adapters = [source.read_adapter() for source in sources]
+    plain = {name for adapter in adapters if adapter for name in adapter[0].plain()}
+    base = sources[0].base_model(precision, device, quantize, plain, share)
+    models = [*(twin(base) for _ in adapters[1:]), base]
+    for model, adapter in zip(models, adapters, strict=True):
+        if adapter:
+            method, values = adapter
+            method.load(model, values, share)
+        share.connect(model.eval())
+    return models
+
+
+def twin(model: GPT) -> GPT:
+    """A network of the same tensors: what a method changes of its modules it changes there alone."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
 
 def load(

@@ -34,40 +34,38 @@ def generate(args: GenerateArgs) -> None:
     guesser = make_guesser(args, opened, capacity)
     asked = range(done * args.num_samples, len(records) * args.num_samples)
     decoder = opened.decoder(1 if guesser else max(1, min(args.batch_size, len(asked))), capacity)
-    requests = (opened.request(prompts[number // args.num_samples], number) for number in asked)
-    pieces = answers(decoder, tokenizer, requests, guesser)
     trimmed = [in_template or bool(record.get("messages")) for record in records]
+    places = ((number, number // args.num_samples) for number in asked)
+    requests = (opened.request(prompts[place], number, trimmed[place]) for number, place in places)
+    pieces = answers(decoder, tokenizer, requests, guesser)
     if args.prompts:
-        _write_all(args, records[done:], trimmed[done:], pieces)
+        _write_all(args, records[done:], pieces)
     else:
-        _print_all(args.num_samples, trimmed[0], pieces)
+        _print_all(args.num_samples, pieces)
 
 
-def _print_all(samples: int, trimmed: bool, pieces: Iterator[tuple[int, Piece]]) -> None:
+def _print_all(samples: int, pieces: Iterator[tuple[int, Piece]]) -> None:
     """One answer as it comes; of several each when it is done."""
     if samples == 1:
         speeds = None
-        for piece in said((piece for _, piece in pieces), trimmed):
+        for _, piece in pieces:
             speeds = piece.speeds
             print(piece, end="", flush=True)
         print(flush=True)
         print(speeds, file=sys.stderr)
         return
-    for number, text, speeds in _in_order(pieces, [trimmed] * samples):
+    for number, text, speeds in _in_order(pieces):
         print(f"--- {number + 1} of {samples}: {speeds}", file=sys.stderr, flush=True)
         print(text, flush=True)
 
 
-def _write_all(
-    args: GenerateArgs, records: list[dict[str, Any]], trimmed: list[bool], pieces: Iterator[tuple[int, Piece]]
-) -> None:
+def _write_all(args: GenerateArgs, records: list[dict[str, Any]], pieces: Iterator[tuple[int, Piece]]) -> None:
     """The records with their answers, a line each, in their order; every line is there when it is done."""
     began, tokens, count = time.perf_counter(), 0, args.num_samples
-    doubled = [own for own in trimmed for _ in range(count)]
     mode = "a" if args.resume else "w"
     with open(args.out, mode, encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
         texts: list[str] = []
-        for number, text, speeds in _in_order(pieces, doubled):
+        for number, text, speeds in _in_order(pieces):
             texts.append(text)
             tokens += speeds.new_tokens
             if len(texts) == count:
@@ -82,7 +80,7 @@ def _write_all(
     print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def _in_order(pieces: Iterator[tuple[int, Piece]], trimmed: list[bool]) -> Iterator[tuple[int, str, Speeds]]:
+def _in_order(pieces: Iterator[tuple[int, Piece]]) -> Iterator[tuple[int, str, Speeds]]:
     """Whole answers in the order of their requests: number (from 0), text, speeds."""
     texts: dict[int, str] = {}
     done: dict[int, Speeds] = {}
@@ -92,18 +90,8 @@ def _in_order(pieces: Iterator[tuple[int, Piece]], trimmed: list[bool]) -> Itera
         if piece.finish_reason:
             done[number] = piece.speeds
         while following in done:
-            text = texts.pop(following)
-            yield following, text.lstrip() if trimmed[following] else text, done.pop(following)
+            yield following, texts.pop(following), done.pop(following)
             following += 1
-
-
-def said(pieces: Iterator[Piece], trimmed: bool) -> Iterator[Piece]:
-    """An answer's pieces, without the space that some templates leave for the answer's first token to make."""
-    begun = not trimmed
-    for piece in pieces:
-        text = piece if begun else piece.lstrip()
-        begun = begun or bool(text)
-        yield piece if text == piece else piece.saying(text)
 
 
 def finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:

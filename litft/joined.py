@@ -35,9 +35,23 @@ def join(model: GPT, pack: bool = False) -> None:
             module.__class__ = mixed(Joined, type(module))
             for name in names:
                 delattr(module, name)
-    for module in model.modules() if pack else ():
-        if isinstance(module, Linear) and not _read_besides(module, model):
-            module.pack()
+    if pack:
+        pack_weights([model])
+
+
+@torch.no_grad()
+def pack_weights(models: Sequence[GPT]) -> None:
+    """Lay weights out for oneDNN; what networks share is packed once, and the plain one goes where none reads it."""
+    packed: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the plain one's id, with it: ids of the living differ
+    for model in models:
+        for module in model.modules():
+            if isinstance(module, Linear) and not _read_besides(module, model):
+                before = module.weight
+                if id(before) in packed:
+                    module.weight = packed[id(before)][1]
+                else:
+                    module.pack()
+                packed[id(before)] = before, module.weight
 
 
 def _read_besides(linear: Linear, model: GPT) -> bool:

@@ -4,7 +4,7 @@ import json
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
@@ -16,8 +16,8 @@ from litft.args import ModelArgs, Sampling
 from litft.args.processes import started_by
 from litft.config import read_object
 from litft.decode import Decoder
-from litft.folder import Source, resolve
-from litft.joined import join
+from litft.folder import Source, networks, resolve
+from litft.joined import join, pack_weights
 from litft.model import GPT
 from litft.parallel import check_there, pick_accelerator, pick_precision
 from litft.peft import disabled
@@ -57,11 +57,11 @@ class Opened(NamedTuple):
         with disabled(self.model) if self.team is None else self.team.disabled(self.model):
             yield
 
-    def request(self, ids: list[int], number: int = 0) -> Request:
-        """To answer a prompt; of many with one seed each has another."""
+    def request(self, ids: list[int], number: int = 0, trimmed: bool = True) -> Request:
+        """To answer a prompt; of many with one seed each has another. trimmed: of an answer in a template."""
         seed = None if self.sampling.seed is None else self.sampling.seed + number
         sampling = replace(self.sampling, seed=seed)
-        return Request(ids, self.max_new_tokens, sampling, self.tokenizer.stop_ids, self.stop)
+        return Request(ids, self.max_new_tokens, sampling, self.tokenizer.stop_ids, self.stop, trimmed=trimmed)
 
 
 def open_model(args: ModelArgs) -> Opened:
@@ -69,25 +69,55 @@ def open_model(args: ModelArgs) -> Opened:
 
     Of several processes it returns in the first one.
     """
-    source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
-    given = _settings(args, source)
-    if (most := given.get("max_new_tokens", MAX_NEW_TOKENS)) < 1:
-        raise ValueError(f"max_new_tokens {most}, of generation_config.json: must be at least 1; give --max_new_tokens")
-    warning = source.another_quantization(source.quantization(args.quantize))
+    source = _source(args)
     device, share, team = _devices(args, source)
-    if warning and not (team and team.rank):
-        print(warning, file=sys.stderr)
-    model, tokenizer = _open(source, args.precision, device, args.quantize, share)
-    sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
-    _check_bias(sampling, model.config.vocab_size)
-    places = Counter(map(str, model.places))
+    opened = _open_all(args, [source], device, share, team)[0]
+    join(opened.model, pack=not opened.compiled)
+    if team:
+        team.begin(opened.model)
+    return opened
+
+
+def open_models(args: ModelArgs, adapters: Sequence[str]) -> list[Opened]:
+    """The same, and adapters over its base, whose weights are there once; ValueError for a folder that is none."""
+    if not adapters:
+        return [open_model(args)]
+    source = _source(args)
+    others = [resolve(folder, source.base) for folder in adapters]
+    if plain := [str(other.folder) for other in others if other.adapter is None]:
+        raise ValueError(
+            f"--adapters {', '.join(plain)}: no adapter; name folders with an adapter_config.json, or their runs"
+        )
+    device, share, _ = _devices(args, source)
+    found = _open_all(args, [source, *others], device, share, None)
+    if not found[0].compiled:
+        pack_weights([opened.model for opened in found])
+    return found
+
+
+def _source(args: ModelArgs) -> Source:
+    return resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
+
+
+def _open_all(args: ModelArgs, sources: list[Source], device: torch.device, share: Share, team: Team | None) -> list[Opened]:
+    """What commands work with of folders that have one base."""
+    settings, tokenizers = [_settings(args, source) for source in sources], [_tokenizer(source) for source in sources]
+    for source in sources:
+        warning = source.another_quantization(source.quantization(args.quantize))
+        if warning and not (team and team.rank):
+            print(warning, file=sys.stderr)
+    models = networks(sources, pick_precision(args.precision, device), device, args.quantize, share)
+    places = Counter(map(str, models[0].places))
     if args.layers_per_device:
         print("layers: " + ", ".join(f"{count} on {place}" for place, count in places.items()), file=sys.stderr)
     compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda" and len(places) == 1)
-    join(model, pack=not compiled)
-    if team:
-        team.begin(model)
-    return Opened(model, tokenizer, sampling, most, given["stop"], compiled, team)
+    found = []
+    for model, tokenizer, given in zip(models, tokenizers, settings, strict=True):
+        sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
+        _check_bias(sampling, model.config.vocab_size)
+        most = given.get("max_new_tokens", MAX_NEW_TOKENS)
+        found.append(Opened(model.requires_grad_(False), tokenizer, sampling, most, given["stop"], compiled, team))
+    return found
 
 
 def _devices(args: ModelArgs, source: Source) -> tuple[torch.device, Share, Team | None]:
@@ -112,22 +142,21 @@ def _check_bias(sampling: Sampling, vocab_size: int) -> None:
         raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {vocab_size} tokens")
 
 
-def _open(
-    source: Source, precision: str, device: torch.device, quantize: str, share: Share = WHOLE
-) -> tuple[GPT, Tokenizer]:
+def _tokenizer(source: Source) -> Tokenizer:
     if (tokenizer := source.tokenizer()) is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
-    model = source.model(pick_precision(precision, device), device, quantize, share)
-    return model.requires_grad_(False), tokenizer
+    return tokenizer
 
 
 def _settings(args: ModelArgs, source: Source) -> dict[str, Any]:
     """What the folder's generation_config.json says, as transformers would go by it, and the flags above it."""
     found = _stored(source)
     banned = {token: -math.inf for token in found.pop("suppress_tokens") if token < source.config.vocab_size}
-    flags = {name: getattr(args, name) for name in (*KINDS, "presence_penalty", "seed")}
+    flags = {name: getattr(args, name) for name in (*KINDS, "presence_penalty", "frequency_penalty", "seed")}
     bias = {int(token): float(value) for token, value in json.loads(args.logit_bias or "{}").items()}
     found |= {name: value for name, value in flags.items() if value is not None}
+    if (most := found.get("max_new_tokens", MAX_NEW_TOKENS)) < 1:
+        raise ValueError(f"max_new_tokens {most}, of generation_config.json: must be at least 1; give --max_new_tokens")
     return found | {"stop": args.stop or found["stop_strings"], "logit_bias": banned | bias}
 
 
@@ -164,10 +193,11 @@ def make_guesser(args: ModelArgs, opened: Opened, capacity: int) -> Guesser | No
     if args.draft_dir is None:
         return None
     device = opened.model.embed.weight.device
-    model, tokenizer = _open(resolve(args.draft_dir), args.precision, device, "none")
-    if tokenizer.vocabulary() != opened.tokenizer.vocabulary():
+    source = resolve(args.draft_dir)
+    if _tokenizer(source).vocabulary() != opened.tokenizer.vocabulary():
         raise ValueError(
             f"--draft_dir {args.draft_dir}: it has other tokens than the model; name a model of the same family"
         )
+    model = source.model(pick_precision(args.precision, device), device, "none").requires_grad_(False)
     join(model, pack=not opened.compiled)
     return Draft(Decoder(model, 1, capacity, opened.compiled), opened.model.config.vocab_size)

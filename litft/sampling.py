@@ -22,7 +22,8 @@ class Sampler:
         self.vocab_size, self.device = vocab_size, device
         self.settings = [Sampling(temperature=0)] * rows
         self.generators = [random.Random()] * rows
-        self.held: Tensor | None = None  # (2, B, V): what prompt and answer hold, and what the answer holds
+        self.rows = slice(0, rows)  # those that are drawn for
+        self.held: Tensor | None = None  # (2, B, V): how often prompt and answer hold a token, and how often the answer does
         self.bias: Tensor | None = None  # (B, V)
         self._gather()
 
@@ -32,9 +33,9 @@ class Sampler:
         self._gather()
         shape = (len(self.settings), self.vocab_size)
         if self.penalised:
-            self.held = torch.zeros(2, *shape, dtype=torch.bool, device=self.device) if self.held is None else self.held
-            self.held[:, row] = False
-            self.held[0, row, torch.tensor(prompt, device=self.device)] = True
+            self.held = torch.zeros(2, *shape, dtype=torch.int32, device=self.device) if self.held is None else self.held
+            self.held[:, row] = 0
+            self.held[0, row, torch.tensor(prompt, device=self.device)] = 1
         if settings.logit_bias or self.bias is not None:
             self.bias = torch.zeros(shape, device=self.device) if self.bias is None else self.bias
             self.bias[row] = 0
@@ -43,22 +44,31 @@ class Sampler:
                 values, dtype=torch.float32, device=self.device
             )
 
+    def look(self, rows: slice) -> None:
+        """Draw for these rows alone from now on: B is their number."""
+        if rows != self.rows:
+            self.rows = rows
+            self._gather()
+
     def _gather(self) -> None:
         """The rows' settings as columns (B, 1), and which of them matter at all."""
-        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty")
-        columns = ([[getattr(own, name)] for own in self.settings] for name in names)
-        self.temperature, self.top_p, self.min_p, self.repetition, self.presence = (
+        names = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+        settings = self.settings[self.rows]
+        columns = ([[getattr(own, name)] for own in settings] for name in names)
+        self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
             torch.tensor(column, device=self.device, dtype=torch.float32) for column in columns
         )
-        kept = [min(own.top_k or self.vocab_size, self.vocab_size) for own in self.settings]
+        kept = [min(own.top_k or self.vocab_size, self.vocab_size) for own in settings]
         self.cut, self.most, self.top_k = (
             min(kept) < self.vocab_size,
             max(kept),
             torch.tensor(kept, device=self.device)[:, None],
         )
-        self.greedy = all(own.temperature == 0 for own in self.settings)
-        self.nucleus = any(own.top_p < 1 for own in self.settings)
-        self.penalised = any(own.repetition_penalty != 1 or own.presence_penalty for own in self.settings)
+        self.greedy = all(own.temperature == 0 for own in settings)
+        self.nucleus = any(own.top_p < 1 for own in settings)
+        self.penalised = any(
+            own.repetition_penalty != 1 or own.presence_penalty or own.frequency_penalty for own in self.settings
+        )
 
     def next(self, logits: Tensor) -> Tensor:
         """The next tokens (B,) after logits (B, V)."""
@@ -69,22 +79,23 @@ class Sampler:
     def hold(self, tokens: Tensor) -> None:
         """Each row's answer has a token (B,) more."""
         if self.penalised:
-            self.held.scatter_(2, tokens[None, :, None].expand(2, -1, -1), True)
+            places = tokens[None, :, None].expand(2, -1, -1)
+            self.held[:, self.rows].scatter_add_(2, places, torch.ones_like(places, dtype=torch.int32))
 
     def uniforms(self) -> Tensor:
         """A number in [0, 1) a row, (B, 1)."""
-        numbers = torch.tensor([[own.random()] for own in self.generators], dtype=torch.float64)
+        numbers = torch.tensor([[own.random()] for own in self.generators[self.rows]], dtype=torch.float64)
         return numbers.to(self.device, non_blocking=True)
 
     def changed(self, logits: Tensor) -> Tensor:
         """Logits (B, V) in fp32 with bias and penalties."""
         logits = logits.float()
         if self.bias is not None:
-            logits = logits + self.bias
+            logits = logits + self.bias[self.rows]
         if self.penalised:
-            seen, made = self.held
+            seen, made = self.held[:, self.rows]
             divided = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
-            logits = torch.where(seen, divided, logits) - self.presence * made
+            logits = torch.where(seen > 0, divided, logits) - self.presence * (made > 0) - self.frequency * made
         return logits
 
     def distribution(self, logits: Tensor) -> Tensor:

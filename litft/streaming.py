@@ -6,7 +6,7 @@
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ class Request:
     sampling: Sampling = field(default_factory=Sampling)
     stop_ids: Sequence[int] = ()  # tokens that end the answer, and are no part of it
     stop: Sequence[str] = ()  # texts that do
+    top_logprobs: int = 0  # how many of the likeliest tokens each piece tells beside those taken
+    trimmed: bool = False  # without the space that some templates leave for the answer's first token to make
     planned: int | None = None  # how long the text may become, by which some ropes turn; None: as long as this answer asks
 
 
@@ -56,23 +58,29 @@ class Speeds:
         return f"{text} (prompt: {self.prompt_tokens}, read: {self.read_tokens}){guesses}"
 
 
+class Chosen(NamedTuple):
+    """A token and its log-probability, by the model's own logits, and the likeliest ones with theirs, where asked for."""
+
+    token: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
 class Piece(str):
     """Some of an answer's text, which is a str, and what it came from."""
 
     tokens: list[int]  # since the piece before, a stop token at the end included
     logprobs: list[float]  # of each, by the model's own logits
+    top: list[list[tuple[int, float]]]  # of each, the likeliest tokens in its place with theirs, as many as asked for
     finish_reason: Reason | None  # of the last piece, which may be empty
     speeds: Speeds
 
-    def __new__(cls, text: str, tokens: list[int], logprobs: list[float], reason: Reason | None, speeds: Speeds) -> "Piece":
-        """A str with four attributes."""
+    def __new__(cls, text: str, chosen: Sequence[Chosen], reason: Reason | None, speeds: Speeds) -> "Piece":
+        """A str with five attributes."""
         piece = super().__new__(cls, text)
-        piece.tokens, piece.logprobs, piece.finish_reason, piece.speeds = tokens, logprobs, reason, speeds
+        piece.tokens, piece.logprobs, piece.top = ([own[part] for own in chosen] for part in range(3))
+        piece.finish_reason, piece.speeds = reason, speeds
         return piece
-
-    def saying(self, text: str) -> "Piece":
-        """The same with another text."""
-        return Piece(text, self.tokens, self.logprobs, self.finish_reason, self.speeds)
 
 
 class TextStream:
@@ -108,18 +116,17 @@ class Answer:
     def __init__(self, request: Request, tokenizer: Tokenizer, room: int, began: float) -> None:
         self.request, self.room, self.began = request, room, began
         self.text, self.held = TextStream(tokenizer, request.ids), ""  # what may be the beginning of a stop text
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
+        self.begun = not request.trimmed
+        self.chosen: list[Chosen] = []  # since the last piece
         self.finish_reason: Reason | None = None
         self.speeds = Speeds(len(request.ids))
 
-    def take(self, token: int, logprob: float) -> Piece | None:
+    def take(self, chosen: Chosen) -> Piece | None:
         """The next token; a piece where there is something to say."""
-        speeds, request = self.speeds, self.request
+        speeds, request, token = self.speeds, self.request, chosen.token
         speeds.new_tokens, speeds.seconds = speeds.new_tokens + 1, time.perf_counter() - self.began
         speeds.first = speeds.first or speeds.seconds
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
+        self.chosen.append(chosen._replace(top=chosen.top[: request.top_logprobs]))
         if token in request.stop_ids:
             self.finish_reason = "stop"
             self.held += self.text.rest()
@@ -135,10 +142,12 @@ class Answer:
             self.finish_reason, self.held = "stop", self.held[: min(ends)]
         kept = 0 if self.finish_reason else max((_overlap(self.held, stop) for stop in self.request.stop), default=0)
         said, self.held = self.held[: len(self.held) - kept], self.held[len(self.held) - kept :]
+        if not self.begun:
+            said = said.lstrip()
+            self.begun = bool(said)
         if not (said or self.finish_reason):
             return None
-        piece = Piece(said, self.tokens, self.logprobs, self.finish_reason, self.speeds)
-        self.tokens, self.logprobs = [], []
+        piece, self.chosen = Piece(said, self.chosen, self.finish_reason, self.speeds), []
         return piece
 
 
@@ -158,66 +167,103 @@ def answers(
         for number, request in enumerate(requests):
             yield from ((number, piece) for piece in _guessed(decoder, tokenizer, request, guesser))
         return
-    waiting, rows = enumerate(requests), len(decoder.texts)
-    sampler = Sampler(rows, decoder.model.config.vocab_size, decoder.device)
-    running: list[tuple[int, Answer] | None] = [None] * rows
-    logits = torch.zeros(rows, sampler.vocab_size, device=decoder.device)
+    waiting, batch = enumerate(requests), Batch(decoder, tokenizer)
     while True:
-        for row in range(rows):
-            if running[row] is None and (following := next(waiting, None)):
-                number, request = following
-                answer, logits[row] = begin(decoder, tokenizer, row, request)
-                sampler.begin(row, request.ids, request.sampling)
-                running[row] = number, answer
-        if not any(running):
+        while batch.free and (following := next(waiting, None)):
+            batch.begin(*following)
+        if not batch.running:
             return
-        tokens = sampler.next(logits)
-        fetched = Fetched(tokens, logits)
-        active = [item is not None for item in running]
+        yield from batch.step()
+
+
+class Batch:
+    """The answers that a decoder makes at once, one a row, each by the number that its request was given."""
+
+    def __init__(self, decoder: Decoder, tokenizer: Tokenizer) -> None:
+        rows = len(decoder.texts)
+        self.decoder, self.tokenizer = decoder, tokenizer
+        self.sampler = Sampler(rows, decoder.model.config.vocab_size, decoder.device)
+        self.logits = torch.zeros(rows, self.sampler.vocab_size, device=decoder.device)
+        self.running: dict[int, tuple[int, Answer]] = {}  # by row: whose answer, and what there is of it
+        self.begun = [0] * rows  # how many answers had begun before the row's last one
+
+    @property
+    def free(self) -> list[int]:
+        """The rows without an answer."""
+        return [row for row in range(len(self.begun)) if row not in self.running]
+
+    def begin(self, number: int, request: Request) -> None:
+        """Read a prompt, in a free row; ValueError as the decoder's.
+
+        Which row: a step computes those between the first and the last answer, and what a row has read may be asked on.
+        """
+        spans = {row: max([row, *self.running]) - min([row, *self.running]) for row in self.free}
+        row = min(spans, key=lambda row: (spans[row], self.begun[row]))
+        answer, self.logits[row] = begin(self.decoder, self.tokenizer, row, request)
+        self.sampler.begin(row, request.ids, request.sampling)
+        self.running[row], self.begun[row] = (number, answer), max(self.begun) + 1
+
+    def drop(self, number: int) -> None:
+        """Give an answer up."""
+        for row in [row for row, (own, _) in self.running.items() if own == number]:
+            self._end(row)
+
+    def _end(self, row: int) -> None:
+        del self.running[row]
+        self.decoder.truncate(row, len(self.decoder.texts[row]))
+
+    def step(self) -> Iterator[tuple[int, Piece]]:
+        """A token more of each answer: the pieces, as `answers` gives them."""
+        decoder, active = self.decoder, self._active()
+        rows = decoder.span(active)
+        self.sampler.look(rows)
+        tokens = torch.zeros(len(active), dtype=torch.long, device=decoder.device)
+        tokens[rows] = self.sampler.next(self.logits[rows])
+        most = max(answer.request.top_logprobs for _, answer in self.running.values())
+        fetched = Fetched(tokens[rows], self.logits[rows], most)
         # the device makes the next step while the host looks at this one; what ends here has made it in vain
-        ahead = decoder.step(tokens, _with_room(decoder, active)) if decoder.ahead else None
-        made = list(fetched.rows())
-        for row, token, logprob in made:
-            if running[row] is None:
-                continue
-            number, answer = running[row]
-            piece = answer.take(token, logprob)
+        ahead = decoder.step(tokens, self._active(with_room=True)) if decoder.ahead else None
+        made = {row: chosen for row, chosen in enumerate(fetched.rows(), rows.start) if row in self.running}
+        for row, chosen in made.items():
+            number, answer = self.running[row]
+            piece = answer.take(chosen)
             if answer.finish_reason:
-                running[row] = None
-                decoder.truncate(row, len(decoder.texts[row]))
+                self._end(row)
             if piece is not None:
                 yield number, piece
-        active = [item is not None for item in running]
-        if any(active):
-            logits = decoder.step(tokens, active) if ahead is None else ahead
-        for row, token, _ in made:  # not before the step: whoever stops at a piece leaves no token that was not read
-            if active[row]:
-                decoder.hold(row, token)
+        if self.running:
+            self.logits = decoder.step(tokens, self._active()) if ahead is None else ahead
+        for row, chosen in made.items():  # not before the step: whoever stops at a piece leaves no token that was not read
+            if row in self.running:
+                decoder.hold(row, chosen.token)
 
-
-def _with_room(decoder: Decoder, active: list[bool]) -> list[bool]:
-    """The rows that can go a token further; others end with this one."""
-    return [own and length < decoder.capacity for own, length in zip(active, decoder.lengths, strict=True)]
+    def _active(self, with_room: bool = False) -> list[bool]:
+        """Which rows have an answer in the making; with_room: that can go a token further, others end with this one."""
+        lengths, capacity = self.decoder.lengths, self.decoder.capacity
+        return [row in self.running and not (with_room and lengths[row] == capacity) for row in range(len(lengths))]
 
 
 class Fetched:
-    """Tokens and their log-probabilities on their way to the host, which waits only when it looks."""
+    """Tokens (B,) chosen by logits (B, V), and the `most` likeliest, on their way to the host: it waits when it looks."""
 
-    def __init__(self, tokens: Tensor, logits: Tensor) -> None:
-        logprobs = logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1)
-        both = torch.stack((tokens.double(), logprobs.double()))
+    def __init__(self, tokens: Tensor, logits: Tensor, most: int = 0) -> None:
+        sums = logits.logsumexp(-1, keepdim=True)
+        likeliest = logits.topk(min(most, logits.size(-1))) if most else None
+        ids = tokens[:, None] if likeliest is None else torch.cat((tokens[:, None], likeliest.indices), 1)
+        both = torch.stack((ids.double(), (logits.gather(1, ids) - sums).double()))
         self.on_host, self.event = both, None
         if both.is_cuda:
             self.on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True).copy_(both, non_blocking=True)
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def rows(self) -> Iterator[tuple[int, int, float]]:
-        """Each row's number, token and log-probability."""
+    def rows(self) -> Iterator[Chosen]:
+        """Of each row."""
         if self.event is not None:
             self.event.synchronize()
-        tokens, logprobs = self.on_host.tolist()
-        yield from zip(range(len(tokens)), map(int, tokens), logprobs, strict=True)
+        for ids, logprobs in zip(*self.on_host.tolist(), strict=True):
+            (token, logprob), *top = zip(map(int, ids), logprobs, strict=True)
+            yield Chosen(token, logprob, top)
 
 
 def begin(decoder: Decoder, tokenizer: Tokenizer, row: int, request: Request) -> tuple[Answer, Tensor]:
@@ -238,7 +284,7 @@ def _guessed(decoder: Decoder, tokenizer: Tokenizer, request: Request, guesser: 
         answer.speeds.guessed += found.guessed
         answer.speeds.accepted += len(found.tokens) - 1 if found.guessed else 0
         for token, logprob in zip(found.tokens, found.logprobs, strict=True):
-            if (piece := answer.take(token, logprob)) is not None:
+            if (piece := answer.take(Chosen(token, logprob, []))) is not None:
                 yield piece
             if answer.finish_reason:
                 return

@@ -6,7 +6,7 @@ import torch
 import litft
 from litft.args import Sampling
 from litft.decode import Decoder
-from litft.streaming import Answer, Request, TextStream, answers, prompt_ids
+from litft.streaming import Answer, Chosen, Request, TextStream, answers, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def test_no_character_is_split(checkpoints, text):
     _, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"])
     tokens = tokenizer.encode(text, bos=False)
     answer = Answer(Request([1]), tokenizer, 1000, 0.0)
-    pieces = [piece for token in tokens if (piece := answer.take(token, 0.0)) is not None]
+    pieces = [piece for token in tokens if (piece := answer.take(Chosen(token, 0.0, []))) is not None]
     assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
     assert sum(len(piece.tokens) for piece in pieces) == len(tokens) > len(pieces) or len(tokens) == len(pieces)
 
@@ -78,7 +78,7 @@ def test_half_a_character_at_the_end_is_said_as_such(checkpoints):
     _, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"])
     half = tokenizer.encode("ok 🦊", bos=False)[:-1]
     answer = Answer(Request([1], max_new_tokens=len(half)), tokenizer, 1000, 0.0)
-    pieces = [piece for token in half if (piece := answer.take(token, 0.0)) is not None]
+    pieces = [piece for token in half if (piece := answer.take(Chosen(token, 0.0, []))) is not None]
     assert "".join(pieces).rstrip("\ufffd") == "ok " and pieces[-1].finish_reason == "length"
 
 

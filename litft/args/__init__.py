@@ -25,6 +25,7 @@ from litft.args.tools import (
     ModelArgs,
     PlanArgs,
     PrepareArgs,
+    ServeArgs,
     WriteArgs,
 )
 
@@ -54,6 +55,7 @@ __all__ = [
     "PrepareArgs",
     "Sampling",
     "SaveArgs",
+    "ServeArgs",
     "TrainArgs",
     "WriteArgs",
     "impossible_numbers",

@@ -21,6 +21,8 @@ class Sampling:
     """Of what prompt and answer hold, logits above 0 are divided by this, others multiplied (arXiv 1909.05858)."""
     presence_penalty: float = 0.0
     """Is taken off the logits of what the answer holds."""
+    frequency_penalty: float = 0.0
+    """The same, as many times as the answer holds it."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Is added to the logits of tokens, by their ids."""
     seed: int | None = None
@@ -28,14 +30,15 @@ class Sampling:
 
     def problems(self) -> list[str]:
         """What cannot be, by the names of the flags."""
-        calm, bounded = 0 <= self.temperature <= LARGEST_NUMBER, abs(self.presence_penalty) <= LARGEST_NUMBER
+        calm, far = 0 <= self.temperature <= LARGEST_NUMBER, "must lie within a million of 0"
         wanted = {
             "temperature": (calm, "must lie in [0, 1000000]; 0 is greedy"),
             "top_k": (self.top_k is None or self.top_k >= 1, "must be at least 1"),
             "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "must lie in [0, 1]"),
             "repetition_penalty": (0.001 <= self.repetition_penalty <= 1000, "must lie in [0.001, 1000]; 1 changes nothing"),
-            "presence_penalty": (bounded, "must lie within a million of 0"),
+            "presence_penalty": (abs(self.presence_penalty) <= LARGEST_NUMBER, far),
+            "frequency_penalty": (abs(self.frequency_penalty) <= LARGEST_NUMBER, far),
         }
         return [f"--{name} {getattr(self, name)}: {reason}" for name, (holds, reason) in wanted.items() if not holds]
 

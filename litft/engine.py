@@ -1,0 +1,162 @@
+"""One thread that makes everybody's answers: those of a model together, each beginning as soon as there is a row for it."""
+
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from queue import Empty, SimpleQueue
+
+from litft.opened import Opened
+from litft.streaming import Batch, Piece, Request
+
+Deliver = Callable[[Piece | Exception], None]  # is called in the engine's thread; an exception is the last it is given
+
+
+class Overloaded(Exception):
+    """As many requests wait as may."""
+
+
+class Stopping(Exception):
+    """Nothing new is begun."""
+
+
+@dataclass
+class Job:
+    """A request and who it is for."""
+
+    number: int
+    model: str
+    request: Request
+    deliver: Deliver
+
+
+class Engine:
+    """Answers for many at once.
+
+    models: by the names that requests give. rows: how many answers of each are made at once, in texts of up to `capacity`
+    tokens. most_waiting: how many more may wait for a row, of all models together.
+    """
+
+    def __init__(self, models: dict[str, Opened], rows: int, capacity: int, most_waiting: int) -> None:
+        self.models, self.rows, self.capacity, self.most_waiting = models, rows, capacity, most_waiting
+        self.alive = True
+        self._jobs: dict[int, Job] = {}  # waiting and running, in the order they came
+        self._lock, self._numbers = threading.Lock(), count()
+        self._came: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what others want done, in the engine's thread
+        self._batches: dict[str, Batch] = {}
+        self._waiting: dict[int, Job] = {}
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        """Begin to answer."""
+        self._thread.start()
+
+    def submit(self, model: str, requests: list[tuple[Request, Deliver]]) -> list[int]:
+        """Have requests answered, all or none of them; returns their numbers. Raises Overloaded or Stopping."""
+        with self._lock:
+            if self._stopping or not self.alive:
+                raise Stopping
+            if len(self._jobs) + len(requests) > self.most_waiting + self.rows * len(self.models):
+                raise Overloaded
+            jobs = [Job(next(self._numbers), model, request, deliver) for request, deliver in requests]
+            self._jobs |= {job.number: job for job in jobs}
+        self._came.put(lambda: self._waiting.update({job.number: job for job in jobs}))
+        return [job.number for job in jobs]
+
+    def cancel(self, numbers: list[int]) -> None:
+        """Give answers up that are not done: nothing more of them is delivered after the step that is being made."""
+        self._came.put(lambda: [self._give_up(number) for number in numbers])
+
+    def stop(self) -> None:
+        """End when what has begun is done; what waits is refused with Stopping."""
+        with self._lock:
+            self._stopping = True
+        self._came.put(self._refuse_waiting)
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join()
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many answers are being made, and how many requests wait."""
+        running = sum(len(batch.running) for batch in list(self._batches.values()))
+        return {"running": running, "waiting": max(0, len(self._jobs) - running)}
+
+    def _run(self) -> None:
+        try:
+            while self._jobs or not self._stopping:
+                self._hear()
+                self._admit()
+                for name in [name for name, batch in self._batches.items() if batch.running]:
+                    self._step(name)
+        except BaseException as error:
+            traceback.print_exc()
+            if isinstance(error, SystemExit):  # another process of a network that is cut has gone
+                os._exit(int(error.code or 1))
+            for number in list(self._jobs):
+                self._finish(number, error)
+        finally:
+            self.alive = False
+
+    def _hear(self) -> None:
+        """Do what was asked for; with nothing else to do wait for it."""
+        idle = not self._waiting and not any(batch.running for batch in self._batches.values())
+        with suppress(Empty):
+            while True:
+                self._came.get(block=idle)()
+                idle = False
+
+    def _admit(self) -> None:
+        """Begin those who wait longest, where their model has a free row."""
+        for job in list(self._waiting.values()):
+            if job.model not in self._batches:
+                opened = self.models[job.model]
+                self._batches[job.model] = Batch(opened.decoder(self.rows, self.capacity), opened.tokenizer)
+            batch = self._batches[job.model]
+            if len(batch.running) == self.rows:
+                continue
+            del self._waiting[job.number]
+            try:
+                batch.begin(job.number, job.request)
+            except Exception as error:  # of this request: the others go on
+                self._finish(job.number, error)
+                if not isinstance(error, ValueError):
+                    traceback.print_exc()
+
+    def _step(self, name: str) -> None:
+        """A token more of each of a model's answers."""
+        batch = self._batches[name]
+        numbers = [number for number, _ in batch.running.values()]
+        try:
+            for number, piece in batch.step():
+                self._jobs[number].deliver(piece)
+                if piece.finish_reason:
+                    self._finish(number)
+        except Exception as error:  # out of memory, a device that fails: the next requests find a fresh start
+            traceback.print_exc()
+            del self._batches[name]
+            for number in numbers:
+                self._finish(number, error)
+
+    def _finish(self, number: int, error: BaseException | None = None) -> None:
+        with self._lock:
+            job = self._jobs.pop(number, None)
+        if job is not None and error is not None:
+            job.deliver(error if isinstance(error, Exception) else Stopping())
+
+    def _give_up(self, number: int) -> None:
+        if number in self._jobs:
+            job = self._jobs[number]
+            if self._waiting.pop(number, None) is None and job.model in self._batches:
+                self._batches[job.model].drop(number)
+            self._finish(number)
+
+    def _refuse_waiting(self) -> None:
+        for number in list(self._waiting):
+            del self._waiting[number]
+            self._finish(number, Stopping())
