@@ -238,6 +238,7 @@ class Reply:
 
     def __init__(self, model: str, tokenizer: Tokenizer, each: int, tells_logprobs: bool) -> None:
         self.tokenizer, self.each, self.tells_logprobs = tokenizer, each, tells_logprobs  # each: choices of one prompt
+        self.before = tokenizer.encode("a", bos=False)[-1:]  # a token behind which others keep the space they begin with
         self.head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
 
     def whole(self, choices: list[list[Piece]]) -> dict[str, Any]:
@@ -278,7 +279,8 @@ class Reply:
 
     def text_of(self, token: int) -> str:
         """A token by itself; a part of a character is U+FFFD."""
-        return self.tokenizer.decode([token], skip_special=False)
+        before, both = (self.tokenizer.decode(ids, skip_special=False) for ids in (self.before, [*self.before, token]))
+        return both[len(before) :]
 
 
 class ChatReply(Reply):

@@ -16,7 +16,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity import build
+from parity import build, shaken
+
+from litft.folder import base_record, resolve
+from litft.peft import Method
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
@@ -105,6 +108,18 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     path.write_text(json.dumps(records), "utf-8")
     return path
+
+
+def adapted(base: Path, folder: Path, method: Method) -> Path:
+    """An adapter's folder, which changes every answer."""
+    source = resolve(base)
+    method.choose(source.meta_model(), source.adapter_rules)
+    model = source.base_model("fp32")
+    method.attach(model)
+    shaken(method.parameters(model).values())
+    folder.mkdir()
+    method.write(folder, source, method.values(model), base_record(source, folder))
+    return folder
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:

@@ -8,12 +8,10 @@ import sys
 import time
 
 import pytest
-from conftest import ENV, ROOT, script
-from parity import shaken
+from conftest import ENV, ROOT, adapted, script
 
 import litft
 from litft.args import AdapterV2Args, LoRAArgs
-from litft.folder import base_record, resolve
 from litft.peft import AdapterV2, LoRA
 
 PROMPTS = ["One day", "Lily and Tom went to the park. " * 4, "A", "Once upon a time there was a dog. He", "The"]
@@ -33,18 +31,6 @@ def prompts(tmp_path):
 def generate(folder, cwd, *words, code=0):
     flags = ["--temperature", "0", "--max_new_tokens", "20", "--precision", "fp32"]
     return script("generate/base.py", "--checkpoint_dir", folder, *flags, *words, cwd=cwd, code=code)
-
-
-def adapted(base, folder, method):
-    """An adapter's folder, which changes every answer."""
-    source = resolve(base)
-    method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32")
-    method.attach(model)
-    shaken(method.parameters(model).values())
-    folder.mkdir()
-    method.write(folder, source, method.values(model), base_record(source, folder))
-    return folder
 
 
 def answers(tmp_path):
