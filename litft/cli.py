@@ -47,6 +47,7 @@ COMMANDS = {
     "chat": Command(flags.ChatArgs, "litft.chat:chat", spins="100000"),
     "serve": Command(flags.ServeArgs, "litft.serve:serve", spins="100000"),
     "merge_lora": Command(flags.MergeArgs, "litft.convert:merge"),
+    "run_eval": Command(flags.RunEvalArgs, "litft.scores:run_eval"),
     "prepare_data": Command(flags.PrepareArgs, "litft.preview:prepare_data"),
     "plan": Command(flags.PlanArgs, "litft.preview:plan"),
     "convert_hf_checkpoint": Command(flags.ConvertArgs, "litft.convert:convert"),

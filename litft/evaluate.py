@@ -2,16 +2,17 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from lightning_fabric import Fabric
+from torch import Tensor
 
 from litft.args import EvalArgs
 from litft.data.load import Data
 from litft.data.samples import Sample
-from litft.data.steps import Layout
+from litft.data.steps import Layout, MicroBatch
 from litft.decode import Decoder
 from litft.metrics import Row
 from litft.model import GPT
@@ -31,15 +32,24 @@ def validation_loss(
     """Summed loss over the count of target tokens, both over all ranks. pause: called before each micro-batch."""
     training = model.training
     model.eval()
-    totals = torch.zeros(2, dtype=torch.float64, device=fabric.device)
-    for batch in layout.in_blocks(samples, BLOCK * fabric.world_size, fabric.global_rank):
-        pause()
-        batch = batch.to(fabric.device)
-        loss, count = model(batch.tokens, **batch.inputs())
-        totals += torch.stack((loss.double(), count.double()))
+    batches = layout.in_blocks(samples, BLOCK * fabric.world_size, fabric.global_rank)
+    totals = summed_loss(model, batches, fabric.device, pause)
     model.train(training)
     loss, count = fabric.all_reduce(totals, reduce_op="sum").tolist()
     return loss / count
+
+
+def summed_loss(
+    model: GPT, batches: Iterable[MicroBatch], device: torch.device, pause: Callable[[], None] = lambda: None
+) -> Tensor:
+    """The loss and the count of targets (2,), in fp64, each summed over micro-batches. pause: called before each."""
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    for batch in batches:
+        pause()
+        batch = batch.to(device)
+        loss, count = model(batch.tokens, **batch.inputs())
+        totals += torch.stack((loss.double(), count.double()))
+    return totals
 
 
 def exact_match(
@@ -179,8 +189,12 @@ def _texts(item: str) -> list[str]:
 
 
 def answer(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> str:
-    """The model's greedy answer to a prompt, the end of which counts where it is longer than the context."""
-    ids = prompt[-model.config.context + 1 :]
-    request = Request(ids, max_new_tokens, Sampling(temperature=0), tokenizer.stop_ids)
-    decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
+    """The model's greedy answer to a prompt."""
+    request = greedy(model, tokenizer, prompt, max_new_tokens)
+    decoder = Decoder(model, capacity=len(request.ids) + max_new_tokens)
     return "".join(piece for _, piece in answers(decoder, tokenizer, [request])).strip()
+
+
+def greedy(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> Request:
+    """For the likeliest answer to a prompt, the end of which counts where it is longer than the context."""
+    return Request(prompt[-model.config.context + 1 :], max_new_tokens, Sampling(temperature=0), tokenizer.stop_ids)

@@ -22,6 +22,8 @@ SCRIPTS = {
     "finetune full": "finetune/full.py",
     "generate": "generate/base.py",
     "chat": "generate/chat.py",
+    "serve": "generate/serve.py",
+    "run_eval": "scripts/run_eval.py",
     "merge_lora": "scripts/merge_lora.py",
     "prepare_data": "scripts/prepare_data.py",
     "plan": "scripts/plan.py",

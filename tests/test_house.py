@@ -35,7 +35,8 @@ TIERS = [
         "streaming",
     },
     {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert"},
-    {"team", "opened", "generate", "chat", "terminal"},
+    {"team", "opened", "generate", "chat", "terminal", "engine", "harness"},
+    {"api", "serve", "scores"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
 TORCHLESS = {"config", "args", "runs", "signals", "cli"}

@@ -1,7 +1,7 @@
 """The flags of what comes before and after fine-tuning: looking, generating, merging, converting."""
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from litft.args.checks import LARGEST, below, impossible_numbers, size
@@ -115,8 +115,8 @@ class PlanArgs:
 
 
 @dataclass
-class ModelArgs:
-    """Which model to run."""
+class OpenArgs:
+    """Which model, and how it is held."""
 
     checkpoint_dir: str | None = None
     """A model folder, an adapter folder, or a run's folder. Default: the newest finished run under out/."""
@@ -132,6 +132,26 @@ class ModelArgs:
     """Cut the network between so many GPUs, or processes on a CPU: each holds some of its heads and hidden units."""
     layers_per_device: str | None = None
     """Whole layers a GPU instead, one GPU after the other: as many as fit with auto, the rest on the host; or 20,12."""
+
+    def problems(self) -> list[str]:
+        """Everything wrong with the values that can be seen before anything is loaded."""
+        return impossible_numbers(self) + below(self, "", 1, "devices") + self._layer_problems()
+
+    def _layer_problems(self) -> list[str]:
+        """Of --layers_per_device: text that is no number a device."""
+        given = self.layers_per_device
+        if given in (None, "auto"):
+            return []
+        counts = given.split(",")
+        if all(count.strip().isdecimal() for count in counts) and len(counts) == self.devices:
+            return []
+        return [f"--layers_per_device {given}: expected auto, or a number for each of --devices {self.devices}, as 20,12"]
+
+
+@dataclass
+class ModelArgs(OpenArgs):
+    """Which model to run, and how its answers are made."""
+
     compile: Literal["auto", "true", "false"] = "auto"
     """Compile reading and decoding; that takes a minute at the start. auto: on a GPU."""
     draft_dir: str | None = None
@@ -163,10 +183,9 @@ class ModelArgs:
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
-        found = impossible_numbers(self) + below(self, "", 1, "max_new_tokens", "devices")
+        found = super().problems() + below(self, "", 1, "max_new_tokens")
         given = {name: getattr(self, name) for name in NUMBERS}
         found += Sampling(**{name: value for name, value in given.items() if value is not None}).problems()
-        found += self._layer_problems()
         if self.draft_dir and self.lookup:
             found.append("--draft_dir and --lookup: one of them guesses; leave the other out")
         if "" in self.stop:
@@ -174,16 +193,6 @@ class ModelArgs:
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
             found.append(f"--logit_bias {self.logit_bias}: expected JSON such as '{{\"262\": -100}}', numbers by token id")
         return found
-
-    def _layer_problems(self) -> list[str]:
-        """Of --layers_per_device: text that is no number a device."""
-        given = self.layers_per_device
-        if given in (None, "auto"):
-            return []
-        counts = given.split(",")
-        if all(count.strip().isdecimal() for count in counts) and len(counts) == self.devices:
-            return []
-        return [f"--layers_per_device {given}: expected auto, or a number for each of --devices {self.devices}, as 20,12"]
 
 
 def _is_bias(text: str) -> bool:
@@ -286,6 +295,50 @@ class ServeArgs(ModelArgs):
         if self.draft_dir or self.lookup:
             found.append("--draft_dir and --lookup guess for one answer, and many are made at once; leave them out")
         return found
+
+
+@dataclass
+class RunEvalArgs(OpenArgs):
+    """Score a model, and its base beside it: lm-evaluation-harness tasks, or loss and answers on your own examples."""
+
+    tasks: list[str] = field(default_factory=list)
+    """Tasks of lm-evaluation-harness, by name or as the path of a YAML file."""
+    include_path: str | None = None
+    """A folder with more tasks."""
+    num_fewshot: int | None = None
+    """Examples before each question. Default: the task's own."""
+    chat_template: bool = False
+    """Put the tasks' questions into the model's chat template."""
+    data: DataArgs = field(default_factory=lambda: DataArgs(val_fraction=0.0))
+    against: str | None = None
+    """Another model's folder to score beside this one; none: score this one alone. Default: of an adapter its base."""
+    limit: int | None = None
+    """Only so many examples, of each task and of --data."""
+    batch_size: int = 8
+    """Texts that go through the network at once."""
+    max_new_tokens: int | None = None
+    """Tokens of an answer to --data. Default: those of the expected one, and 8 more."""
+    show: int = 3
+    """How many answers to --data are printed."""
+    out: str | None = None
+    """Write everything there, as JSON."""
+
+    def problems(self) -> list[str]:
+        """As for every model, and that there is something to score."""
+        found = super().problems() + self.data.problems() + below(self, "", 1, "limit", "batch_size", "max_new_tokens")
+        found += below(self, "", 0, "show", "num_fewshot")
+        if not (self.tasks or self.data.path):
+            found.append("give --tasks NAMES, or --data.path FILE")
+        if self.devices > 1 and not self.layers_per_device:
+            found.append(
+                f"--devices {self.devices}: texts are scored whole; spread the layers with --layers_per_device auto"
+            )
+        return found
+
+    def model(self, folder: str, base_dir: str | None = None) -> ModelArgs:
+        """How a folder is opened, held as these say. Texts have all lengths: compiling would take longer than it gains."""
+        held = {item.name: getattr(self, item.name) for item in fields(OpenArgs)}
+        return ModelArgs(**held | {"checkpoint_dir": folder, "base_dir": base_dir}, compile="false")
 
 
 @dataclass

@@ -1,0 +1,9 @@
+"""Score a model, and its base beside it, by lm-evaluation-harness tasks or on your own examples:
+
+python scripts/run_eval.py --checkpoint_dir DIR --tasks hellaswag --data.path FILE
+"""
+
+from litft.cli import run
+
+if __name__ == "__main__":
+    run("run_eval")

@@ -1,0 +1,328 @@
+"""Scores: lm-evaluation-harness's tasks on litft's own network, and a user's own examples."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import ENV, ROOT, adapted, script
+from transformers import AutoModelForCausalLM
+
+import litft
+from litft.args import LoRAArgs, RunEvalArgs
+from litft.harness import HarnessModel
+from litft.opened import open_model
+from litft.peft import LoRA
+
+lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval, of the extra 'eval'")
+QUESTIONS = [
+    {"question": "What is the capital of France?", "choices": ["Paris", "London", "a potato"], "answer": 0},
+    {"question": "What do calves drink?", "choices": ["water", "milk", "petrol"], "answer": 1},
+    {"question": "2 + 2 =", "choices": ["5", "4", "seventeen"], "answer": 1},
+    {"question": "The sky is", "choices": ["green", "blue"], "answer": 1},
+    {"question": "Who wrote Hamlet?", "choices": ["Goethe", "Shakespeare", "Plato"], "answer": 1},
+    {"question": "Water boils at", "choices": ["a hundred degrees", "ten degrees"], "answer": 0},
+]
+BEGINNING = """\
+task: {name}
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {folder}/questions.jsonl
+test_split: test
+doc_to_text: "Question: {{{{question}}}}\\nAnswer:"
+metadata:
+  version: 1
+"""
+KINDS = {
+    "choice": """\
+output_type: multiple_choice
+doc_to_target: "{{answer}}"
+doc_to_choice: "{{choices}}"
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+  - metric: acc_norm
+    aggregation: mean
+    higher_is_better: true
+""",
+    "said": """\
+output_type: generate_until
+doc_to_target: "{{choices[answer]}}"
+generation_kwargs:
+  until: ["\\n", "."]
+  max_gen_toks: 12
+  do_sample: false
+metric_list:
+  - metric: !function judge.holds
+    aggregation: mean
+    higher_is_better: true
+""",
+    "text": """\
+output_type: loglikelihood_rolling
+doc_to_target: "{{question}} {{choices}}"
+metric_list:
+  - metric: word_perplexity
+    aggregation: weighted_perplexity
+    higher_is_better: false
+""",
+}
+# the package `evaluate`, whose name no file of the scripts' folder may have
+JUDGE = """\
+import evaluate
+
+def holds(predictions, references):
+    assert callable(evaluate.load) and "site-packages" in evaluate.__file__
+    return float(references[0].lower() in predictions[0].lower())
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """YAML files of one task of each kind, and what they need."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "questions.jsonl").write_text("".join(json.dumps(own) + "\n" for own in QUESTIONS))
+    (folder / "judge.py").write_text(JUDGE)
+    for name, text in KINDS.items():
+        (folder / f"{name}.yaml").write_text(BEGINNING.format(name=f"own_{name}", folder=folder) + text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    return checkpoints["stories260K"]
+
+
+@pytest.fixture(scope="module")
+def tuned(folder, tmp_path_factory):
+    method = LoRA(LoRAArgs(r=4, targets=["v_proj", "down_proj"]))
+    return adapted(folder, tmp_path_factory.mktemp("tuned") / "tuned", method)
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    path = tmp_path_factory.mktemp("examples") / "own.jsonl"
+    texts = [("Who is it?", "Lily"), ("What did she see?", "a big dog in the park"), ("And then?", "they were happy")] * 3
+    path.write_text("".join(json.dumps({"prompt": a, "completion": b}) + "\n" for a, b in texts))
+    return path
+
+
+def evaluated(tmp_path, *words, code=0):
+    """What a command writes and prints."""
+    done = script("scripts/run_eval.py", "--out", "out.json", *words, cwd=tmp_path, code=code)
+    return (json.loads((tmp_path / "out.json").read_text()) if code == 0 else None), done
+
+
+def asked(*args, kind="loglikelihood"):
+    """The harness's requests."""
+    from lm_eval.api.instance import Instance
+
+    return [Instance(kind, {}, own, number) for number, own in enumerate(args)]
+
+
+@pytest.fixture(scope="module")
+def ours(folder):
+    args = RunEvalArgs(tasks=["any"], precision="fp32")
+    return HarnessModel(open_model(args.model(str(folder))), batch_size=3)
+
+
+PAIRS = [
+    ("Once upon a", " time there was"),
+    ("", "The dog"),
+    ("Lily ", "ran"),
+    ("Lily", " ran"),
+    ("Lily", " saw"),
+    ("a " * 400, "b"),
+]
+
+
+@torch.no_grad()
+def test_log_probabilities_are_the_models(ours, folder):
+    """In batches, with texts of other lengths beside them, too long ones cut, and choices that share what they follow."""
+    model, tokenizer = litft.load(folder, "fp32")
+    found = ours.loglikelihood(asked(*PAIRS), disable_tqdm=True)
+    for (context, continuation), (total, greedy) in zip(PAIRS, found, strict=True):
+        whole = tokenizer.encode(context + continuation) if context else [*tokenizer.encode("The dog")]
+        before = len(tokenizer.encode(context.rstrip())) if context else 1
+        kept = whole[-model.config.context - 1 :]
+        logprobs = model(torch.tensor([kept[:-1]]))[0].log_softmax(-1)[-(len(whole) - before) :]
+        ids = torch.tensor(whole[before:])
+        assert math.isclose(total, float(logprobs.gather(1, ids[:, None]).sum()), abs_tol=1e-3)
+        assert greedy == bool((logprobs.argmax(-1) == ids).all())
+
+
+@torch.no_grad()
+def test_a_texts_windows_predict_each_token_once(ours, folder):
+    model, tokenizer = litft.load(folder, "fp32")
+    text = "Lily and Tom went to the park. They saw a big dog. " * 60
+    (found,) = ours.loglikelihood_rolling(asked((text,)), disable_tqdm=True)
+    ids, context, total = tokenizer.encode(text), model.config.context, 0.0
+    assert len(ids) > 2 * context
+    whole = [ours.prefix_token_id, *ids]
+    for start in range(0, len(ids), context):
+        end = min(start + context, len(ids))
+        begin = max(0, end - context)  # the last window reaches back as far as it can
+        logprobs = model(torch.tensor([whole[begin:end]]))[0].log_softmax(-1)
+        total += float(logprobs.gather(1, torch.tensor(whole[begin + 1 : end + 1])[:, None])[start - begin :].sum())
+    assert math.isclose(found, total, rel_tol=1e-4)
+
+
+def test_answers_end_where_a_task_says(ours, folder):
+    model = litft.load(folder, "fp32")
+    settings = {"until": ["."], "max_gen_toks": 40, "do_sample": False}
+    prompts = ["Once upon a time", "Lily saw", "a " * 500]
+    found = ours.generate_until(asked(*((prompt, settings) for prompt in prompts), kind="generate_until"), disable_tqdm=True)
+    for prompt, text in zip(prompts[:2], found[:2], strict=True):
+        whole = "".join(litft.stream(*model, prompt, max_new_tokens=40, temperature=0))
+        assert text == whole.partition(".")[0]
+    assert found[2]
+    sampled = {"until": [], "max_gen_toks": 10, "do_sample": True, "temperature": 2.0}
+    several = ours.generate_until(asked(*[(prompts[0], sampled)] * 4, kind="generate_until"), disable_tqdm=True)
+    assert len(set(several)) > 1
+
+
+@pytest.mark.slow
+def test_scores_are_those_of_the_harness_s_hugging_face_back_end(checkpoints, tasks, tmp_path):
+    """SmolLM2: every log-probability, answer and score."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    folder = checkpoints["SmolLM2-135M-Instruct"]
+    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
+    ours = HarnessModel(open_model(RunEvalArgs(tasks=["any"], precision="fp32").model(str(folder))), 4)
+    pairs = [(f"Question: {own['question']}\nAnswer:", f" {choice}") for own in QUESTIONS for choice in own["choices"]]
+    for (expected, greedy), found in zip(*(own.loglikelihood(asked(*pairs)) for own in (theirs, ours)), strict=True):
+        assert math.isclose(expected, found[0], abs_tol=2e-3) and greedy == found[1]
+    settings = {"until": ["\n"], "max_gen_toks": 20, "do_sample": False}
+    prompts = [(f"Question: {own['question']}\nAnswer:", settings) for own in QUESTIONS]
+    assert ours.generate_until(asked(*prompts)) == theirs.generate_until(asked(*prompts))
+    names = [str(tasks / f"{name}.yaml") for name in KINDS]
+    expected = lm_eval.simple_evaluate(theirs, tasks=names, task_manager=TaskManager(), log_samples=False)["results"]
+    found, _ = evaluated(tmp_path, "--checkpoint_dir", folder, "--precision", "fp32", "--tasks", ",".join(names))
+    (results,) = found["harness"].values()
+    assert results.keys() == expected.keys() and len(results) == 3
+    for task, scores in expected.items():
+        for name, value in scores.items():
+            if "," in name and isinstance(value, float):
+                assert math.isclose(results[task][name], value, rel_tol=1e-4), (task, name)
+
+
+@pytest.mark.slow
+def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
+    """Tasks and examples in one table; what stands under base is what the base alone gets."""
+    words = [
+        "--tasks",
+        ",".join(str(tasks / f"{name}.yaml") for name in KINDS),
+        "--data.path",
+        examples,
+        "--precision",
+        "fp32",
+    ]
+    both, done = evaluated(tmp_path, "--checkpoint_dir", tuned, *words)
+    alone, _ = evaluated(tmp_path, "--checkpoint_dir", folder, *words)
+    assert both["scores"].keys() == {"base", "tuned"} and alone["scores"].keys() == {folder.name}
+    for name, value in alone["scores"][folder.name].items():
+        assert math.isclose(both["scores"]["base"][name], value, rel_tol=1e-4), name
+    assert both["scores"]["tuned"]["loss"] != both["scores"]["base"]["loss"]
+    assert {"loss", "perplexity", "exact_match", "own_choice: acc", "own_said: holds", "own_text: word_perplexity"} <= both[
+        "scores"
+    ]["base"].keys()
+    lines = done.stdout.splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")] == ["", "", "base", "tuned", ""]
+    assert sum(line.startswith("|") for line in lines) == 2 + len(both["scores"]["base"])
+    assert "prompt:" in done.stdout and "expected:  " in done.stdout and "tuned:  " in done.stdout
+    only, _ = evaluated(
+        tmp_path, "--checkpoint_dir", tuned, "--data.path", examples, "--precision", "fp32", "--against", "none"
+    )
+    assert only["scores"].keys() == {"tuned"}
+    against, _ = evaluated(
+        tmp_path, "--checkpoint_dir", folder, "--data.path", examples, "--against", tuned, "--precision", "fp32"
+    )
+    assert list(against["scores"]) == ["tuned", folder.name]
+    assert against["scores"]["tuned"] == only["scores"]["tuned"]
+
+
+@torch.no_grad()
+def test_scores_on_ones_own_examples(folder, examples, tmp_path):
+    """The loss is transformers', a token; an answer is right to the letter or not."""
+    text = examples.read_text().splitlines()
+    model, tokenizer = litft.load(folder, "fp32")
+    said = "".join(
+        litft.stream(model, tokenizer, [{"role": "user", "content": "Who is it?"}], max_new_tokens=6, temperature=0)
+    )
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("\n".join([*text[:3], json.dumps({"prompt": "Who is it?", "completion": said})]) + "\n")
+    found, _ = evaluated(
+        tmp_path, "--checkpoint_dir", folder, "--data.path", mine, "--precision", "fp32", "--max_new_tokens", "6"
+    )
+    scores = found["scores"][folder.name]
+    theirs, total, count = AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), 0.0, 0
+    for line in mine.read_text().splitlines():
+        record = json.loads(line)
+        talk = [{"role": "user", "content": record["prompt"]}]
+        before = tokenizer.apply_chat_template(talk, add_generation_prompt=True)
+        whole = tokenizer.apply_chat_template([*talk, {"role": "assistant", "content": record["completion"]}])
+        ids = [*tokenizer.encode(whole, bos=False)]
+        ids += [] if ids[-1] in tokenizer.stop_ids else tokenizer.stop_ids[-1:]
+        start = len(tokenizer.encode(before, bos=False))
+        logits = theirs(torch.tensor([ids])).logits[0]
+        total += float(F.cross_entropy(logits[start - 1 : -1], torch.tensor(ids[start:]), reduction="sum"))
+        count += len(ids) - start
+    assert math.isclose(scores["loss"], total / count, rel_tol=1e-4)
+    assert math.isclose(scores["perplexity"], math.exp(scores["loss"]), rel_tol=1e-9)
+    assert scores["examples"] == 4 and len(found["answers"]) == 4
+    assert found["answers"][3][folder.name] == said.strip() == found["answers"][3]["expected"]
+    assert scores["exact_match"] == 0.25
+
+
+def test_plain_texts_have_a_perplexity_alone(folder, tmp_path):
+    (tmp_path / "text.txt").write_text("Lily saw a dog. " * 20)
+    found, _ = evaluated(tmp_path, "--checkpoint_dir", folder, "--data.path", "text.txt")
+    assert found["scores"][folder.name].keys() == {"examples", "loss", "perplexity"} and not found["answers"]
+
+
+def test_the_held_out_part_is_the_trainings(folder, examples, tmp_path):
+    found, _ = evaluated(
+        tmp_path, "--checkpoint_dir", folder, "--data.path", examples, "--data.val_fraction", "0.3", "--limit", "2"
+    )
+    assert found["scores"][folder.name]["examples"] == 2
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_quantized(checkpoints, examples, quantize, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    words = ["--data.path", examples, "--limit", "3"]
+    plain, _ = evaluated(tmp_path, "--checkpoint_dir", checkpoints["stories260K"], *words)
+    found, _ = evaluated(tmp_path, "--checkpoint_dir", checkpoints["stories260K"], *words, "--quantize", quantize)
+    losses = [own["scores"]["stories260K"]["loss"] for own in (plain, found)]
+    assert losses[0] != losses[1] and math.isclose(*losses, rel_tol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "give --tasks"),
+        (["--tasks", "hellaswagg"], "did you mean hellaswag?"),
+        pytest.param(["--tasks", "nowhere.yaml"], "YAML", marks=pytest.mark.slow),
+        (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--data.path", "nowhere.jsonl", "--limit", "0"], "--limit 0"),
+        (["--tasks", "piqa", "--devices", "2"], "--layers_per_device"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_scored(folder, words, said, tmp_path):
+    _, done = evaluated(tmp_path, "--checkpoint_dir", folder, *words, code=2)
+    assert said in done.stderr
+
+
+@pytest.mark.parametrize("package", ["lm_eval", "evaluate"])
+def test_without_the_packages_one_message_says_what_to_install(folder, package, tmp_path):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name='{package}')")
+    command = [sys.executable, str(ROOT / "scripts/run_eval.py"), "--checkpoint_dir", str(folder), "--tasks", "piqa"]
+    done = subprocess.run(command, env=ENV | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1] == f"error: --tasks needs the package {package}; pip install 'litft[eval]'"
