@@ -69,6 +69,11 @@ class KVCache:
         self.bound = self.capacity  # where positions are given: keys beyond are not looked at
         self.call = Call(0, 0, None, {})
 
+    @staticmethod
+    def token_bytes(config: Config, dtype: torch.dtype) -> int:
+        """What a token of a row takes."""
+        return 2 * len(config.layers) * config.n_kv_heads * config.head_dim * dtype.itemsize
+
     def rows(self, start: int, stop: int) -> "KVCache":
         """Some of the rows, in the same memory."""
         view = KVCache.__new__(KVCache)

@@ -41,6 +41,12 @@ class Source:
     config: Config
 
     @property
+    def name(self) -> str:
+        """What a person calls it: a run's result is called as the run."""
+        folder = self.folder.resolve()
+        return folder.parent.name if folder.name in ("final", "best") else folder.name
+
+    @property
     def rules(self) -> list[Rule]:
         """How this family's weights are named."""
         return family(self.config.model_type).rules(self.config)

@@ -69,7 +69,7 @@ def open_model(args: ModelArgs) -> Opened:
 
     Of several processes it returns in the first one.
     """
-    source = _source(args)
+    source = source_of(args)
     device, share, team = _devices(args, source)
     opened = _open_all(args, [source], device, share, team)[0]
     join(opened.model, pack=not opened.compiled)
@@ -82,7 +82,7 @@ def open_models(args: ModelArgs, adapters: Sequence[str]) -> list[Opened]:
     """The same, and adapters over its base, whose weights are there once; ValueError for a folder that is none."""
     if not adapters:
         return [open_model(args)]
-    source = _source(args)
+    source = source_of(args)
     others = [resolve(folder, source.base) for folder in adapters]
     if plain := [str(other.folder) for other in others if other.adapter is None]:
         raise ValueError(
@@ -95,7 +95,8 @@ def open_models(args: ModelArgs, adapters: Sequence[str]) -> list[Opened]:
     return found
 
 
-def _source(args: ModelArgs) -> Source:
+def source_of(args: ModelArgs) -> Source:
+    """The folder that a command names, or the newest finished run's."""
     return resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
 
 

@@ -18,10 +18,8 @@ from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.data.steps import Layout
 from litft.evaluate import BLOCK, greedy, summed_loss
-from litft.folder import resolve
-from litft.opened import Opened, open_model
-from litft.peft.parts import parts
-from litft.runs import newest_finished, write_whole
+from litft.opened import Opened, open_model, source_of
+from litft.runs import write_whole
 from litft.streaming import answers
 from litft.tokenizer import Tokenizer
 
@@ -48,7 +46,6 @@ class Example:
 def run_eval(args: RunEvalArgs) -> None:
     """Print the table, and answers to look at; write everything to --out."""
     ask = _harness(args) if args.tasks else None
-    args.checkpoint_dir = args.checkpoint_dir or str(newest_finished())
     subjects, shown = [], []
     for subject, opened, answering in _subjects(args):
         with answering:
@@ -63,18 +60,17 @@ def run_eval(args: RunEvalArgs) -> None:
 
 def _subjects(args: RunEvalArgs) -> Iterator[tuple[Subject, Opened, AbstractContextManager]]:
     """What is scored, one after the other: first what the model is held against. Inside the third it answers."""
+    asked = args.model(args.checkpoint_dir, args.base_dir)
+    source = source_of(asked)
+    name = "tuned" if source.adapter and args.against in (None, "none") else source.name
     if args.against not in (None, "none"):
-        yield Subject(_name(args.against)), open_model(args.model(args.against)), nullcontext()
-    opened = open_model(args.model(args.checkpoint_dir, args.base_dir))
-    is_adapter = bool(parts(opened.model))
-    if args.against is None and is_adapter:
+        other = args.model(args.against)
+        theirs = source_of(other).name
+        yield Subject(theirs if theirs != name else args.against), open_model(other), nullcontext()
+    opened = open_model(asked)
+    if source.adapter and args.against is None:
         yield Subject("base"), opened, opened.as_base()
-    yield Subject("tuned" if is_adapter else _name(args.checkpoint_dir)), opened, nullcontext()
-
-
-def _name(folder: str) -> str:
-    found = resolve(folder).folder.resolve()
-    return found.parent.name if found.name in ("final", "best") else found.name
+    yield Subject(name), opened, nullcontext()
 
 
 @torch.no_grad()

@@ -29,10 +29,9 @@ except ModuleNotFoundError as error:
     raise ValueError(f"serving needs the package {error.name}; pip install 'litft[serve]'") from None
 
 from litft.args import ServeArgs
+from litft.cache import KVCache
 from litft.engine import Engine, Overloaded, Stopping
-from litft.folder import resolve
-from litft.opened import Opened, open_models
-from litft.runs import newest_finished
+from litft.opened import Opened, open_models, source_of
 from litft.streaming import Piece, Request
 
 PAGE = Path(__file__).parent / "page.html"
@@ -52,15 +51,15 @@ def serve(args: ServeArgs) -> None:
     """Answer until SIGTERM or Ctrl-C; then finish what has begun."""
     with _listening(args.host, args.port) as listener:
         models = _open(args)
-        some = next(iter(models.values()))
-        capacity = min(args.max_seq_length or CAPACITY, min(own.model.config.context for own in models.values()))
-        if (args.max_seq_length or 0) > capacity:
-            raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context is {capacity}; lower it")
+        config = next(iter(models.values())).model.config
+        if (args.max_seq_length or 0) > config.context:
+            raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context is {config.context}; lower it")
+        capacity = args.max_seq_length or min(CAPACITY, config.context)
         engine = Engine(models, args.batch_size, capacity, args.max_waiting)
         app = Endpoint(engine, capacity, args).app()
-        config = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+        settings = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
         engine.start()
-        asyncio.run(Server(config, engine, _welcome(listener, args, models, some, capacity)).serve([listener]))
+        asyncio.run(Server(settings, engine, _welcome(listener, args, models, capacity)).serve([listener]))
         engine.join()
 
 
@@ -81,24 +80,17 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 def _open(args: ServeArgs) -> dict[str, Opened]:
     """What is served, by name; ValueError for two of one name."""
-    args.checkpoint_dir = args.checkpoint_dir or str(newest_finished())
     named = {name: folder for name, _, folder in (item.partition("=") for item in args.adapters)}
-    name = args.model_name or _folder_name(resolve(args.checkpoint_dir, args.base_dir).folder)
-    if name in named:
-        raise ValueError(f"--adapters {name}=...: the first model is called so too; give it another with --model_name")
-    return dict(zip([name, *named], open_models(args, list(named.values())), strict=True))
+    first = args.model_name or source_of(args).name
+    if first in named:
+        raise ValueError(f"--adapters {first}=...: the first model is called so too; give it another with --model_name")
+    return dict(zip([first, *named], open_models(args, list(named.values())), strict=True))
 
 
-def _folder_name(folder: Path) -> str:
-    """What a folder is called; a run's result is called as the run."""
-    folder = folder.resolve()
-    return folder.parent.name if folder.name in ("final", "best") else folder.name
-
-
-def _welcome(listener: socket.socket, args: ServeArgs, models: dict[str, Opened], some: Opened, capacity: int) -> str:
+def _welcome(listener: socket.socket, args: ServeArgs, models: dict[str, Opened], capacity: int) -> str:
     host, port = listener.getsockname()[:2]
-    config, size = some.model.config, some.model.dtype.itemsize
-    each = 2 * len(config.layers) * config.n_kv_heads * config.head_dim * size * args.batch_size * capacity
+    model = next(iter(models.values())).model
+    each = KVCache.token_bytes(model.config, model.dtype) * args.batch_size * capacity
     memory = f"{each / 2**30:.2f} GiB{' each' * (len(models) > 1)}"
     lines = [f"serving {', '.join(models)} at http://{f'[{host}]' if ':' in host else host}:{port}"]
     lines += [f"{args.batch_size} answers at once, of {capacity:,} tokens with their prompts, for which there is {memory}"]

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from litft.attention import Documents
-from litft.cache import LayerCache
+from litft.cache import KVCache, LayerCache
 from litft.model import GPT
 from litft.peft.parts import mixed
 from litft.quantize import Quantized
@@ -90,4 +90,4 @@ def _bytes(module: nn.Module) -> int:
 def _cache_bytes(model: GPT) -> int:
     """Of one layer's keys and values."""
     config = model.config
-    return 2 * min(ROOM, config.context) * config.n_kv_heads * config.head_dim * model.dtype.itemsize
+    return min(ROOM, config.context) * KVCache.token_bytes(config, model.dtype) // len(config.layers)

@@ -148,10 +148,8 @@ def main(args: ServeSpeedArgs) -> None:
                     if turn:
                         found.setdefault((name, clients), []).append(speed)
     cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
-    print(
-        f"{Path(folder).name}, {args.precision}, {cpu[1] if cpu else ''}, {os.cpu_count()} cores, torch {torch.__version__}, "
-        f"{date.today()}; tokens/s\n"
-    )
+    machine = f"{cpu[1] if cpu else ''}, {os.cpu_count()} cores, torch {torch.__version__}"
+    print(f"{Path(folder).name}, {args.precision}, {machine}, {date.today()}; tokens/s\n")
     print(f"| clients | {' | '.join(urls)} |\n|--:|{'--:|' * len(urls)}")
     for clients in map(int, args.clients):
         print(f"| {clients} | {' | '.join(f'{statistics.median(found[name, clients]):.1f}' for name in urls)} |")

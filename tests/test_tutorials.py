@@ -169,6 +169,21 @@ def test_the_guides_to_generating(clone):
 
 
 @pytest.mark.slow
+def test_the_guide_to_serving(clone):
+    folder, paths = clone
+    _, whole, streamed, ended = run_guide("serve.md", folder, paths)
+    assert json.loads(whole)["model"] == "mine" and json.loads(whole)["usage"]["completion_tokens"] and streamed.strip()
+    assert "finishing 0 answers" in ended
+
+
+@pytest.mark.slow
+def test_the_guide_to_scores(clone):
+    own, task = run_guide("evaluate.md", *clone)
+    assert "exact_match" in own and "base | tuned |" in own and "expected:" in own
+    assert "capitals: acc" in task
+
+
+@pytest.mark.slow
 def test_decoding_is_compared(shared, tmp_path):
     """With transformers' caches, and a model of random weights alone."""
     folder = shared / "checkpoints" / "stories260K"

@@ -335,7 +335,7 @@ class RunEvalArgs(OpenArgs):
             )
         return found
 
-    def model(self, folder: str, base_dir: str | None = None) -> ModelArgs:
+    def model(self, folder: str | None, base_dir: str | None = None) -> ModelArgs:
         """How a folder is opened, held as these say. Texts have all lengths: compiling would take longer than it gains."""
         held = {item.name: getattr(self, item.name) for item in fields(OpenArgs)}
         return ModelArgs(**held | {"checkpoint_dir": folder, "base_dir": base_dir}, compile="false")
