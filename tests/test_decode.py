@@ -258,6 +258,23 @@ def test_what_a_text_is_does_not_depend_on_the_others(make_model, kind):
     assert [[token for piece in pieces for token in piece.tokens] for pieces in fresh] == alone
 
 
+def test_a_step_of_some_rows_is_theirs(windowed):
+    """From the first to the last active one: the same logits, and of the others the text as it was."""
+    texts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
+    tokens = torch.tensor([20, 21, 22, 23])
+    whole, some = (Decoder(windowed, 4, 40) for _ in range(2))
+    for decoder in (whole, some):
+        for row, text in enumerate(texts):
+            decoder.read(row, text)
+    expected = whole.step(tokens, [True] * 4)
+    found = some.step(tokens, [False, True, True, False])
+    torch.testing.assert_close(found[1:3], expected[1:3], rtol=1e-5, atol=1e-5)
+    assert not found[[0, 3]].any() and some.lengths == [3, 6, 3, 4]
+    found = some.step(tokens, [True, False, False, True])
+    torch.testing.assert_close(found[[0, 3]], expected[[0, 3]], rtol=1e-5, atol=1e-5)
+    assert some.span([False] * 4) == slice(0, 4) and some.span([False, True, False, False]) == slice(1, 2)
+
+
 def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
     request = Request([1, 2, 3], 50, Sampling(0.0))
     *_, (_, last) = answers(Decoder(windowed, 1, 10), Bytes(), [request])

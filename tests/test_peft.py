@@ -5,15 +5,16 @@ import json
 
 import pytest
 import torch
-from conftest import script
+from conftest import adapted, script
 from parity import shaken, theirs
 
 import litft
-from litft.args import DataArgs, LoRAArgs
+from litft.args import AdapterV2Args, DataArgs, LoRAArgs
 from litft.data.load import load_data
 from litft.data.steps import collate
-from litft.folder import resolve
-from litft.peft import LoRA, disabled
+from litft.folder import networks, resolve
+from litft.joined import pack_weights
+from litft.peft import AdapterV2, LoRA, disabled
 
 
 def write_adapter(base, folder, seed=1, **values):
@@ -273,3 +274,28 @@ def test_an_adapter_of_another_base_is_refused(tiny, make_model, examples, tmp_p
         litft.load(tmp_path / "run", base_dir=folder)
     done = script("generate/base.py", "--checkpoint_dir", "run", "--base_dir", folder, "--prompt", "a", cwd=tmp_path, code=2)
     assert "was trained on another base" in done.stderr
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+def test_networks_over_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
+    """Each computes what it does alone, packed too, and the base's weights are there once."""
+    base = checkpoints["stories260K"]
+    methods = [
+        LoRA(LoRAArgs(targets=["all-linear"])),
+        LoRA(LoRAArgs(dora=True, targets=["q_proj"])),
+        AdapterV2(AdapterV2Args()),
+    ]
+    folders = [base, *(adapted(base, tmp_path / str(n), method) for n, method in enumerate(methods))]
+    sources = [resolve(folder, base) for folder in folders]
+    tokens = torch.randint(0, 500, (2, 9), generator=torch.Generator().manual_seed(0))
+    alone = [source.model("fp32", "cpu", quantize)(tokens) for source in sources]
+    models = networks(sources, "fp32", "cpu", quantize)
+    assert all(torch.equal(model(tokens), expected) for model, expected in zip(models, alone, strict=True))
+    assert len({model.blocks[0].attention.o_proj.weight.data_ptr() for model in models}) == 1
+    pack_weights(models)
+    for model, expected in zip(models, alone, strict=True):
+        torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
+    packed = [model.blocks[0].mlp.gate_proj.weight for model in models]
+    assert all(weight is packed[0] for weight in packed)
+    assert quantize or packed[0].is_mkldnn

@@ -52,14 +52,16 @@ def test_it_is_transformers(settings):
     torch.testing.assert_close(found, scores.softmax(-1)[0], rtol=1e-5, atol=1e-7)
 
 
-def test_presence_and_bias_have_their_closed_form():
-    """OpenAI's presence penalty is of what the answer holds, once, and not of the prompt."""
+def test_presence_frequency_and_bias_have_their_closed_form():
+    """OpenAI's penalties are of what the answer holds, once and as often as it does, and not of the prompt."""
     expected = LOGITS.clone()
     expected[[4, 5]] -= 1.5
+    expected[4] -= 0.25
+    expected[5] -= 0.5
     expected[9] += 2.0
     expected[11] = -torch.inf
     bias = {9: 2.0, 11: -float("inf")}
-    found = distribution(Sampling(1.0, presence_penalty=1.5, logit_bias=bias), [3, 4], [4, 5, 5])
+    found = distribution(Sampling(1.0, presence_penalty=1.5, frequency_penalty=0.25, logit_bias=bias), [3, 4], [4, 5, 5])
     torch.testing.assert_close(found, expected.softmax(-1), rtol=1e-5, atol=1e-7)
     assert found[11] == 0
 
@@ -115,3 +117,27 @@ def test_what_cannot_be_is_named(settings, said):
 
     (problem,) = Sampling(**settings).problems()
     assert re.match(said, problem)
+
+
+def test_some_of_the_rows_are_looked_at():
+    """What the others hold, how they draw and where they are stays as it was."""
+    settings = [
+        Sampling(1.0, seed=3, repetition_penalty=1.2, logit_bias={4: 3.0}),
+        Sampling(0.9, seed=5, frequency_penalty=1.0),
+        Sampling(0.7, top_k=9, seed=4, presence_penalty=2.0),
+        Sampling(1.0, seed=9, logit_bias={7: 5.0}),
+    ]
+    logits = torch.randn(8, V, generator=torch.Generator().manual_seed(1))
+    together, alone = Sampler(4, V, torch.device("cpu")), []
+    for row, own in enumerate(settings):
+        sampler = Sampler(1, V, torch.device("cpu"))
+        sampler.begin(0, [1, 2], own)
+        alone.append([int(sampler.next(step[None])) for step in logits])
+        together.begin(row, [1, 2], own)
+    found: list[list[int]] = [[] for _ in settings]
+    for first, last in ((1, 3), (0, 4), (2, 3), (0, 2), (3, 4), (1, 4), (0, 4)):
+        together.look(slice(first, last))
+        steps = torch.stack([logits[len(found[row])] for row in range(first, last)])
+        for row, token in zip(range(first, last), together.next(steps).tolist(), strict=True):
+            found[row].append(token)
+    assert found == [own[: len(tokens)] for own, tokens in zip(alone, found, strict=True)]

@@ -404,6 +404,20 @@ def test_the_limits_of_an_answer(folder):
         assert found.usage.total_tokens == 60 and found.choices[0].finish_reason == "length"
 
 
+@pytest.mark.slow
+def test_a_network_that_is_cut_is_served(folder, plain):
+    """By two processes, which end together."""
+    with Server(folder, "--devices", "2", "--max_seq_length", "300") as server:
+        client = server.client()
+        found = {}
+        threads = [threading.Thread(target=lambda n=n: found.update({n: ask(client, tokens=n)})) for n in (5, 20, 40)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+        for count, reply in found.items():
+            assert reply.choices[0].message.content == alone(plain, TALK, count).lstrip()
+        assert server.end() == 0 and "Traceback" not in server.log
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -1,12 +1,14 @@
 """Pieces of text: whole characters, stop texts over token boundaries, reasons, log-probabilities, speeds."""
 
+import math
+
 import pytest
 import torch
 
 import litft
 from litft.args import Sampling
 from litft.decode import Decoder
-from litft.streaming import Answer, Chosen, Request, TextStream, answers, prompt_ids
+from litft.streaming import Answer, Batch, Chosen, Request, TextStream, answers, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +93,55 @@ def test_seeds_repeat_and_do_not_depend_on_the_batch(story):
     for number, piece in answers(Decoder(model, 2, 60), tokenizer, requests):
         found[number] = found.get(number, "") + piece
     assert found[1] == texts[2] and found[2] == texts[0]
+
+
+def test_answers_come_and_go(story):
+    """Each is what it is alone, whoever else begins, ends or is given up; a step computes no row that it need not."""
+    model, tokenizer = story
+    texts = ["One day", "Lily saw", "The dog", "Once upon a time", "A"]
+    alone = ["".join(pieces_of(story, text, max_new_tokens=30, temperature=0)) for text in texts]
+    decoder, found = Decoder(model, 4, 80), {}
+    batch = Batch(decoder, tokenizer)
+
+    def steps(count):
+        for _ in range(count):
+            for number, piece in batch.step():
+                found[number] = found.get(number, "") + piece
+
+    for number in range(3):
+        batch.begin(number, Request(tokenizer.encode(texts[number]), 30, Sampling(0.0)))
+    assert batch.free == [3]
+    steps(5)
+    batch.drop(1)
+    before = decoder.processed
+    steps(3)
+    assert decoder.processed == before + 6 and batch.free == [1, 3]
+    batch.begin(3, Request(tokenizer.encode(texts[3]), 30, Sampling(0.0)))
+    assert batch.free == [3]  # between the others, where a step goes anyway
+    steps(2)
+    batch.drop(2)
+    batch.begin(4, Request(tokenizer.encode(texts[4]), 30, Sampling(0.0)))
+    while batch.running:
+        steps(1)
+    assert {number: found[number] for number in (0, 3, 4)} == {number: alone[number] for number in (0, 3, 4)}
+    assert alone[1].startswith(found[1]) and alone[2].startswith(found[2])
+    batch.begin(5, Request(tokenizer.encode(texts[0]), 30, Sampling(0.0)))
+    (row,) = batch.running
+    assert decoder.span(batch._active()) == slice(row, row + 1)
+
+
+def test_likely_tokens_are_told_to_those_who_ask(story):
+    model, tokenizer = story
+    ids = tokenizer.encode("One day")
+    asked = [Request(ids, 4, Sampling(0.0), top_logprobs=count) for count in (0, 3, 600)]
+    found = {}
+    for number, piece in answers(Decoder(model, 3, 60), tokenizer, asked):
+        found.setdefault(number, []).extend(zip(piece.tokens, piece.logprobs, piece.top, strict=True))
+    assert [[len(top) for _, _, top in own] for own in found.values()] == [[0] * 4, [3] * 4, [512] * 4]
+    for (token, logprob, _), (_, _, some), (_, _, every) in zip(*found.values(), strict=True):
+        assert [own for own, _ in some] == [own for own, _ in every[:3]] and every[0][0] == token
+        assert logprob == pytest.approx(some[0][1], abs=1e-4) == pytest.approx(every[0][1], abs=1e-4)
+        assert sum(math.exp(own) for _, own in every) == pytest.approx(1, abs=1e-5)
 
 
 def test_settings_are_checked(story):
