@@ -20,6 +20,7 @@ from litft.streaming import Piece, Request
 from litft.tokenizer import Tokenizer
 
 MOST_CHOICES = 128  # of one request, as OpenAI has it
+MOST_STOPS, LONGEST_STOP = 32, 1000
 DEFAULT_COMPLETION = 16  # tokens of a completion that says nothing, as OpenAI has it
 
 
@@ -95,6 +96,9 @@ class Asked(BaseModel):
         sampling, stop = self._sampling(opened), [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stop:
             raise ApiError(400, "stop: an empty text stands everywhere; leave it out", param="stop")
+        if len(stop) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stop):  # each is looked for at every token
+            reason = f"stop: at most {MOST_STOPS} texts of at most {LONGEST_STOP} characters each may be"
+            raise ApiError(400, reason, param="stop")
         found = []
         for ids in self._checked_prompts(opened, capacity):
             most = min(filter(None, (capacity - len(ids), self.most, limit)))
