@@ -45,9 +45,9 @@ class StreamOptions(BaseModel):
 
 
 class Asked(BaseModel):
-    """What both kinds of requests may say; what is null, or of no field here, counts as not said."""
+    """What both kinds of requests may say; what is null counts as not said."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = None
     stream: bool | None = None
@@ -64,8 +64,16 @@ class Asked(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
+    # of whom, or for what: the answer does not hang on these
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
 
     in_template: ClassVar[bool]
+    about: ClassVar[str]  # the field of what the model reads
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         """What the model is to read."""
@@ -116,11 +124,11 @@ class Asked(BaseModel):
             longest = max(map(len, prompts), default=0)
             if longest >= capacity:
                 reason = f"the prompt has {longest} tokens, and prompt and answer together may have {capacity}"
-                raise ApiError(400, f"{reason}; shorten it", "context_length_exceeded")
+                raise ApiError(400, f"{reason}; shorten it", "context_length_exceeded", self.about)
             for ids in prompts:
                 check_prompt(opened.model, ids)
         except ValueError as error:
-            raise ApiError(400, str(error)) from None
+            raise ApiError(400, str(error), param=self.about) from None
         return prompts
 
     def _sampling(self, opened: Opened) -> Sampling:
@@ -144,7 +152,7 @@ class Asked(BaseModel):
 class ChatAsked(Asked):
     """A body of /v1/chat/completions."""
 
-    in_template = True
+    in_template, about = True, "messages"
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -153,11 +161,14 @@ class ChatAsked(Asked):
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
     functions: Any = None
+    parallel_tool_calls: Any = None  # the template knows nothing of it
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         """The conversation in the model's template, up to the answer."""
         messages = check_messages(self.messages, "the request")
         tools = None if self.tool_choice == "none" else read_tools(self.tools, "the request")
+        if tools and "tools" not in tokenizer.chat_template:
+            raise ValueError("the model's chat template has no place for tools; leave them out")
         text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
         return [tokenizer.encode(text, bos=False)]
 
@@ -186,7 +197,7 @@ class ChatAsked(Asked):
 class CompletionAsked(Asked):
     """A body of /v1/completions."""
 
-    in_template = False
+    in_template, about = False, "prompt"
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -198,8 +209,9 @@ class CompletionAsked(Asked):
         several = self.prompt if isinstance(self.prompt, list) else [self.prompt]
         if several and isinstance(several[0], int):
             several = [several]
-        if negative := [token for ids in several if isinstance(ids, list) for token in ids if token < 0]:
-            raise ValueError(f"token {negative[0]} is none; ids begin at 0")
+        known = range(tokenizer.vocab_size)
+        if odd := [token for ids in several if isinstance(ids, list) for token in ids if token not in known]:
+            raise ValueError(f"token {odd[0]} is none; ids go from 0 to {len(known) - 1}")
         return [tokenizer.encode(text) if isinstance(text, str) else text for text in several or [[]]]
 
     @property
@@ -230,7 +242,8 @@ def parsed(kind: type[Asked], body: bytes) -> Asked:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = str(first["loc"][0]) if first["loc"] else None
         where = "".join(f"{part}: " for part in map(str, first["loc"][:1]))
-        raise ApiError(400, f"{where}{first['msg']}", param=param) from None
+        reason = "it is not known here; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(400, f"{where}{reason}", param=param) from None
 
 
 class Reply:

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
 
+from litft.decode import PIECE
 from litft.opened import Opened
+from litft.sampling import Sampling
 from litft.streaming import Batch, Piece, Request
 
 Deliver = Callable[[Piece | Exception], None]  # is called in the engine's thread; an exception is the last it is given
@@ -67,6 +69,17 @@ class Engine:
         self._came.put(lambda: self._waiting.update({job.number: job for job in jobs}))
         return [job.number for job in jobs]
 
+    def warm(self) -> None:
+        """Answer a word with each model: what is made at the first use is there then. Raises what goes wrong."""
+        ends: SimpleQueue[Piece | Exception] = SimpleQueue()
+        for name, opened in self.models.items():
+            request = Request(opened.tokenizer.encode("a")[-1:], 2, Sampling(0.0))
+            self.submit(name, [(request, ends.put)])
+            while not isinstance(piece := ends.get(), Exception) and not piece.finish_reason:
+                pass
+            if isinstance(piece, Exception):
+                raise piece
+
     def cancel(self, numbers: list[int]) -> None:
         """Give answers up that are not done: nothing more of them is delivered after the step that is being made."""
         self._came.put(lambda: [self._give_up(number) for number in numbers])
@@ -92,8 +105,8 @@ class Engine:
             while self._jobs or not self._stopping:
                 self._hear()
                 self._admit()
-                for name in [name for name, batch in self._batches.items() if batch.running]:
-                    self._step(name)
+                for name in list(self._batches):
+                    self._go_on(name)
         except BaseException as error:
             traceback.print_exc()
             if isinstance(error, SystemExit):  # another process of a network that is cut has gone
@@ -105,7 +118,7 @@ class Engine:
 
     def _hear(self) -> None:
         """Do what was asked for; with nothing else to do wait for it."""
-        idle = not self._waiting and not any(batch.running for batch in self._batches.values())
+        idle = not self._waiting and not any(batch.running or batch.reading for batch in self._batches.values())
         with suppress(Empty):
             while True:
                 self._came.get(block=idle)()
@@ -114,26 +127,30 @@ class Engine:
     def _admit(self) -> None:
         """Begin those who wait longest, where their model has a free row."""
         for job in list(self._waiting.values()):
-            if job.model not in self._batches:
-                opened = self.models[job.model]
-                self._batches[job.model] = Batch(opened.decoder(self.rows, self.capacity), opened.tokenizer)
-            batch = self._batches[job.model]
-            if len(batch.running) == self.rows:
-                continue
-            del self._waiting[job.number]
             try:
-                batch.begin(job.number, job.request)
-            except Exception as error:  # of this request: the others go on
+                batch = self._batch(job.model)
+            except Exception as error:  # out of memory, mostly
+                del self._waiting[job.number]
                 self._finish(job.number, error)
-                if not isinstance(error, ValueError):
-                    traceback.print_exc()
+                continue
+            if batch.free:
+                del self._waiting[job.number]
+                batch.begin(job.number, job.request)
 
-    def _step(self, name: str) -> None:
-        """A token more of each of a model's answers."""
+    def _batch(self, name: str) -> Batch:
+        """A model's, made at its first request."""
+        if name not in self._batches:
+            opened = self.models[name]
+            self._batches[name] = Batch(opened.decoder(self.rows, self.capacity), opened.tokenizer)
+        return self._batches[name]
+
+    def _go_on(self, name: str) -> None:
+        """Read a piece more of a model's prompts, and make a token more of each of its answers."""
         batch = self._batches[name]
-        numbers = [number for number, _ in batch.running.values()]
+        numbers = [prompt.number for prompt in batch.reading.values()] + [number for number, _ in batch.running.values()]
         try:
-            for number, piece in batch.step():
+            self._read(batch)
+            for number, piece in batch.step() if batch.running else ():
                 self._jobs[number].deliver(piece)
                 if piece.finish_reason:
                     self._finish(number)
@@ -142,6 +159,18 @@ class Engine:
             del self._batches[name]
             for number in numbers:
                 self._finish(number, error)
+
+    def _read(self, batch: Batch) -> None:
+        """Short prompts at once, of a long one a piece: those who are being answered wait no longer than for that."""
+        read = 0
+        while batch.reading and read < PIECE:
+            prompt = next(iter(batch.reading.values()))
+            before = prompt.done
+            try:
+                batch.read_on()
+            except ValueError as error:  # of this request: the others go on
+                self._finish(prompt.number, error)
+            read += prompt.done - before
 
     def _finish(self, number: int, error: BaseException | None = None) -> None:
         with self._lock:

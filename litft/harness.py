@@ -1,6 +1,7 @@
 """lm-evaluation-harness on litft's own network: its tasks ask, and this answers as its Hugging Face back-end would."""
 
 import difflib
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -163,6 +164,9 @@ class HarnessModel(TemplateLM):
 
 def known_tasks(tasks: list[str], folder: str | None) -> TaskManager:
     """What knows the tasks, which takes seconds to find; ValueError for one that there is not. No data is read."""
+    for task in tasks:
+        if task.endswith((".yaml", ".yml")) and not Path(task).is_file():
+            raise ValueError(f"--tasks {task}: no such file")
     manager = TaskManager(include_path=folder)
     for task in tasks:
         if not Path(task).is_file() and not manager.match_tasks([task]):
@@ -177,4 +181,14 @@ def run_tasks(
 ) -> dict[str, Any]:
     """The harness's results for tasks, given by name or as YAML files. settings: simple_evaluate's, by its names."""
     model = HarnessModel(opened, batch_size)
-    return simple_evaluate(model, tasks=tasks, task_manager=manager, log_samples=False, **settings)
+    try:
+        return simple_evaluate(model, tasks=tasks, task_manager=manager, **settings)
+    except Exception as error:  # of a YAML file, a template, a task's own code, the hub: anything
+        frames = traceback.extract_tb(error.__traceback__)
+        if any(frame.filename == __file__ and frame.name != run_tasks.__name__ for frame in frames):
+            raise  # of ours
+        where = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]} (at {where})"
+        raise ValueError(
+            f"--tasks: the harness ends with {reason}; look at the task's YAML, and where its data is"
+        ) from None

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from tqdm import tqdm
 
 from litft.args import RunEvalArgs
 from litft.data.load import load_data
@@ -31,6 +32,7 @@ class Subject:
     name: str
     scores: dict[str, float] = field(default_factory=dict)
     answers: list[str] = field(default_factory=list)  # to the examples' prompts
+    errors: dict[str, float] = field(default_factory=dict)  # standard errors of scores
     harness: dict[str, Any] = field(default_factory=dict)  # the harness's own results
 
 
@@ -45,6 +47,9 @@ class Example:
 
 def run_eval(args: RunEvalArgs) -> None:
     """Print the table, and answers to look at; write everything to --out."""
+    source_of(args.model(args.checkpoint_dir, args.base_dir))  # what is wrong is told before anything is loaded
+    if args.out and not Path(args.out).parent.is_dir():
+        raise ValueError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it, or name another file")
     ask = _harness(args) if args.tasks else None
     subjects, shown = [], []
     for subject, opened, answering in _subjects(args):
@@ -55,7 +60,9 @@ def run_eval(args: RunEvalArgs) -> None:
         subjects.append(subject)
     _print(subjects, shown[: args.show])
     if args.out:
-        write_whole(Path(args.out), json.dumps(_everything(subjects, shown), indent=2, ensure_ascii=False) + "\n")
+        write_whole(
+            Path(args.out), json.dumps(_everything(args, subjects, shown), indent=2, ensure_ascii=False, default=str) + "\n"
+        )
 
 
 def _subjects(args: RunEvalArgs) -> Iterator[tuple[Subject, Opened, AbstractContextManager]]:
@@ -80,15 +87,16 @@ def _measure(subject: Subject, opened: Opened, args: RunEvalArgs) -> list[tuple[
     data = load_data(args.data, tokenizer, model.config.vocab_size, model.config.context)
     chosen = data.val if len(data.val) else data.train
     samples = [chosen[index] for index in range(min(len(chosen), args.limit or len(chosen)))]
-    loss, count = summed_loss(model, Layout(rows=args.batch_size).in_blocks(samples, BLOCK, 0), model.embed.weight.device)
+    batches = tqdm(Layout(rows=args.batch_size).in_blocks(samples, BLOCK, 0), f"{subject.name}: loss", disable=None)
+    loss, count = summed_loss(model, batches, model.embed.weight.device)
     mean = float(loss) / float(count)
     subject.scores |= {"examples": len(samples), "loss": mean, "perplexity": math.exp(min(mean, 700))}
     examples = list(_examples(samples, tokenizer))
     if examples:
-        subject.answers = _answers(opened, examples, args)
+        subject.answers = _answers(subject.name, opened, examples, args)
         right = [found == example.expected for found, example in zip(subject.answers, examples, strict=True)]
         subject.scores["exact_match"] = sum(right) / len(right)
-    return [(tokenizer.decode(example.prompt).strip(), example.expected) for example in examples]
+    return [(tokenizer.decode(example.prompt, skip_special=False), example.expected) for example in examples]
 
 
 def _examples(samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterator[Example]:
@@ -98,14 +106,16 @@ def _examples(samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterator[Examp
             yield Example(prompt, tokenizer.decode(expected).strip(), len(expected))
 
 
-def _answers(opened: Opened, examples: list[Example], args: RunEvalArgs) -> list[str]:
+def _answers(name: str, opened: Opened, examples: list[Example], args: RunEvalArgs) -> list[str]:
     """Greedy ones, as many at once as --batch_size."""
     model, tokenizer = opened.model, opened.tokenizer
     asked = [greedy(model, tokenizer, own.prompt, args.max_new_tokens or own.tokens + 8) for own in examples]
     capacity = max(len(request.ids) + request.max_new_tokens for request in asked)
     decoder, texts = opened.decoder(min(args.batch_size, len(asked)), capacity), [""] * len(asked)
-    for number, piece in answers(decoder, tokenizer, asked):
-        texts[number] += piece
+    with tqdm(total=len(asked), desc=f"{name}: answers", disable=None) as bar:
+        for number, piece in answers(decoder, tokenizer, asked):
+            texts[number] += piece
+            bar.update(piece.finish_reason is not None)
     return [text.strip() for text in texts]
 
 
@@ -115,13 +125,20 @@ def _harness(args: RunEvalArgs) -> Callable[[Subject, Opened], None]:
 
     manager = known_tasks(args.tasks, args.include_path)
     settings = {"num_fewshot": args.num_fewshot, "limit": args.limit, "apply_chat_template": args.chat_template}
+    settings["log_samples"] = bool(args.out)
 
     def ask(subject: Subject, opened: Opened) -> None:
-        subject.harness = run_tasks(opened, args.tasks, manager, args.batch_size, settings)["results"]
-        for task, found in subject.harness.items():
-            for key, value in found.items():  # "acc,none": a score, and the filter that answers went through
-                if "," in key and "_stderr" not in key and isinstance(value, float):
-                    subject.scores[f"{task}: {key.removesuffix(',none')}"] = value
+        found = run_tasks(opened, args.tasks, manager, args.batch_size, settings)
+        subject.harness = {name: found[name] for name in ("results", "n-samples", "samples") if name in found}
+        for task, scores in found["results"].items():
+            if task in found["n-samples"]:
+                subject.scores[f"{task}: examples"] = found["n-samples"][task]["effective"]
+            for key, value in scores.items():  # "acc,none": a score, and the filter that answers went through
+                metric, comma, through = key.partition(",")
+                if comma and "_stderr" not in metric and isinstance(value, (int, float)):
+                    name = f"{task}: {metric}{'' if through == 'none' else f', {through}'}"
+                    subject.scores[name], error = float(value), scores.get(f"{metric}_stderr,{through}")
+                    subject.errors |= {name: error} if isinstance(error, float) else {}
 
     return ask
 
@@ -133,22 +150,33 @@ def _print(subjects: list[Subject], shown: list[tuple[str, str]]) -> None:
     for subject in subjects:
         table.add_column(subject.name, justify="right")
     for name in dict.fromkeys(name for subject in subjects for name in subject.scores):
-        numbers = [subject.scores.get(name, math.nan) for subject in subjects]
-        table.add_row(name, *(f"{number:,}" if isinstance(number, int) else f"{number:.4f}" for number in numbers))
+        table.add_row(name, *(_cell(subject.scores.get(name, math.nan), subject.errors.get(name)) for subject in subjects))
     console = Console(width=10_000, highlight=False, markup=False)
     with console.capture() as captured:
         console.print(table)
     print(*filter(str.strip, captured.get().splitlines()), sep="\n")
     for number, (prompt, expected) in enumerate(shown):
         texts = {"prompt": prompt, "expected": expected} | {own.name: own.answers[number] for own in subjects if own.answers}
-        print("", *(f"{name + ':':<10} {json.dumps(text, ensure_ascii=False)}" for name, text in texts.items()), sep="\n")
+        wide = max(map(len, texts)) + 2
+        print("", *(f"{name + ':':<{wide}}{json.dumps(text, ensure_ascii=False)}" for name, text in texts.items()), sep="\n")
 
 
-def _everything(subjects: list[Subject], shown: list[tuple[str, str]]) -> dict[str, Any]:
+def _cell(score: float, error: float | None) -> str:
+    """A number; of a score with its standard error."""
+    text = f"{score:,}" if isinstance(score, int) else f"{score:.4f}"
+    return text if error is None else f"{text} ± {error:.4f}"
+
+
+def _everything(args: RunEvalArgs, subjects: list[Subject], shown: list[tuple[str, str]]) -> dict[str, Any]:
     """For --out."""
     asked = [
         {"prompt": prompt, "expected": expected} | {own.name: own.answers[number] for own in subjects}
         for number, (prompt, expected) in enumerate(shown)
     ]
     scores = {own.name: own.scores for own in subjects}
-    return {"scores": scores, "answers": asked, "harness": {own.name: own.harness for own in subjects if own.harness}}
+    return {
+        "flags": asdict(args),
+        "scores": scores,
+        "answers": asked,
+        "harness": {own.name: own.harness for own in subjects if own.harness},
+    }

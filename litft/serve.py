@@ -3,6 +3,7 @@
 import asyncio
 import hmac
 import json
+import logging
 import os
 import signal
 import socket
@@ -29,9 +30,11 @@ except ModuleNotFoundError as error:
     raise ValueError(f"serving needs the package {error.name}; pip install 'litft[serve]'") from None
 
 from litft.args import ServeArgs
+from litft.blockwise import in_short
 from litft.cache import KVCache
 from litft.engine import Engine, Overloaded, Stopping
 from litft.opened import Opened, open_models, source_of
+from litft.parallel import is_out_of_memory
 from litft.streaming import Piece, Request
 
 PAGE = Path(__file__).parent / "page.html"
@@ -57,10 +60,23 @@ def serve(args: ServeArgs) -> None:
         capacity = args.max_seq_length or min(CAPACITY, config.context)
         engine = Engine(models, args.batch_size, capacity, args.max_waiting)
         app = Endpoint(engine, capacity, args).app()
-        settings = uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off")
+        settings = uvicorn.Config(app, server_header=False, lifespan="off")
+        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it says of itself; requests are told
         engine.start()
+        _warm(engine)
         asyncio.run(Server(settings, engine, _welcome(listener, args, models, capacity)).serve([listener]))
         engine.join()
+        print("stopped", file=sys.stderr)
+
+
+def _warm(engine: Engine) -> None:
+    try:
+        engine.warm()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        reason = f"no memory for {engine.rows} answers of {engine.capacity:,} tokens ({in_short(error)})"
+        raise ValueError(f"{reason}; lower --batch_size or --max_seq_length") from None
 
 
 @contextmanager
@@ -91,9 +107,9 @@ def _welcome(listener: socket.socket, args: ServeArgs, models: dict[str, Opened]
     host, port = listener.getsockname()[:2]
     model = next(iter(models.values())).model
     each = KVCache.token_bytes(model.config, model.dtype) * args.batch_size * capacity
-    memory = f"{each / 2**30:.2f} GiB{' each' * (len(models) > 1)}"
+    memory = f"{each / 2**20:,.0f} MiB{' for each of the models' * (len(models) > 1)}"
     lines = [f"serving {', '.join(models)} at http://{f'[{host}]' if ':' in host else host}:{port}"]
-    lines += [f"{args.batch_size} answers at once, of {capacity:,} tokens with their prompts, for which there is {memory}"]
+    lines += [f"{args.batch_size} answers at once, of {capacity:,} tokens with their prompts: they take {memory}"]
     if args.host not in LOCAL and not _key(args):
         lines.append(f"warning: everybody who reaches {args.host} may use this; --api_key, or {KEY}, asks for a key")
     return "\n".join(lines)
@@ -121,7 +137,7 @@ class Server(uvicorn.Server):
     def _end(self, number: signal.Signals) -> None:
         if self.should_exit:
             os._exit(128 + number)
-        print(f"{number.name}: finishing {self.engine.counts['running']} answers", file=sys.stderr, flush=True)
+        print(f"{number.name}: finishing what has begun", file=sys.stderr, flush=True)
         self.should_exit = True
         self.engine.stop()
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from litft.decode import Decoder, check_prompt
+from litft.decode import PIECE, Decoder, check_prompt
 from litft.model import GPT
 from litft.prompts import Message
 from litft.sampling import Sampler, Sampling
@@ -171,9 +171,22 @@ def answers(
     while True:
         while batch.free and (following := next(waiting, None)):
             batch.begin(*following)
+        while batch.reading:
+            batch.read_on()
         if not batch.running:
             return
         yield from batch.step()
+
+
+@dataclass
+class Reading:
+    """A prompt that is being read."""
+
+    number: int
+    request: Request
+    began: float
+    done: int = 0  # tokens
+    read: int = 0  # of them, those that no text before had in common
 
 
 class Batch:
@@ -184,27 +197,48 @@ class Batch:
         self.decoder, self.tokenizer = decoder, tokenizer
         self.sampler = Sampler(rows, decoder.model.config.vocab_size, decoder.device)
         self.logits = torch.zeros(rows, self.sampler.vocab_size, device=decoder.device)
+        self.reading: dict[int, Reading] = {}  # by row, in the order they came
         self.running: dict[int, tuple[int, Answer]] = {}  # by row: whose answer, and what there is of it
         self.begun = [0] * rows  # how many answers had begun before the row's last one
 
     @property
     def free(self) -> list[int]:
-        """The rows without an answer."""
-        return [row for row in range(len(self.begun)) if row not in self.running]
+        """The rows without a prompt or an answer."""
+        return [row for row in range(len(self.begun)) if row not in self.running and row not in self.reading]
 
     def begin(self, number: int, request: Request) -> None:
-        """Read a prompt, in a free row; ValueError as the decoder's.
+        """Have a prompt read next, in a free row.
 
         Which row: a step computes those between the first and the last answer, and what a row has read may be asked on.
         """
-        spans = {row: max([row, *self.running]) - min([row, *self.running]) for row in self.free}
+        taken = [*self.running, *self.reading]
+        spans = {row: max([row, *taken]) - min([row, *taken]) for row in self.free}
         row = min(spans, key=lambda row: (spans[row], self.begun[row]))
-        answer, self.logits[row] = begin(self.decoder, self.tokenizer, row, request)
-        self.sampler.begin(row, request.ids, request.sampling)
-        self.running[row], self.begun[row] = (number, answer), max(self.begun) + 1
+        self.reading[row], self.begun[row] = Reading(number, request, time.perf_counter()), max(self.begun) + 1
+
+    def read_on(self) -> None:
+        """Read a piece more of the prompt that came first; behind its last one the answer runs. ValueError ends it."""
+        row, prompt = next(iter(self.reading.items()))
+        request, before = prompt.request, self.decoder.processed
+        prompt.done = min(prompt.done + PIECE, len(request.ids))
+        try:
+            # what a row has read of a text is not read again
+            logits = self.decoder.read(row, request.ids[: prompt.done], planned(request))
+        except ValueError:
+            del self.reading[row]
+            raise
+        prompt.read += self.decoder.processed - before
+        if prompt.done == len(request.ids):
+            del self.reading[row]
+            answer = Answer(request, self.tokenizer, self.decoder.capacity - len(request.ids), prompt.began)
+            answer.speeds.read_tokens, self.logits[row] = prompt.read, logits
+            self.sampler.begin(row, request.ids, request.sampling)
+            self.running[row] = prompt.number, answer
 
     def drop(self, number: int) -> None:
         """Give an answer up."""
+        for row in [row for row, prompt in self.reading.items() if prompt.number == number]:
+            del self.reading[row]
         for row in [row for row, (own, _) in self.running.items() if own == number]:
             self._end(row)
 
@@ -266,10 +300,15 @@ class Fetched:
             yield Chosen(token, logprob, top)
 
 
+def planned(request: Request) -> int:
+    """How long the text may become."""
+    return request.planned or len(request.ids) + request.max_new_tokens
+
+
 def begin(decoder: Decoder, tokenizer: Tokenizer, row: int, request: Request) -> tuple[Answer, Tensor]:
     """Read a prompt; the answer to be made, and the logits (V,) of its first token."""
     began, before = time.perf_counter(), decoder.processed
-    logits = decoder.read(row, request.ids, request.planned or len(request.ids) + request.max_new_tokens)
+    logits = decoder.read(row, request.ids, planned(request))
     answer = Answer(request, tokenizer, decoder.capacity - len(request.ids), began)
     answer.speeds.read_tokens = decoder.processed - before
     return answer, logits

@@ -234,7 +234,7 @@ def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
     lines = done.stdout.splitlines()
     assert [cell.strip() for cell in lines[0].split("|")] == ["", "", "base", "tuned", ""]
     assert sum(line.startswith("|") for line in lines) == 2 + len(both["scores"]["base"])
-    assert "prompt:" in done.stdout and "expected:  " in done.stdout and "tuned:  " in done.stdout
+    assert "prompt:" in done.stdout and "expected: " in done.stdout and "tuned:    " in done.stdout
     only, _ = evaluated(
         tmp_path, "--checkpoint_dir", tuned, "--data.path", examples, "--precision", "fp32", "--against", "none"
     )
@@ -307,8 +307,9 @@ def test_quantized(checkpoints, examples, quantize, tmp_path):
     [
         ([], "give --tasks"),
         (["--tasks", "hellaswagg"], "did you mean hellaswag?"),
-        pytest.param(["--tasks", "nowhere.yaml"], "YAML", marks=pytest.mark.slow),
+        (["--tasks", "nowhere.yaml"], "no such file"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
+        (["--data.path", "nowhere.jsonl", "--out", "nowhere/out.json"], "there is no folder nowhere"),
         (["--data.path", "nowhere.jsonl", "--limit", "0"], "--limit 0"),
         (["--tasks", "piqa", "--devices", "2"], "--layers_per_device"),
     ],
@@ -317,6 +318,23 @@ def test_quantized(checkpoints, examples, quantize, tmp_path):
 def test_what_cannot_be_scored(folder, words, said, tmp_path):
     _, done = evaluated(tmp_path, "--checkpoint_dir", folder, *words, code=2)
     assert said in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("task: [broken", "ParserError"),
+        ("task: x", "TypeError"),
+        (BEGINNING.replace("{{{{question}}}}", "{{{{qestion}}}}") + KINDS["choice"], "'qestion' is undefined"),
+        (BEGINNING.replace("{{{{question}}}}", "{{{{question}}") + KINDS["choice"], "TemplateSyntaxError"),
+    ],
+    ids=["yaml", "no data", "field", "template"],
+)
+def test_a_task_that_is_wrong(folder, tasks, text, said, tmp_path):
+    (tmp_path / "wrong.yaml").write_text(text.format(name="wrong", folder=tasks))
+    _, done = evaluated(tmp_path, "--checkpoint_dir", folder, "--tasks", "wrong.yaml", code=2)
+    assert said in done.stderr and "look at the task's YAML" in done.stderr
 
 
 @pytest.mark.parametrize("package", ["lm_eval", "evaluate"])

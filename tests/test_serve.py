@@ -81,7 +81,8 @@ def ask(client, messages=TALK, model="stories", tokens=20, **more):
 def raw(server, path="chat/completions", content=None, **body):
     """A request as it stands."""
     headers = {"Content-Type": "application/json"}
-    content = json.dumps({"messages": TALK, "max_tokens": 3} | body) if content is None else content
+    usual = {"messages": TALK} if path.startswith("chat") else {}
+    content = json.dumps(usual | {"max_tokens": 3} | body) if content is None else content
     return httpx.post(f"{server.url}/v1/{path}", content=content, headers=headers)
 
 
@@ -243,12 +244,13 @@ def test_requests_are_answered_together(server, client):
 
 WRONG = [
     (dict(model="nobody"), 404, "model", "there is stories"),
-    (dict(messages=[]), 400, None, "at least one message"),
+    (dict(messages=[]), 400, "messages", "at least one message"),
+    (dict(temprature=1), 400, "temprature", "not known"),
     (dict(messages="hello"), 400, "messages", "array"),
     (dict(messages=None), 400, "messages", ""),
-    (dict(messages=[{"role": "robot", "content": "a"}]), 400, None, "robot"),
-    (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), 400, None, "image_url"),
-    (dict(messages=[{"role": "user", "content": "word " * 1999}]), 400, None, "shorten"),
+    (dict(messages=[{"role": "robot", "content": "a"}]), 400, "messages", "robot"),
+    (dict(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}]), 400, "messages", "image_url"),
+    (dict(messages=[{"role": "user", "content": "word " * 1999}]), 400, "messages", "shorten"),
     (dict(temperature="hot"), 400, "temperature", "number"),
     (dict(temperature=-1), 400, "temperature", "-1"),
     (dict(top_p=0), 400, "top_p", "(0, 1]"),
@@ -333,6 +335,40 @@ def _begin(server, body):
     return connection
 
 
+def test_a_long_prompt_lets_others_go_on(checkpoints, tmp_path):
+    """It is read in pieces, between which they get their tokens."""
+    folder = lengthened(checkpoints["stories15M"], tmp_path / "long", 8192)
+    with Server(folder, "--max_seq_length", "8000") as server:
+        client = server.client()
+        stream = client.completions.create(
+            model="long", prompt="One day", max_tokens=3000, stream=True, logit_bias={"2": NEVER}
+        )
+        next(stream)
+        began, ended, times = time.perf_counter(), [], []
+
+        def long():
+            client.completions.create(model="long", prompt="word " * 6000, max_tokens=1)
+            ended.append(time.perf_counter())
+
+        thread = threading.Thread(target=long)
+        thread.start()
+        for _ in stream:
+            times.append(time.perf_counter())
+            if ended:
+                break
+        thread.join()
+        stream.close()
+        gaps = [after - before for before, after in zip([began, *times], times, strict=False)]
+        assert len(times) > 6 and max(gaps) < 0.5 * (ended[0] - began)
+
+
+def test_tools_without_a_place_are_refused(checkpoints):
+    with Server(checkpoints["stories260K"]) as server:
+        response = raw(server, tools=[TOOL])
+        assert response.status_code == 400 and "no place for tools" in response.json()["error"]["message"]
+        assert raw(server, tools=[TOOL], tool_choice="none").status_code == 200
+
+
 def test_more_than_may_wait_are_refused(server):
     body = {"messages": TALK, "max_tokens": 1900, "logit_bias": ENDLESS}
     connections = [_begin(server, body) for _ in range(3 * ROWS + 4)]
@@ -367,7 +403,7 @@ def test_a_clean_stop(folder):
         assert refused[0].status_code == 503 and refused[0].json()["error"]["code"] == "stopping"
         assert server.process.wait(timeout=20) == 0
         server.reader.join()
-        assert "SIGTERM: finishing 1 answers" in server.log and "Traceback" not in server.log
+        assert "SIGTERM: finishing what has begun" in server.log and "Traceback" not in server.log
 
 
 def test_a_second_signal_ends_at_once(folder):

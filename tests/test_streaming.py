@@ -103,29 +103,33 @@ def test_answers_come_and_go(story):
     decoder, found = Decoder(model, 4, 80), {}
     batch = Batch(decoder, tokenizer)
 
+    def begin(number, text):
+        batch.begin(number, Request(tokenizer.encode(text), 30, Sampling(0.0)))
+        batch.read_on()
+
     def steps(count):
         for _ in range(count):
             for number, piece in batch.step():
                 found[number] = found.get(number, "") + piece
 
     for number in range(3):
-        batch.begin(number, Request(tokenizer.encode(texts[number]), 30, Sampling(0.0)))
+        begin(number, texts[number])
     assert batch.free == [3]
     steps(5)
     batch.drop(1)
     before = decoder.processed
     steps(3)
     assert decoder.processed == before + 6 and batch.free == [1, 3]
-    batch.begin(3, Request(tokenizer.encode(texts[3]), 30, Sampling(0.0)))
+    begin(3, texts[3])
     assert batch.free == [3]  # between the others, where a step goes anyway
     steps(2)
     batch.drop(2)
-    batch.begin(4, Request(tokenizer.encode(texts[4]), 30, Sampling(0.0)))
+    begin(4, texts[4])
     while batch.running:
         steps(1)
     assert {number: found[number] for number in (0, 3, 4)} == {number: alone[number] for number in (0, 3, 4)}
     assert alone[1].startswith(found[1]) and alone[2].startswith(found[2])
-    batch.begin(5, Request(tokenizer.encode(texts[0]), 30, Sampling(0.0)))
+    begin(5, texts[0])
     (row,) = batch.running
     assert decoder.span(batch._active()) == slice(row, row + 1)
 

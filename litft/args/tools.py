@@ -321,7 +321,7 @@ class RunEvalArgs(OpenArgs):
     show: int = 3
     """How many answers to --data are printed."""
     out: str | None = None
-    """Write everything there, as JSON."""
+    """Write flags, scores, all answers and the tasks' samples there, as JSON."""
 
     def problems(self) -> list[str]:
         """As for every model, and that there is something to score."""

@@ -161,7 +161,7 @@ def _part(part: Any, where: str) -> str:
     if not isinstance(part, dict):
         raise ValueError(f"{where} has a part that is {kind(part)}; expected an object with type and text")
     if part.get("type") != "text":
-        raise ValueError(f"{where} holds a part of type {part.get('type')!r}, and litft reads text; leave the record out")
+        raise ValueError(f"{where} holds a part of type {part.get('type')!r}, and litft reads text; leave it out")
     text = part.get("text", part.get("value"))
     if not isinstance(text, str):
         raise ValueError(f"{where} has a part without text")
