@@ -80,6 +80,11 @@ class Asked(BaseModel):
         raise NotImplementedError
 
     @property
+    def texts(self) -> int:
+        """How many prompts there are."""
+        return 1
+
+    @property
     def top(self) -> int | None:
         """How many likely tokens are told beside each that is taken; None: no log-probabilities at all."""
         raise NotImplementedError
@@ -101,6 +106,8 @@ class Asked(BaseModel):
         """A request a choice; ApiError for what cannot be. capacity: of prompt and answer; limit: of any answer."""
         for param, reason in self.unknown():
             raise ApiError(400, f"{param}: {reason}", "unsupported_parameter", param)
+        if (count := self.texts * (self.n or 1)) > MOST_CHOICES:
+            raise ApiError(400, f"{count} answers at once, and at most {MOST_CHOICES} may be; send several requests")
         sampling, stop = self._sampling(opened), [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stop:
             raise ApiError(400, "stop: an empty text stands everywhere; leave it out", param="stop")
@@ -112,10 +119,10 @@ class Asked(BaseModel):
             most = min(filter(None, (capacity - len(ids), self.most, limit)))
             stops = opened.tokenizer.stop_ids, [*opened.stop, *stop]
             request = Request(ids, most, sampling, *stops, self.top or 0, trimmed=self.in_template)
-            seeds = [None if sampling.seed is None else sampling.seed + choice for choice in range(self.n or 1)]
+            # Python's generator would take -1 for 1
+            first = None if sampling.seed is None else sampling.seed % 2**64
+            seeds = [None if first is None else first + choice for choice in range(self.n or 1)]
             found += [replace(request, sampling=replace(sampling, seed=seed)) for seed in seeds]
-        if len(found) > MOST_CHOICES:
-            raise ApiError(400, f"{len(found)} answers at once, and at most {MOST_CHOICES} may be; send several requests")
         return found
 
     def _checked_prompts(self, opened: Opened, capacity: int) -> list[list[int]]:
@@ -204,11 +211,19 @@ class CompletionAsked(Asked):
     suffix: str | None = None
     best_of: int | None = None
 
+    @property
+    def _several(self) -> list[Any]:
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]
+        return list(self.prompt)
+
+    @property
+    def texts(self) -> int:
+        return len(self._several)
+
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Texts as they stand, after the tokenizer's BOS; or tokens."""
-        several = self.prompt if isinstance(self.prompt, list) else [self.prompt]
-        if several and isinstance(several[0], int):
-            several = [several]
+        several = self._several
         known = range(tokenizer.vocab_size)
         if odd := [token for ids in several if isinstance(ids, list) for token in ids if token not in known]:
             raise ValueError(f"token {odd[0]} is none; ids go from 0 to {len(known) - 1}")
@@ -292,6 +307,7 @@ class Reply:
         """Tokens with what is told of them: the one that ends an answer is no part of it."""
         stop = set(self.tokenizer.stop_ids)
         found = [own for piece in pieces for own in zip(piece.tokens, piece.logprobs, piece.top, strict=True)]
+        found = [(token, sayable(own), [(each, sayable(p)) for each, p in top]) for token, own, top in found]
         return found[:-1] if found and pieces[-1].finish_reason == "stop" and found[-1][0] in stop else found
 
     def text_of(self, token: int) -> str:
@@ -351,6 +367,11 @@ class CompletionReply(Reply):
         top = [{self.text_of(token): logprob for token, logprob in likely} for _, _, likely in found]
         logprobs = [logprob for _, logprob, _ in found]
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets[:-1]}
+
+
+def sayable(logprob: float) -> float:
+    """A log-probability in JSON, which has no infinity; -9999 is OpenAI's."""
+    return max(logprob, -9999.0)
 
 
 def reason(piece: Piece) -> str | None:

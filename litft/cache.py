@@ -85,6 +85,12 @@ class KVCache:
         for layer, own in zip(self.layers, other.layers, strict=True):
             layer.keys[:, :, :length], layer.values[:, :, :length] = own.keys[:, :, :length], own.values[:, :, :length]
 
+    def clear(self) -> None:
+        """Hold zeros again."""
+        for layer in self.layers:
+            layer.keys.zero_()
+            layer.values.zero_()
+
     def begin(self, tokens: Tensor, positions: Tensor | None) -> None:
         """Make room for a call's tokens (B, T), behind those held or at positions (B, T)."""
         count, device = tokens.size(1), tokens.device

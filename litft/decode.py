@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from litft.blockwise import in_short
@@ -17,10 +18,15 @@ from litft.parallel import is_out_of_memory
 from litft.tokenizer import shared
 
 PIECE = 512  # tokens of a prompt that go through the network at once: what it needs besides the cache is bounded
+NOT_A_NUMBER = "the model's logits are NaN; look for NaN or infinity in its weights"
 PLANNED = ("dynamic", "longrope")  # ropes that turn by the planned length
 BOUND = 256  # a compiled step looks at so many keys, or twice as many, or four times ...
 
 # B rows, V vocabulary
+
+
+class BrokenModel(ValueError):
+    """What a network computes is no number."""
 
 
 class Decoder:
@@ -86,7 +92,8 @@ class Decoder:
         if page is not self.views[row]:
             self.views[row].copy(page, len(ids))
         if logits.isnan().any():
-            raise ValueError("the model's logits are NaN; look for NaN or infinity in its weights")
+            self.clear(row)
+            raise BrokenModel(NOT_A_NUMBER)
         return logits[-1]
 
     def extend(self, row: int, ids: Sequence[int], page: KVCache | None = None) -> Tensor:
@@ -105,6 +112,12 @@ class Decoder:
         self.lengths[row] += len(ids)
         self.processed += len(ids)
         return logits[0].to(torch.float32, copy=True)  # what comes out of inference mode itself cannot be written to
+
+    def clear(self, row: int) -> None:
+        """Have a row forget what is no number: what is not seen yet has the weight 0, and 0 times NaN is NaN."""
+        self.truncate(row, 0)
+        for page in filter(None, (self.views[row], self.apart)):
+            page.clear()
 
     def truncate(self, row: int, length: int) -> None:
         """Have a row forget all but its first tokens."""
@@ -155,13 +168,18 @@ class Decoder:
         """The network's logits; as it is written, with a warning, where what was compiled fails."""
         with self._quietly():
             try:
-                return network(tokens, **inputs)
+                return self._known(network(tokens, **inputs))
             except Exception as error:  # compilers raise many kinds
                 if not self.compiled or is_out_of_memory(error):
                     raise
                 warnings.warn(f"decoding runs uncompiled, since torch.compile fails: {in_short(error)}", stacklevel=2)
                 self._piece = self._token = self.model
-                return self.model(tokens, **inputs)
+                return self._known(self.model(tokens, **inputs))
+
+    def _known(self, logits: Tensor) -> Tensor:
+        """Of every token: a base knows none of those that its adapter has added."""
+        missing = self.model.config.vocab_size - logits.size(-1)
+        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def hold(self, row: int, token: int) -> None:
         """Say which token a row was given."""

@@ -3,6 +3,7 @@
 import os
 import threading
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -30,9 +31,11 @@ class Job:
     """A request and who it is for."""
 
     number: int
+    first: int  # of those that were asked for with it
     model: str
     request: Request
     deliver: Deliver
+    turn: int = 0  # how many of them begin before it
 
 
 class Engine:
@@ -62,9 +65,14 @@ class Engine:
         with self._lock:
             if self._stopping or not self.alive:
                 raise Stopping
-            if len(self._jobs) + len(requests) > self.most_waiting + self.rows * len(self.models):
+            if len(self._jobs) + len(requests) > self.most:
                 raise Overloaded
-            jobs = [Job(next(self._numbers), model, request, deliver) for request, deliver in requests]
+            first = next(self._numbers)
+            numbers = [first, *(next(self._numbers) for _ in requests[1:])]
+            jobs = [
+                Job(number, first, model, request, deliver)
+                for number, (request, deliver) in zip(numbers, requests, strict=True)
+            ]
             self._jobs |= {job.number: job for job in jobs}
         self._came.put(lambda: self._waiting.update({job.number: job for job in jobs}))
         return [job.number for job in jobs]
@@ -93,6 +101,11 @@ class Engine:
     def join(self) -> None:
         """Wait for the end."""
         self._thread.join()
+
+    @property
+    def most(self) -> int:
+        """How many requests there may be, running and waiting."""
+        return self.most_waiting + self.rows * len(self.models)
 
     @property
     def counts(self) -> dict[str, int]:
@@ -125,8 +138,13 @@ class Engine:
                 idle = False
 
     def _admit(self) -> None:
-        """Begin those who wait longest, where their model has a free row."""
-        for job in list(self._waiting.values()):
+        """Begin those who wait longest, where their model has a free row; many answers to one request let others pass."""
+        begun = Counter(job.first for number, job in self._jobs.items() if number not in self._waiting)
+        turns: Counter[int] = Counter()
+        for job in self._waiting.values():
+            turns[job.first] += 1
+            job.turn = begun[job.first] + turns[job.first]
+        for job in sorted(self._waiting.values(), key=lambda job: (job.turn, job.number)):
             try:
                 batch = self._batch(job.model)
             except Exception as error:  # out of memory, mostly
@@ -151,6 +169,9 @@ class Engine:
         try:
             self._read(batch)
             for number, piece in batch.step() if batch.running else ():
+                if isinstance(piece, Exception):
+                    self._finish(number, piece)
+                    continue
                 self._jobs[number].deliver(piece)
                 if piece.finish_reason:
                     self._finish(number)

@@ -159,6 +159,12 @@ class HarnessModel(TemplateLM):
         stop = [text for text in ([until] if isinstance(until, str) else until) if text]
         names = {item.name for item in fields(Sampling)}
         sampling = Sampling(**{name: value for name, value in given.items() if name in names and value is not None})
+        try:
+            problems = sampling.problems()
+        except TypeError as error:
+            problems = [str(error)]
+        if problems:
+            raise ValueError(f"a task's generation_kwargs: {'; '.join(problems).replace('--', '')}")
         return Request(self.tok_encode(context)[-room:], given["max_gen_toks"], sampling, self.words.stop_ids, stop)
 
 

@@ -88,11 +88,24 @@ def open_models(args: ModelArgs, adapters: Sequence[str]) -> list[Opened]:
         raise ValueError(
             f"--adapters {', '.join(plain)}: no adapter; name folders with an adapter_config.json, or their runs"
         )
+    if args.quantize != "none":
+        _check_alike(source, others)
     device, share, _ = _devices(args, source)
     found = _open_all(args, [source, *others], device, share, None)
     if not found[0].compiled:
         pack_weights([opened.model for opened in found])
     return found
+
+
+def _check_alike(source: Source, others: list[Source]) -> None:
+    """ValueError where one trains whole modules: the others have them quantized."""
+    for each in (source, *others):
+        adapter = each.read_adapter()
+        if adapter and (plain := adapter[0].plain()):
+            reason = f"trains {len(plain)} whole modules ({min(plain)}), which --quantize leaves as they are"
+            raise ValueError(
+                f"{each.folder} {reason}, and the others have them quantized; serve it alone, or all unquantized"
+            )
 
 
 def source_of(args: ModelArgs) -> Source:

@@ -48,6 +48,8 @@ class Example:
 def run_eval(args: RunEvalArgs) -> None:
     """Print the table, and answers to look at; write everything to --out."""
     source_of(args.model(args.checkpoint_dir, args.base_dir))  # what is wrong is told before anything is loaded
+    if args.out and Path(args.out).exists() and not Path(args.out).is_file():
+        raise ValueError(f"--out {args.out} is no file; name one")
     if args.out and not Path(args.out).parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it, or name another file")
     ask = _harness(args) if args.tasks else None
@@ -75,7 +77,10 @@ def _subjects(args: RunEvalArgs) -> Iterator[tuple[Subject, Opened, AbstractCont
         theirs = source_of(other).name
         yield Subject(theirs if theirs != name else args.against), open_model(other), nullcontext()
     opened = open_model(asked)
-    if source.adapter and args.against is None:
+    if source.adapter and args.against is None and opened.model.config.vocab_size > source.config.vocab_size:
+        # the base knows nothing of the new tokens: it reads with its own
+        yield Subject("base"), open_model(args.model(str(source.base))), nullcontext()
+    elif source.adapter and args.against is None:
         yield Subject("base"), opened, opened.as_base()
     yield Subject(name), opened, nullcontext()
 
@@ -173,7 +178,7 @@ def _everything(args: RunEvalArgs, subjects: list[Subject], shown: list[tuple[st
         {"prompt": prompt, "expected": expected} | {own.name: own.answers[number] for own in subjects}
         for number, (prompt, expected) in enumerate(shown)
     ]
-    scores = {own.name: own.scores for own in subjects}
+    scores = {own.name: {name: None if math.isnan(v) else v for name, v in own.scores.items()} for own in subjects}
     return {
         "flags": asdict(args),
         "scores": scores,

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ try:
     from starlette.exceptions import HTTPException
     from starlette.middleware import Middleware
     from starlette.middleware.trustedhost import TrustedHostMiddleware
+    from starlette.requests import ClientDisconnect
     from starlette.requests import Request as HttpRequest
     from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
@@ -32,13 +33,16 @@ except ModuleNotFoundError as error:
 from litft.args import ServeArgs
 from litft.blockwise import in_short
 from litft.cache import KVCache
+from litft.decode import BrokenModel
 from litft.engine import Engine, Overloaded, Stopping
 from litft.opened import Opened, open_models, source_of
-from litft.parallel import is_out_of_memory
+from litft.parallel import is_out_of_memory, memory_there
 from litft.streaming import Piece, Request
 
 PAGE = Path(__file__).parent / "page.html"
 KEY = "LITFT_API_KEY"
+LINGER = 5  # seconds that clients have for their last answers' ends
+PATIENCE = 60  # and for sending a request
 CAPACITY = 4096  # tokens of a prompt with its answer, where nothing is asked for
 LOCAL = ("127.0.0.1", "localhost", "::1")
 # the page is one file, and talks to nobody else
@@ -52,19 +56,26 @@ HEADERS = {
 
 def serve(args: ServeArgs) -> None:
     """Answer until SIGTERM or Ctrl-C; then finish what has begun."""
-    with _listening(args.host, args.port) as listener:
+    # of several processes the first one listens; the others stay in `_open`
+    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    with _listening(args.host, args.port) if first else nullcontext() as listener:
         models = _open(args)
-        config = next(iter(models.values())).model.config
+        some = next(iter(models.values())).model
+        config = some.config
         if (args.max_seq_length or 0) > config.context:
             raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context is {config.context}; lower it")
         capacity = args.max_seq_length or min(CAPACITY, config.context)
+        cache = KVCache.token_bytes(config, some.dtype) * args.batch_size * capacity
+        if cache * len(models) > memory_there(some.embed.weight.device):
+            reason = f"{cache * len(models) / 2**30:,.0f} GiB for the texts are more than there are"
+            raise ValueError(f"{reason}; lower --batch_size {args.batch_size} or --max_seq_length {capacity}")
         engine = Engine(models, args.batch_size, capacity, args.max_waiting)
         app = Endpoint(engine, capacity, args).app()
         settings = uvicorn.Config(app, server_header=False, lifespan="off")
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it says of itself; requests are told
         engine.start()
         _warm(engine)
-        asyncio.run(Server(settings, engine, _welcome(listener, args, models, capacity)).serve([listener]))
+        asyncio.run(Server(settings, engine, _welcome(listener, args, models, capacity, cache)).serve([listener]))
         engine.join()
         print("stopped", file=sys.stderr)
 
@@ -103,11 +114,9 @@ def _open(args: ServeArgs) -> dict[str, Opened]:
     return dict(zip([first, *named], open_models(args, list(named.values())), strict=True))
 
 
-def _welcome(listener: socket.socket, args: ServeArgs, models: dict[str, Opened], capacity: int) -> str:
+def _welcome(listener: socket.socket, args: ServeArgs, models: dict[str, Opened], capacity: int, cache: int) -> str:
     host, port = listener.getsockname()[:2]
-    model = next(iter(models.values())).model
-    each = KVCache.token_bytes(model.config, model.dtype) * args.batch_size * capacity
-    memory = f"{each / 2**20:,.0f} MiB{' for each of the models' * (len(models) > 1)}"
+    memory = f"{cache / 2**20:,.0f} MiB{' for each of the models' * (len(models) > 1)}"
     lines = [f"serving {', '.join(models)} at http://{f'[{host}]' if ':' in host else host}:{port}"]
     lines += [f"{args.batch_size} answers at once, of {capacity:,} tokens with their prompts: they take {memory}"]
     if args.host not in LOCAL and not _key(args):
@@ -116,7 +125,10 @@ def _welcome(listener: socket.socket, args: ServeArgs, models: dict[str, Opened]
 
 
 def _key(args: ServeArgs) -> str | None:
-    return args.api_key or os.environ.get(KEY) or None
+    key = args.api_key or os.environ.get(KEY) or None
+    if key is not None and not key.isascii():
+        raise ValueError(f"{KEY} holds more than ASCII, and clients send it in a header; choose another")
+    return key
 
 
 class Server(uvicorn.Server):
@@ -140,6 +152,13 @@ class Server(uvicorn.Server):
         print(f"{number.name}: finishing what has begun", file=sys.stderr, flush=True)
         self.should_exit = True
         self.engine.stop()
+        self.leaving = asyncio.create_task(self._leave())
+
+    async def _leave(self) -> None:
+        """Wait for the answers, and no longer for clients that do not read them, or have not said what they want."""
+        await asyncio.to_thread(self.engine.join)
+        await asyncio.sleep(LINGER)
+        self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Say where, once it listens."""
@@ -208,7 +227,7 @@ class Endpoint:
 
     def _named(self, name: str) -> str:
         if name not in self.models:
-            reason = f"the model {name!r} does not exist; there is {', '.join(self.models)}"
+            reason = f"the model {name[:80]!r} does not exist; there is {', '.join(self.models)}"
             raise ApiError(404, reason, "model_not_found", "model")
         return name
 
@@ -220,6 +239,8 @@ class Endpoint:
         opened = self.models[name]
         # long prompts take long to tokenize: others are served meanwhile
         requests = await asyncio.to_thread(asked.requests, opened, self.capacity, self.limit)
+        if len(requests) > self.engine.most:
+            raise ApiError(400, f"{len(requests)} answers: this server makes and queues {self.engine.most}; ask for fewer")
         choices = Choices(self.engine, name, requests)
         reply = asked.reply(name, opened.tokenizer)
         if asked.stream:
@@ -233,6 +254,14 @@ class Endpoint:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":  # what a page elsewhere cannot send without being asked about
             raise ApiError(415, f"content type {kind!r}: send application/json")
+        try:
+            return await asyncio.wait_for(self._read(request), PATIENCE)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the request did not come whole within {PATIENCE} seconds", "timeout") from None
+        except (ClientDisconnect, asyncio.CancelledError):  # or the server ends
+            raise ApiError(499, "the request did not come whole") from None  # which nobody reads
+
+    async def _read(self, request: HttpRequest) -> bytes:
         found = bytearray()
         async for part in request.stream():
             found += part
@@ -353,6 +382,8 @@ def _told(error: Exception) -> ApiError:
         return ApiError(503, "as many requests wait as may; try again later", "overloaded")
     if isinstance(error, Stopping):
         return ApiError(503, "the server is being stopped", "stopping")
+    if isinstance(error, BrokenModel):
+        return ApiError(500, str(error), "broken_model")
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
     return ApiError(500, f"the answer could not be made ({type(error).__name__}); the server's log says more")

@@ -3,6 +3,7 @@
 `stream` is the face; the commands, the chat and evaluation are built on `answers`, which makes many at once.
 """
 
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from litft.decode import PIECE, Decoder, check_prompt
+from litft.decode import NOT_A_NUMBER, PIECE, BrokenModel, Decoder, check_prompt
 from litft.model import GPT
 from litft.prompts import Message
 from litft.sampling import Sampler, Sampling
@@ -175,7 +176,10 @@ def answers(
             batch.read_on()
         if not batch.running:
             return
-        yield from batch.step()
+        for number, piece in batch.step():
+            if isinstance(piece, BrokenModel):
+                raise piece
+            yield number, piece
 
 
 @dataclass
@@ -246,8 +250,8 @@ class Batch:
         del self.running[row]
         self.decoder.truncate(row, len(self.decoder.texts[row]))
 
-    def step(self) -> Iterator[tuple[int, Piece]]:
-        """A token more of each answer: the pieces, as `answers` gives them."""
+    def step(self) -> Iterator[tuple[int, Piece | BrokenModel]]:
+        """A token more of each answer: the pieces, as `answers` gives them, or why an answer cannot go on."""
         decoder, active = self.decoder, self._active()
         rows = decoder.span(active)
         self.sampler.look(rows)
@@ -260,6 +264,11 @@ class Batch:
         made = {row: chosen for row, chosen in enumerate(fetched.rows(), rows.start) if row in self.running}
         for row, chosen in made.items():
             number, answer = self.running[row]
+            if math.isnan(chosen.logprob):
+                self._end(row)
+                decoder.clear(row)
+                yield number, BrokenModel(NOT_A_NUMBER)
+                continue
             piece = answer.take(chosen)
             if answer.finish_reason:
                 self._end(row)

@@ -181,6 +181,10 @@ class LeadingDecoder(Decoder):
         with self.team.call(self.number, "extend", row, list(ids)):
             return super().extend(row, ids, *page)
 
+    def clear(self, row: int) -> None:
+        with self.team.call(self.number, "clear", row):
+            super().clear(row)
+
     def truncate(self, row: int, length: int) -> None:
         self.team.note(self.number, "truncate", row, length)
         super().truncate(row, length)

@@ -292,6 +292,43 @@ def test_the_held_out_part_is_the_trainings(folder, examples, tmp_path):
     assert found["scores"][folder.name]["examples"] == 2
 
 
+def test_a_base_without_the_new_tokens(folder, examples, tmp_path):
+    """It reads the examples with the tokens that it knows."""
+    flags = [
+        "--checkpoint_dir",
+        folder,
+        "--data.path",
+        examples,
+        "--data.new_tokens",
+        "<who>,Lily",
+        "--train.max_steps",
+        "1",
+    ]
+    script("finetune/lora.py", *flags, "--out_dir", "tuned", cwd=tmp_path)
+    both, _ = evaluated(tmp_path, "--checkpoint_dir", "tuned", "--data.path", examples, "--precision", "fp32")
+    alone, _ = evaluated(tmp_path, "--checkpoint_dir", folder, "--data.path", examples, "--precision", "fp32")
+    assert both["scores"]["base"] == alone["scores"][folder.name] != both["scores"]["tuned"]
+    done = script(
+        "generate/chat.py", "--checkpoint_dir", "tuned", "--max_new_tokens", "5", cwd=tmp_path, text="/base hello\n"
+    )
+    assert done.stdout.strip()
+
+
+def test_what_is_no_file_is_left_alone(folder, examples, tmp_path):
+    done = script(
+        "scripts/run_eval.py",
+        "--checkpoint_dir",
+        folder,
+        "--data.path",
+        examples,
+        "--out",
+        "/dev/null",
+        cwd=tmp_path,
+        code=2,
+    )
+    assert "/dev/null is no file" in done.stderr
+
+
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_quantized(checkpoints, examples, quantize, tmp_path):
     pytest.importorskip("bitsandbytes")

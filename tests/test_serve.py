@@ -369,6 +369,84 @@ def test_tools_without_a_place_are_refused(checkpoints):
         assert raw(server, tools=[TOOL], tool_choice="none").status_code == 200
 
 
+def test_numbers_that_are_none_stay_where_they_are(checkpoints, tmp_path):
+    """A token whose vector is NaN ends an answer with 500, and no other one, then or later."""
+    from safetensors.torch import load_file, save_file
+
+    folder = lengthened(checkpoints["stories260K"], tmp_path / "broken", 512)
+    tensors = load_file(folder / "model.safetensors")
+    tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
+    tensors["model.embed_tokens.weight"][100] = math.nan
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False}
+    (folder / "config.json").write_text(json.dumps(config))
+    with Server(folder, "--batch_size", "2") as server:
+        ask = dict(path="completions", prompt="My cat", max_tokens=20)
+        expected = raw(server, **ask).json()["choices"][0]["text"]
+        broken = [dict(path="completions", prompt="Once", max_tokens=60, logit_bias={"100": 100}) for _ in range(4)]
+        broken += [dict(path="completions", prompt=[5, 100, 7], max_tokens=5)]
+        for body in broken:
+            for stream in (False, True):
+                response = raw(server, **body, stream=stream)
+                told = response.text if response.status_code == 200 else response.json()["error"]["message"]
+                assert "logits are NaN" in told and response.status_code in ((200, 500) if stream else (500,))
+        longer = threading.Thread(
+            target=raw, args=(server,), kwargs=dict(path="completions", prompt="Once upon a", max_tokens=200)
+        )
+        longer.start()
+        for _ in range(3):
+            assert raw(server, **ask).json()["choices"][0]["text"] == expected
+        longer.join()
+        server.idle()
+
+
+def test_many_answers_to_one_request_let_others_pass(folder):
+    with Server(folder, "--batch_size", "2", "--max_seq_length", str(ROOM)) as server:
+        client, ends = server.client(), []
+        settings = dict(n=40, temperature=1.0, logit_bias=ENDLESS, tokens=200)
+        crowd = threading.Thread(target=lambda: (ask(client, **settings), ends.append("crowd")))
+        crowd.start()
+        while not server.health["waiting"]:
+            time.sleep(0.01)
+        ask(client, tokens=3)
+        ends.append("one")
+        crowd.join()
+        assert ends == ["one", "crowd"]
+
+
+def test_what_can_never_be_answered_is_refused_for_good(server):
+    response = raw(server, n=3 * ROWS + 4 + 1)
+    assert response.status_code == 400 and "ask for fewer" in response.json()["error"]["message"]
+    began = time.perf_counter()
+    response = raw(server, "completions", prompt=[[1]] * 5000, n=128)
+    assert response.status_code == 400 and time.perf_counter() - began < 1
+
+
+def test_negative_seeds_are_seeds(client):
+    settings = dict(temperature=1.2, n=3)
+    texts = {seed: [own.message.content for own in ask(client, seed=seed, **settings).choices] for seed in (-5, -1, 1, 5)}
+    assert len({text for own in texts.values() for text in own[:2]}) == 8
+    assert len(set(texts[-1])) == 3
+
+
+def test_a_stop_does_not_wait_for_clients_who_do_nothing(folder):
+    """One has not said all of what it wants, and one does not read what it is told."""
+    with Server(folder, "--max_seq_length", str(ROOM)) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        half = socket.create_connection((host, int(port)))
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        half.sendall(f"{head}Content-Length: 1000\r\n\r\n{{".encode())
+        body = {"messages": TALK, "max_tokens": 400, "n": 8, "stream": True, "logprobs": True, "top_logprobs": 20}
+        deaf = _begin(server, body | {"logit_bias": ENDLESS})
+        while not server.health["running"]:
+            time.sleep(0.01)
+        began = time.monotonic()
+        assert server.end() == 0
+        assert time.monotonic() - began < 40 and "Traceback" not in server.log
+        half.close()
+        deaf.close()
+
+
 def test_more_than_may_wait_are_refused(server):
     body = {"messages": TALK, "max_tokens": 1900, "logit_bias": ENDLESS}
     connections = [_begin(server, body) for _ in range(3 * ROWS + 4)]
@@ -445,7 +523,9 @@ def test_the_limits_of_an_answer(folder):
 @pytest.mark.slow
 def test_a_network_that_is_cut_is_served(folder, plain):
     """By two processes, which end together."""
-    with Server(folder, "--devices", "2", "--max_seq_length", "300") as server:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with Server(folder, "--devices", "2", "--max_seq_length", "300", "--port", port) as server:
         client = server.client()
         found = {}
         threads = [threading.Thread(target=lambda n=n: found.update({n: ask(client, tokens=n)})) for n in (5, 20, 40)]
@@ -469,6 +549,8 @@ def test_a_network_that_is_cut_is_served(folder, plain):
         (["--port", "70000"], "65535"),
         (["--host", "300.1.1.1"], "cannot listen"),
         (["--batch_size", "0"], "at least 1"),
+        (["--batch_size", "1000000000"], "at most 4096"),
+        (["--max_seq_length", "1"], "at least 2"),
     ],
     ids=str,
 )

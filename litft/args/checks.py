@@ -35,7 +35,7 @@ def impossible_numbers(args: Any) -> list[str]:
 
 def below(args: Any, group: str, least: int, *names: str) -> list[str]:
     """Problems with those of a group's numbers that are less than `least`; what is None has a default."""
-    reason = "must be at least 1" if least else "must not be negative"
+    reason = f"must be at least {least}" if least else "must not be negative"
     values = {".".join(filter(None, (group, name))): getattr(args, name) for name in names}
     return [f"--{name} {value}: {reason}" for name, value in values.items() if value is not None and value < least]
 

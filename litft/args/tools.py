@@ -251,6 +251,9 @@ class ChatArgs(ModelArgs):
     """Show on stderr exactly what the model reads and says, its special tokens too."""
 
 
+MOST_ROWS = 4096  # of a batch
+
+
 @dataclass
 class ServeArgs(ModelArgs):
     """Serve a model, and adapters over it, to clients of the OpenAI API, with a chat page at /."""
@@ -280,6 +283,8 @@ class ServeArgs(ModelArgs):
         if self.max_seq_length is not None:
             found += below(self, "", 2, "max_seq_length")
         found += below(self, "", 0, "max_waiting")
+        if self.batch_size > MOST_ROWS:
+            found.append(f"--batch_size {self.batch_size}: must be at most {MOST_ROWS}")
         if not 0 <= self.port < 65536:
             found.append(f"--port {self.port}: must lie in [0, 65535]")
         if self.max_body_mb <= 0:
