@@ -158,6 +158,7 @@ class Server(uvicorn.Server):
         """Wait for the answers, and no longer for clients that do not read them, or have not said what they want."""
         await asyncio.to_thread(self.engine.join)
         await asyncio.sleep(LINGER)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # each request that is cut off now has a traceback
         self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
