@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import count
 from queue import Empty, SimpleQueue
 
+from litft.cache import KVCache
 from litft.decode import PIECE
 from litft.opened import Opened
 from litft.sampling import Sampling
@@ -101,6 +102,12 @@ class Engine:
     def join(self) -> None:
         """Wait for the end."""
         self._thread.join()
+
+    @property
+    def memory(self) -> int:
+        """Bytes that the texts of one of the models take."""
+        model = next(iter(self.models.values())).model
+        return KVCache.token_bytes(model.config, model.dtype) * self.rows * self.capacity
 
     @property
     def most(self) -> int:

@@ -32,7 +32,6 @@ except ModuleNotFoundError as error:
 
 from litft.args import ServeArgs
 from litft.blockwise import in_short
-from litft.cache import KVCache
 from litft.decode import BrokenModel
 from litft.engine import Engine, Overloaded, Stopping
 from litft.opened import Opened, open_models, source_of
@@ -59,35 +58,32 @@ def serve(args: ServeArgs) -> None:
     # of several processes the first one listens; the others stay in `_open`
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     with _listening(args.host, args.port) if first else nullcontext() as listener:
-        models = _open(args)
-        some = next(iter(models.values())).model
-        config = some.config
-        if (args.max_seq_length or 0) > config.context:
-            raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context is {config.context}; lower it")
-        capacity = args.max_seq_length or min(CAPACITY, config.context)
-        cache = KVCache.token_bytes(config, some.dtype) * args.batch_size * capacity
-        if cache * len(models) > memory_there(some.embed.weight.device):
-            reason = f"{cache * len(models) / 2**30:,.0f} GiB for the texts are more than there are"
-            raise ValueError(f"{reason}; lower --batch_size {args.batch_size} or --max_seq_length {capacity}")
-        engine = Engine(models, args.batch_size, capacity, args.max_waiting)
-        app = Endpoint(engine, capacity, args).app()
-        settings = uvicorn.Config(app, server_header=False, lifespan="off")
+        engine = _engine(args, _open(args))
+        settings = uvicorn.Config(Endpoint(engine, args).app(), server_header=False, lifespan="off")
         logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it says of itself; requests are told
-        engine.start()
-        _warm(engine)
-        asyncio.run(Server(settings, engine, _welcome(listener, args, models, capacity, cache)).serve([listener]))
+        asyncio.run(Server(settings, engine, _welcome(listener, args, engine)).serve([listener]))
         engine.join()
         print("stopped", file=sys.stderr)
 
 
-def _warm(engine: Engine) -> None:
+def _engine(args: ServeArgs, models: dict[str, Opened]) -> Engine:
+    """What answers, and has answered once; ValueError where there is no room for what is asked for."""
+    model = next(iter(models.values())).model
+    context = model.config.context
+    if (args.max_seq_length or 0) > context:
+        raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context is {context}; lower it")
+    engine = Engine(models, args.batch_size, args.max_seq_length or min(CAPACITY, context), args.max_waiting)
+    remedy = f"lower --batch_size {engine.rows} or --max_seq_length {engine.capacity}"
+    if (asked := engine.memory * len(models)) > memory_there(model.embed.weight.device):
+        raise ValueError(f"{asked / 2**30:,.0f} GiB for the texts are more than there are; {remedy}")
+    engine.start()
     try:
         engine.warm()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        reason = f"no memory for {engine.rows} answers of {engine.capacity:,} tokens ({in_short(error)})"
-        raise ValueError(f"{reason}; lower --batch_size or --max_seq_length") from None
+        raise ValueError(f"there is no memory for the texts ({in_short(error)}); {remedy}") from None
+    return engine
 
 
 @contextmanager
@@ -114,11 +110,11 @@ def _open(args: ServeArgs) -> dict[str, Opened]:
     return dict(zip([first, *named], open_models(args, list(named.values())), strict=True))
 
 
-def _welcome(listener: socket.socket, args: ServeArgs, models: dict[str, Opened], capacity: int, cache: int) -> str:
+def _welcome(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:
     host, port = listener.getsockname()[:2]
-    memory = f"{cache / 2**20:,.0f} MiB{' for each of the models' * (len(models) > 1)}"
-    lines = [f"serving {', '.join(models)} at http://{f'[{host}]' if ':' in host else host}:{port}"]
-    lines += [f"{args.batch_size} answers at once, of {capacity:,} tokens with their prompts: they take {memory}"]
+    memory = f"{engine.memory / 2**20:,.0f} MiB{' for each of the models' * (len(engine.models) > 1)}"
+    lines = [f"serving {', '.join(engine.models)} at http://{f'[{host}]' if ':' in host else host}:{port}"]
+    lines += [f"{engine.rows} answers at once, of {engine.capacity:,} tokens with their prompts: they take {memory}"]
     if args.host not in LOCAL and not _key(args):
         lines.append(f"warning: everybody who reaches {args.host} may use this; --api_key, or {KEY}, asks for a key")
     return "\n".join(lines)
@@ -173,8 +169,8 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 class Endpoint:
     """What is answered under which address."""
 
-    def __init__(self, engine: Engine, capacity: int, args: ServeArgs) -> None:
-        self.engine, self.models, self.capacity = engine, engine.models, capacity
+    def __init__(self, engine: Engine, args: ServeArgs) -> None:
+        self.engine, self.models, self.capacity = engine, engine.models, engine.capacity
         self.limit, self.most_bytes = args.max_new_tokens, round(args.max_body_mb * 1e6)
         self.key, self.is_local = _key(args), args.host in LOCAL
         self.page = PAGE.read_text("utf-8")

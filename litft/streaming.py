@@ -257,6 +257,8 @@ class Batch:
         self.sampler.look(rows)
         tokens = torch.zeros(len(active), dtype=torch.long, device=decoder.device)
         tokens[rows] = self.sampler.next(self.logits[rows])
+        if idle := [row for row in range(rows.start, rows.stop) if not active[row]]:
+            tokens[idle] = 0  # they go through the network too, and what they once said leads nowhere
         most = max(answer.request.top_logprobs for _, answer in self.running.values())
         fetched = Fetched(tokens[rows], self.logits[rows], most)
         # the device makes the next step while the host looks at this one; what ends here has made it in vain
