@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from litft import runs
-from litft.args import ModelArgs, Sampling
+from litft.args import GuessArgs, ModelArgs, Sampling
 from litft.args.processes import started_by
 from litft.config import read_object
 from litft.decode import Decoder
@@ -200,7 +200,7 @@ def _stored(source: Source) -> dict[str, Any]:
     return found
 
 
-def make_guesser(args: ModelArgs, opened: Opened, capacity: int) -> Guesser | None:
+def make_guesser(args: GuessArgs, opened: Opened, capacity: int) -> Guesser | None:
     """What guesses ahead, where that is asked for; ValueError for a draft model with other tokens."""
     if args.lookup:
         return Lookup()

@@ -544,7 +544,6 @@ def test_a_network_that_is_cut_is_served(folder, plain):
         (["--adapters", "stories={folder}"], "--model_name"),
         (["--adapters", "other={folder}"], "no adapter"),
         (["--max_seq_length", "100000"], "context"),
-        (["--lookup"], "leave them out"),
         (["--api_key", ""], "--api_key"),
         (["--port", "70000"], "65535"),
         (["--host", "300.1.1.1"], "cannot listen"),

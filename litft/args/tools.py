@@ -154,10 +154,6 @@ class ModelArgs(OpenArgs):
 
     compile: Literal["auto", "true", "false"] = "auto"
     """Compile reading and decoding; that takes a minute at the start. auto: on a GPU."""
-    draft_dir: str | None = None
-    """A smaller model with the same tokens, which guesses ahead: the same answers, faster where it is often right."""
-    lookup: bool = False
-    """Guess that a text goes on as it did before: faster where answers quote, as in summaries and code."""
     max_new_tokens: int | None = None
     """Stop an answer after so many tokens. Default: generation_config.json's, else 256."""
     temperature: float | None = None
@@ -186,8 +182,6 @@ class ModelArgs(OpenArgs):
         found = super().problems() + below(self, "", 1, "max_new_tokens")
         given = {name: getattr(self, name) for name in NUMBERS}
         found += Sampling(**{name: value for name, value in given.items() if value is not None}).problems()
-        if self.draft_dir and self.lookup:
-            found.append("--draft_dir and --lookup: one of them guesses; leave the other out")
         if "" in self.stop:
             found.append("--stop: an empty text stands everywhere; leave it out")
         if self.logit_bias is not None and not _is_bias(self.logit_bias):
@@ -206,7 +200,22 @@ def _is_bias(text: str) -> bool:
 
 
 @dataclass
-class GenerateArgs(ModelArgs):
+class GuessArgs(ModelArgs):
+    """The same, where one answer is made at a time: it may be guessed ahead."""
+
+    draft_dir: str | None = None
+    """A smaller model with the same tokens, which guesses ahead: the same answers, faster where it is often right."""
+    lookup: bool = False
+    """Guess that a text goes on as it did before: faster where answers quote, as in summaries and code."""
+
+    def problems(self) -> list[str]:
+        """As for every model, and that one of the two guesses."""
+        both = ["--draft_dir and --lookup: one of them guesses; leave the other out"]
+        return super().problems() + (both if self.draft_dir and self.lookup else [])
+
+
+@dataclass
+class GenerateArgs(GuessArgs):
     """Complete one prompt, or a file of prompts; the completion alone goes to stdout."""
 
     prompt: str | None = None
@@ -242,7 +251,7 @@ class GenerateArgs(ModelArgs):
 
 
 @dataclass
-class ChatArgs(ModelArgs):
+class ChatArgs(GuessArgs):
     """Chat with a model; without a terminal, one message a line on stdin and the answers alone on stdout."""
 
     system: str | None = None
@@ -258,6 +267,8 @@ MOST_ROWS = 4096  # of a batch
 class ServeArgs(ModelArgs):
     """Serve a model, and adapters over it, to clients of the OpenAI API, with a chat page at /."""
 
+    max_new_tokens: int | None = None
+    """The most tokens that an answer may have. Default: as many as there is room for."""
     host: str = "127.0.0.1"
     """The address to listen at. Default: this machine alone; 0.0.0.0 for every network it is in."""
     port: int = 8000
@@ -297,8 +308,6 @@ class ServeArgs(ModelArgs):
             found.append(f"--adapters: {', '.join(sorted(twice))} twice; give each a name of its own")
         if self.adapters and self.devices > 1 and not self.layers_per_device:
             found.append("--adapters with --devices: a network that is cut has one adapter; leave one of the two out")
-        if self.draft_dir or self.lookup:
-            found.append("--draft_dir and --lookup guess for one answer, and many are made at once; leave them out")
         return found
 
 
@@ -332,6 +341,9 @@ class RunEvalArgs(OpenArgs):
         """As for every model, and that there is something to score."""
         found = super().problems() + self.data.problems() + below(self, "", 1, "limit", "batch_size", "max_new_tokens")
         found += below(self, "", 0, "show", "num_fewshot")
+        for name in ("new_tokens", "weights"):
+            if getattr(self.data, name):
+                found.append(f"--data.{name} is of training; leave it out")
         if not (self.tasks or self.data.path):
             found.append("give --tasks NAMES, or --data.path FILE")
         if self.devices > 1 and not self.layers_per_device:
