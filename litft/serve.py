@@ -1,6 +1,7 @@
 """The command `serve`: an OpenAI-compatible endpoint over an `Engine`, and a chat page that uses it."""
 
 import asyncio
+import copy
 import hmac
 import json
 import logging
@@ -59,11 +60,18 @@ def serve(args: ServeArgs) -> None:
     first = os.environ.get("LOCAL_RANK", "0") == "0"
     with _listening(args.host, args.port) if first else nullcontext() as listener:
         engine = _engine(args, _open(args))
-        settings = uvicorn.Config(Endpoint(engine, args).app(), server_header=False, lifespan="off")
-        logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # what it says of itself; requests are told
+        settings = uvicorn.Config(Endpoint(engine, args).app(), server_header=False, lifespan="off", log_config=_logs())
         asyncio.run(Server(settings, engine, _welcome(listener, args, engine)).serve([listener]))
         engine.join()
         print("stopped", file=sys.stderr)
+
+
+def _logs() -> dict[str, Any]:
+    """A line a request, on stderr as all that is said here, and what goes wrong."""
+    found = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    found["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    found["loggers"]["uvicorn.error"]["level"] = "WARNING"
+    return found
 
 
 def _engine(args: ServeArgs, models: dict[str, Opened]) -> Engine:

@@ -292,6 +292,7 @@ def test_the_held_out_part_is_the_trainings(folder, examples, tmp_path):
     assert found["scores"][folder.name]["examples"] == 2
 
 
+@pytest.mark.slow
 def test_a_base_without_the_new_tokens(folder, examples, tmp_path):
     """It reads the examples with the tokens that it knows."""
     flags = [
@@ -329,6 +330,7 @@ def test_what_is_no_file_is_left_alone(folder, examples, tmp_path):
     assert "/dev/null is no file" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_quantized(checkpoints, examples, quantize, tmp_path):
     pytest.importorskip("bitsandbytes")
@@ -343,7 +345,7 @@ def test_quantized(checkpoints, examples, quantize, tmp_path):
     ("words", "said"),
     [
         ([], "give --tasks"),
-        (["--tasks", "hellaswagg"], "did you mean hellaswag?"),
+        pytest.param(["--tasks", "hellaswagg"], "did you mean hellaswag?", marks=pytest.mark.slow),
         (["--tasks", "nowhere.yaml"], "no such file"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--data.path", "nowhere.jsonl", "--out", "nowhere/out.json"], "there is no folder nowhere"),

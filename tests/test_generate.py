@@ -90,6 +90,7 @@ def test_samples_share_one_reading_of_the_prompt(folder, tmp_path):
     assert lines(tmp_path / "out.jsonl")[0]["completions"] == done.stdout.split("\n")[:3]
 
 
+@pytest.mark.slow
 def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
     own = tmp_path / "model"
     shutil.copytree(folder, own)

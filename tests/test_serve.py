@@ -403,7 +403,7 @@ def test_numbers_that_are_none_stay_where_they_are(checkpoints, tmp_path):
 def test_many_answers_to_one_request_let_others_pass(folder):
     with Server(folder, "--batch_size", "2", "--max_seq_length", str(ROOM)) as server:
         client, ends = server.client(), []
-        settings = dict(n=40, temperature=1.0, logit_bias=ENDLESS, tokens=200)
+        settings = dict(n=20, temperature=1.0, logit_bias=ENDLESS, tokens=100)
         crowd = threading.Thread(target=lambda: (ask(client, **settings), ends.append("crowd")))
         crowd.start()
         while not server.health["waiting"]:

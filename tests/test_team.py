@@ -47,6 +47,7 @@ def test_the_answers_are_one_devices(folder, prompts, tmp_path, more):
     assert answers(tmp_path) == ["".join(litft.stream(model, tokenizer, prompt, **settings)) for prompt in PROMPTS]
 
 
+@pytest.mark.slow
 def test_a_chat_of_two_processes(folder, tmp_path):
     """Over turns, with an adapter and without."""
     adapter, lines = adapted(folder, tmp_path / "adapter", LoRA(LoRAArgs(r=4))), "One day\nLily\n/base\n/undo\nA dog\n"
@@ -66,6 +67,7 @@ def test_quantized_parts_with_an_adapter(folder, prompts, tmp_path):
     assert found[0] == found[1] and all(found[0])
 
 
+@pytest.mark.slow
 def test_what_cannot_be_cut_is_said_by_one_process(checkpoints, folder, tmp_path):
     smol = checkpoints["SmolLM2-135M-Instruct"]
     said = generate(smol, tmp_path, "--prompt", "a", "--devices", "2", code=2).stderr

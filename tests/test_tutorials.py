@@ -121,6 +121,7 @@ def test_the_guide_to_converting(clone):
     assert {path.name for path in (folder / "out").iterdir()} >= {"clean", "run", "early", "adapter"}
 
 
+@pytest.mark.slow
 def test_the_guide_to_data(clone):
     printed = run_guide("prepare_data.md", *clone)
     assert "60 records (alpaca)" in printed[0] and "MiB at its peak" in printed[1]
@@ -240,6 +241,7 @@ def test_the_plan_is_held_against_steps_and_goes_on(tiny, tmp_path):
     assert len(cells) == 2 and cell in cells.values() and again.stderr.count("step 1 of 2") == 1
 
 
+@pytest.mark.slow
 def test_the_guide_to_a_family_shows_what_is_there():
     printed = run_guide("add_a_family.md", ROOT, {})
     assert "passed" in printed[0] and "| `ernie4_5` |" in printed[0]

@@ -30,6 +30,7 @@ def litft(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 def test_a_whole_path(litft):
     done = litft("finetune lora --train.max_steps 30")
     assert "litft chat --checkpoint_dir out/lora/final" in done.stdout
