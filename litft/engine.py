@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, islice
 from queue import Empty, SimpleQueue
 
 from litft.cache import KVCache
@@ -68,12 +68,8 @@ class Engine:
                 raise Stopping
             if len(self._jobs) + len(requests) > self.most:
                 raise Overloaded
-            first = next(self._numbers)
-            numbers = [first, *(next(self._numbers) for _ in requests[1:])]
-            jobs = [
-                Job(number, first, model, request, deliver)
-                for number, (request, deliver) in zip(numbers, requests, strict=True)
-            ]
+            numbers = list(islice(self._numbers, len(requests)))
+            jobs = [Job(number, numbers[0], model, *asked) for number, asked in zip(numbers, requests, strict=True)]
             self._jobs |= {job.number: job for job in jobs}
         self._came.put(lambda: self._waiting.update({job.number: job for job in jobs}))
         return [job.number for job in jobs]

@@ -203,7 +203,7 @@ def test_scores_are_those_of_the_harness_s_hugging_face_back_end(checkpoints, ta
     names = [str(tasks / f"{name}.yaml") for name in KINDS]
     expected = lm_eval.simple_evaluate(theirs, tasks=names, task_manager=TaskManager(), log_samples=False)["results"]
     found, _ = evaluated(tmp_path, "--checkpoint_dir", folder, "--precision", "fp32", "--tasks", ",".join(names))
-    (results,) = found["harness"].values()
+    results = found["harness"][folder.name]["results"]
     assert results.keys() == expected.keys() and len(results) == 3
     for task, scores in expected.items():
         for name, value in scores.items():
