@@ -114,15 +114,14 @@ class Asked(BaseModel):
         if len(stop) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stop):  # each is looked for at every token
             reason = f"stop: at most {MOST_STOPS} texts of at most {LONGEST_STOP} characters each may be"
             raise ApiError(400, reason, param="stop")
+        # Python's generator would take -1 for 1
+        first = None if sampling.seed is None else sampling.seed % 2**64
+        draws = [replace(sampling, seed=None if first is None else first + n) for n in range(self.n or 1)]
         found = []
         for ids in self._checked_prompts(opened, capacity):
             most = min(filter(None, (capacity - len(ids), self.most, limit)))
             stops = opened.tokenizer.stop_ids, [*opened.stop, *stop]
-            request = Request(ids, most, sampling, *stops, self.top or 0, trimmed=self.in_template)
-            # Python's generator would take -1 for 1
-            first = None if sampling.seed is None else sampling.seed % 2**64
-            seeds = [None if first is None else first + choice for choice in range(self.n or 1)]
-            found += [replace(request, sampling=replace(sampling, seed=seed)) for seed in seeds]
+            found += [Request(ids, most, draw, *stops, self.top or 0, trimmed=self.in_template) for draw in draws]
         return found
 
     def _checked_prompts(self, opened: Opened, capacity: int) -> list[list[int]]:
@@ -256,7 +255,7 @@ def parsed(kind: type[Asked], body: bytes) -> Asked:
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = str(first["loc"][0]) if first["loc"] else None
-        where = "".join(f"{part}: " for part in map(str, first["loc"][:1]))
+        where = "" if param is None else f"{param}: "
         reason = "it is not known here; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
         raise ApiError(400, f"{where}{reason}", param=param) from None
 

@@ -36,7 +36,6 @@ class Job:
     model: str
     request: Request
     deliver: Deliver
-    turn: int = 0  # how many of them begin before it
 
 
 class Engine:
@@ -72,7 +71,7 @@ class Engine:
             jobs = [Job(number, numbers[0], model, *asked) for number, asked in zip(numbers, requests, strict=True)]
             self._jobs |= {job.number: job for job in jobs}
         self._came.put(lambda: self._waiting.update({job.number: job for job in jobs}))
-        return [job.number for job in jobs]
+        return numbers
 
     def warm(self) -> None:
         """Answer a word with each model: what is made at the first use is there then. Raises what goes wrong."""
@@ -141,22 +140,24 @@ class Engine:
                 idle = False
 
     def _admit(self) -> None:
-        """Begin those who wait longest, where their model has a free row; many answers to one request let others pass."""
-        begun = Counter(job.first for number, job in self._jobs.items() if number not in self._waiting)
-        turns: Counter[int] = Counter()
-        for job in self._waiting.values():
-            turns[job.first] += 1
-            job.turn = begun[job.first] + turns[job.first]
-        for job in sorted(self._waiting.values(), key=lambda job: (job.turn, job.number)):
+        """Begin as many of those who wait as their models have free rows for."""
+        for name in dict.fromkeys(job.model for job in self._waiting.values()):
             try:
-                batch = self._batch(job.model)
+                batch = self._batch(name)
             except Exception as error:  # out of memory, mostly
-                del self._waiting[job.number]
-                self._finish(job.number, error)
+                for number in [number for number, job in self._waiting.items() if job.model == name]:
+                    del self._waiting[number]
+                    self._finish(number, error)
                 continue
-            if batch.free:
+            while batch.free and (job := self._following(name)):
                 del self._waiting[job.number]
                 batch.begin(job.number, job.request)
+
+    def _following(self, model: str) -> Job | None:
+        """Who waits longest for a model; those who were asked for with many that run already let others pass."""
+        begun = Counter(job.first for number, job in self._jobs.items() if number not in self._waiting)
+        waiting = (job for job in self._waiting.values() if job.model == model)
+        return min(waiting, key=lambda job: (begun[job.first], job.number), default=None)
 
     def _batch(self, name: str) -> Batch:
         """A model's, made at its first request."""
@@ -191,7 +192,7 @@ class Engine:
             prompt = next(iter(batch.reading.values()))
             before = prompt.done
             try:
-                batch.read_on()
+                batch.read_on(PIECE)
             except ValueError as error:  # of this request: the others go on
                 self._finish(prompt.number, error)
             read += prompt.done - before

@@ -212,9 +212,15 @@ def networks(
     quantize: str | None,
     share: Share = WHOLE,
 ) -> list[GPT]:
-    """The network of each folder; all have one base, and its tensors are there once. None of them may be trained."""
+    """The network of each folder; all have one base, and its tensors are there once. None of them may be trained.
+
+    ValueError where one of several trains whole modules of a base that is to be quantized: the others have them quantized.
+    """
     adapters = [source.read_adapter() for source in sources]
     plain = {name for adapter in adapters if adapter for name in adapter[0].plain()}
+    if plain and len(sources) > 1 and (kind := sources[0].quantization(quantize)):
+        reason = f"{len(plain)} whole modules ({min(plain)}) are trained by one of the adapters, and {kind} for the others"
+        raise ValueError(f"{reason}; open that adapter alone, or all of them unquantized")
     base = sources[0].base_model(precision, device, quantize, plain, share)
     models = [*(twin(base) for _ in adapters[1:]), base]
     for model, adapter in zip(models, adapters, strict=True):

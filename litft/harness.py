@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 
 from litft.args import Sampling
 from litft.opened import Opened
-from litft.streaming import Request, answers
+from litft.streaming import Request
 
 LOGITS = 2**28  # of a pass at most, 1 GiB in fp32: long texts go through in smaller batches
 ANSWER = 256  # tokens, of tasks that do not say how many
@@ -101,7 +101,7 @@ class HarnessModel(TemplateLM):
             if len(continuation) > self.max_length:
                 raise ValueError(f"a continuation of {len(continuation)} tokens: the context is {self.max_length}")
             alike.setdefault(tuple([*context, *continuation][-self.max_length - 1 : -1]), []).append(number)
-        with tqdm(total=len(pairs), desc="texts", disable=None if not quiet else True) as bar:
+        with tqdm(total=len(pairs), desc="texts", disable=quiet or None) as bar:
             for texts in self._batches(alike, pairs):
                 longest = max(len(pairs[number][1]) for text in texts for number in alike[text])
                 for text, logprobs in zip(texts, self._logprobs(texts, longest), strict=True):
@@ -141,14 +141,7 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers up to a text that ends them; the end of a context counts where it is too long."""
         asked = [self._request(*request.args) for request in requests]
-        capacity = max((len(request.ids) + request.max_new_tokens for request in asked), default=1)
-        decoder = self.opened.decoder(min(self.batch_size, max(1, len(asked))), capacity)
-        texts = [""] * len(asked)
-        with tqdm(total=len(asked), desc="answers", disable=None if not disable_tqdm else True) as bar:
-            for number, piece in answers(decoder, self.words, asked):
-                texts[number] += piece
-                bar.update(piece.finish_reason is not None)
-        return texts
+        return self.opened.texts(asked, self.batch_size, "answers", quiet=disable_tqdm or None)
 
     def _request(self, context: str, settings: dict[str, Any]) -> Request:
         given = normalize_gen_kwargs(settings, ANSWER)

@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from litft import runs
 from litft.args import GuessArgs, ModelArgs, Sampling
@@ -24,7 +25,7 @@ from litft.peft import disabled
 from litft.sharding import WHOLE, Share
 from litft.speculate import Draft, Guesser, Lookup
 from litft.spread import Spread
-from litft.streaming import Request
+from litft.streaming import Request, answers
 from litft.team import Team, join_team
 from litft.tokenizer import Tokenizer
 
@@ -50,6 +51,16 @@ class Opened(NamedTuple):
         compiled = self.compiled if compiled is None else compiled
         make = Decoder if self.team is None else self.team.decoder
         return make(self.model, rows, capacity, compiled)
+
+    def texts(self, requests: list[Request], rows: int, says: str, quiet: bool | None = None) -> list[str]:
+        """Whole answers, of which so many are made at once. quiet: no bar, which `says` what it is; None: in a terminal."""
+        capacity = max((len(request.ids) + request.max_new_tokens for request in requests), default=1)
+        decoder, found = self.decoder(max(1, min(rows, len(requests))), capacity), [""] * len(requests)
+        with tqdm(total=len(requests), desc=says, disable=quiet) as bar:
+            for number, piece in answers(decoder, self.tokenizer, requests):
+                found[number] += piece
+                bar.update(piece.finish_reason is not None)
+        return found
 
     @contextmanager
     def as_base(self) -> Iterator[None]:
@@ -88,24 +99,11 @@ def open_models(args: ModelArgs, adapters: Sequence[str]) -> list[Opened]:
         raise ValueError(
             f"--adapters {', '.join(plain)}: no adapter; name folders with an adapter_config.json, or their runs"
         )
-    if args.quantize != "none":
-        _check_alike(source, others)
     device, share, _ = _devices(args, source)
     found = _open_all(args, [source, *others], device, share, None)
     if not found[0].compiled:
         pack_weights([opened.model for opened in found])
     return found
-
-
-def _check_alike(source: Source, others: list[Source]) -> None:
-    """ValueError where one trains whole modules: the others have them quantized."""
-    for each in (source, *others):
-        adapter = each.read_adapter()
-        if adapter and (plain := adapter[0].plain()):
-            reason = f"trains {len(plain)} whole modules ({min(plain)}), which --quantize leaves as they are"
-            raise ValueError(
-                f"{each.folder} {reason}, and the others have them quantized; serve it alone, or all unquantized"
-            )
 
 
 def source_of(args: ModelArgs) -> Source:

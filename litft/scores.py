@@ -21,7 +21,6 @@ from litft.data.steps import Layout
 from litft.evaluate import BLOCK, greedy, summed_loss
 from litft.opened import Opened, open_model, source_of
 from litft.runs import write_whole
-from litft.streaming import answers
 from litft.tokenizer import Tokenizer
 
 
@@ -113,15 +112,9 @@ def _examples(samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterator[Examp
 
 def _answers(name: str, opened: Opened, examples: list[Example], args: RunEvalArgs) -> list[str]:
     """Greedy ones, as many at once as --batch_size."""
-    model, tokenizer = opened.model, opened.tokenizer
-    asked = [greedy(model, tokenizer, own.prompt, args.max_new_tokens or own.tokens + 8) for own in examples]
-    capacity = max(len(request.ids) + request.max_new_tokens for request in asked)
-    decoder, texts = opened.decoder(min(args.batch_size, len(asked)), capacity), [""] * len(asked)
-    with tqdm(total=len(asked), desc=f"{name}: answers", disable=None) as bar:
-        for number, piece in answers(decoder, tokenizer, asked):
-            texts[number] += piece
-            bar.update(piece.finish_reason is not None)
-    return [text.strip() for text in texts]
+    lengths = [args.max_new_tokens or own.tokens + 8 for own in examples]
+    asked = [greedy(opened.model, opened.tokenizer, own.prompt, most) for own, most in zip(examples, lengths, strict=True)]
+    return [text.strip() for text in opened.texts(asked, args.batch_size, f"{name}: answers")]
 
 
 def _harness(args: RunEvalArgs) -> Callable[[Subject, Opened], None]:

@@ -203,7 +203,7 @@ class Endpoint:
 
         async def checked(request: HttpRequest) -> Response:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            # digests are compared: the time that takes says nothing of the key
+            # in a time that says nothing of the key
             if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
                 raise ApiError(401, "the bearer key is missing or wrong", "invalid_api_key")
             return await handler(request)

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from litft.decode import NOT_A_NUMBER, PIECE, BrokenModel, Decoder, check_prompt
+from litft.decode import NOT_A_NUMBER, BrokenModel, Decoder, check_prompt
 from litft.model import GPT
 from litft.prompts import Message
 from litft.sampling import Sampler, Sampling
@@ -220,21 +220,25 @@ class Batch:
         row = min(spans, key=lambda row: (spans[row], self.begun[row]))
         self.reading[row], self.begun[row] = Reading(number, request, time.perf_counter()), max(self.begun) + 1
 
-    def read_on(self) -> None:
-        """Read a piece more of the prompt that came first; behind its last one the answer runs. ValueError ends it."""
+    def read_on(self, most: int | None = None) -> None:
+        """Read the prompt that came first, or `most` tokens more of it; behind the last the answer runs.
+
+        ValueError as the decoder's, which ends it.
+        """
         row, prompt = next(iter(self.reading.items()))
         request, before = prompt.request, self.decoder.processed
-        prompt.done = min(prompt.done + PIECE, len(request.ids))
+        size = len(request.ids)
+        prompt.done = size if most is None else min(prompt.done + most, size)
         try:
             # what a row has read of a text is not read again
-            logits = self.decoder.read(row, request.ids[: prompt.done], planned(request))
+            logits = self.decoder.read(row, request.ids[: prompt.done], request.planned or size + request.max_new_tokens)
         except ValueError:
             del self.reading[row]
             raise
         prompt.read += self.decoder.processed - before
-        if prompt.done == len(request.ids):
+        if prompt.done == size:
             del self.reading[row]
-            answer = Answer(request, self.tokenizer, self.decoder.capacity - len(request.ids), prompt.began)
+            answer = Answer(request, self.tokenizer, self.decoder.capacity - size, prompt.began)
             answer.speeds.read_tokens, self.logits[row] = prompt.read, logits
             self.sampler.begin(row, request.ids, request.sampling)
             self.running[row] = prompt.number, answer
@@ -311,26 +315,13 @@ class Fetched:
             yield Chosen(token, logprob, top)
 
 
-def planned(request: Request) -> int:
-    """How long the text may become."""
-    return request.planned or len(request.ids) + request.max_new_tokens
-
-
-def begin(decoder: Decoder, tokenizer: Tokenizer, row: int, request: Request) -> tuple[Answer, Tensor]:
-    """Read a prompt; the answer to be made, and the logits (V,) of its first token."""
-    began, before = time.perf_counter(), decoder.processed
-    logits = decoder.read(row, request.ids, planned(request))
-    answer = Answer(request, tokenizer, decoder.capacity - len(request.ids), began)
-    answer.speeds.read_tokens = decoder.processed - before
-    return answer, logits
-
-
 def _guessed(decoder: Decoder, tokenizer: Tokenizer, request: Request, guesser: Guesser) -> Iterator[Piece]:
     """One answer, by speculative decoding."""
-    answer, logits = begin(decoder, tokenizer, 0, request)
-    sampler = Sampler(1, decoder.model.config.vocab_size, decoder.device)
-    sampler.begin(0, request.ids, request.sampling)
-    for found in rounds(decoder, sampler, guesser, logits):
+    batch = Batch(decoder, tokenizer)
+    batch.begin(0, request)
+    batch.read_on()
+    _, answer = batch.running[0]
+    for found in rounds(decoder, batch.sampler, guesser, batch.logits[0]):
         answer.speeds.guessed += found.guessed
         answer.speeds.accepted += len(found.tokens) - 1 if found.guessed else 0
         for token, logprob in zip(found.tokens, found.logprobs, strict=True):

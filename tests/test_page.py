@@ -149,7 +149,7 @@ def test_what_goes_wrong_is_shown_and_can_be_sent_again(page):
 
 
 def test_a_key_is_asked_for(browser, folders):
-    with Server(folders["stories"], "--api_key", "sesame", "--max_seq_length", "100") as server:
+    with Server(folders["stories"], "--api_key", "sesame", "--max_seq_length", "140") as server:
         page = browser.new_page()
         page.goto(server.url)
         page.locator(".wrong").wait_for()
@@ -158,4 +158,5 @@ def test_a_key_is_asked_for(browser, folders):
         page.locator("#model option").wait_for(state="attached")
         say(page, "Hello")
         page.locator("article.assistant p:not(:empty)").wait_for()
+        assert answers(page).text_content() and page.locator(".wrong").count() == 0
         page.close()

@@ -299,3 +299,12 @@ def test_networks_over_one_base_share_its_tensors(checkpoints, tmp_path, quantiz
     packed = [model.blocks[0].mlp.gate_proj.weight for model in models]
     assert all(weight is packed[0] for weight in packed)
     assert quantize or packed[0].is_mkldnn
+
+
+def test_whole_modules_and_a_quantized_base_do_not_go_with_others(checkpoints, tmp_path):
+    base = checkpoints["stories260K"]
+    whole = adapted(base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"])))
+    with pytest.raises(ValueError, match=r"5 whole modules .* nf4 for the others; open that adapter alone"):
+        networks([resolve(base), resolve(whole)], "fp32", "cpu", "nf4")
+    assert len(networks([resolve(base), resolve(whole)], "fp32", "cpu", None)) == 2
+    assert len(networks([resolve(whole)], "fp32", "cpu", "nf4")) == 1
