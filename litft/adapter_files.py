@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from litft.config import is_positive, read_object
 from litft.mlp import ExpertLinear
-from litft.rules import Drop, Rename, Rule, Split, exporting, importing, our_names, rule_of, their_name
+from litft.rules import Drop, Interleave, Rename, Rule, Split, exporting, importing, our_names, rule_of, their_name
 from litft.weights import write_file
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -63,7 +63,7 @@ class Slot:
 
     name: str  # theirs, of a module without ".weight"
     linears: tuple[str, ...]  # ours, in the order of its rows
-    rule: Rename | Split
+    rule: Rename | Split | Interleave
     experts: int = 0  # 0: a module
     embedding: bool = False
 
@@ -88,11 +88,8 @@ class Slot:
                 block[..., start : start + r] = b * (factors[name].scale / scale)
                 start += r
             blocks.append(block)
-        m = None if own[0].m is None else [f.m[..., None] for f in own]
-        if isinstance(self.rule, Split):
-            b, m = self.rule.join_rows(blocks), m if m is None else self.rule.join_rows(m).squeeze(-1)
-        else:
-            b, m = blocks[0], own[0].m
+        b = self.rule.join_rows(blocks)
+        m = None if own[0].m is None else self.rule.join_rows([f.m[..., None] for f in own]).squeeze(-1)
         if self.experts:
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
         return Factors(a.contiguous(), b.contiguous(), scale, m)

@@ -6,12 +6,12 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from litft import checkpoint, cli, runs
-from litft.args import ConvertArgs, ExportArgs, MergeArgs
+from litft.args import ConvertArgs, ExportArgs, GgufExportArgs, MergeArgs
 from litft.folder import Source, base_record, copy_files, copy_tokenizer, resolve
 from litft.job import Job
 from litft.parallel import DTYPES
@@ -32,9 +32,9 @@ def convert(args: ConvertArgs) -> Path:
     def fill(folder: Path) -> None:
         entries = write_result(folder, source, dtype, None, args.shard_gb)
         copy_files(source.folder, folder)
-        _compare(folder, entries)
+        compare(folder, entries)
 
-    out = _write_folder(args.out_dir, fill)
+    out = write_folder(args.out_dir, fill)
     count = len(Checkpoint(out).names)
     print(f"converted {source.folder}: {out} ({count} tensors in {dtype}, each compared)", file=sys.stderr)
     return out
@@ -45,42 +45,64 @@ def merge(args: MergeArgs) -> Path:
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
     if source.adapter is None:
         raise ValueError(f"{source.folder} is no adapter (it has no adapter_config.json); there is nothing to merge")
-    return _export(args, source.folder, source, _result(source, source.read_adapter(), source.record, args))
+    return _export(args, source.folder, source, _result(source, source.read_adapter(), source.record, args.dequantized_base))
 
 
 def export(args: ExportArgs) -> Path:
     """Write a folder to open from a finished run, or from a checkpoint of one: merged, or the adapter by itself."""
+    trained = read_trained(args)
+    source, tokenizer = trained.source, trained.tokenizer
+    if args.merge:
+        return _export(args, trained.what, source, trained.result(args.dequantized_base), tokenizer)
+    method, values = trained.adapter()
+
+    def fill(partial: Path) -> None:
+        record, own = base_record(source, Path(args.out_dir)), trained.own
+        kept = {name: own[name] for name in ("quantize", "precision") if name in own}
+        method.write(partial, source, values, record | {"litft": record["litft"] | kept})
+        if tokenizer:
+            copy_tokenizer(tokenizer, partial)
+
+    out = write_folder(args.out_dir, fill)
+    print(f"{trained.what}: {out} (an adapter of {source.base})", file=sys.stderr)
+    return out
+
+
+class Trained(NamedTuple):
+    """What a run, a checkpoint of one or any folder holds, for it to be written elsewhere."""
+
+    what: Path  # to name it by
+    source: Source
+    held: tuple[Method, Values] | None  # None: a whole model's folder
+    own: dict[str, Any]  # what the adapter or the checkpoint says of itself
+    tokenizer: Tokenizer | None
+
+    def result(self, dequantized: bool) -> Result | None:
+        """What has been learned, to be added to the base; None: the folder holds a whole model."""
+        if self.held is None and dequantized:
+            raise ValueError(f"--dequantized_base: {self.what} holds a whole model and no adapter; leave it out")
+        return _result(self.source, self.held, self.own, dequantized) if self.held else None
+
+    def adapter(self) -> tuple[Method, Values]:
+        """The method and its values by themselves; ValueError where that is a whole model."""
+        if self.held is None or self.held[0].whole:
+            raise ValueError(f"{self.what} holds no adapter but a whole model; there is nothing to write by itself")
+        return self.held
+
+
+def read_trained(args: MergeArgs | GgufExportArgs) -> Trained:
+    """Open what --checkpoint_dir names, or the newest finished run."""
     folder = Path(args.checkpoint_dir or runs.newest_finished())
     step = folder if folder.name.startswith("step-") and folder.parent.name == "checkpoints" else None
     if step is None and runs.is_run(folder) and not runs.finished(folder):
         step = checkpoint.newest(folder)
     if step is not None:
-        source, held, own, tokenizer = _of_checkpoint(step, args.base_dir)
-    else:
-        source = resolve(folder, args.base_dir)
-        held, own, tokenizer = source.read_adapter(), source.record, source.tokenizer()
-    if held is None and args.dequantized_base:
-        raise ValueError(f"--dequantized_base: {folder} holds a whole model and no adapter; leave it out")
-    if args.merge:
-        result = _result(source, held, own, args) if held else None
-        return _export(args, step or source.folder, source, result, tokenizer)
-    if held is None or held[0].whole:
-        raise ValueError(f"{folder} holds no adapter but a whole model; there is nothing to write by itself")
-
-    def fill(partial: Path) -> None:
-        record = base_record(source, Path(args.out_dir))
-        kept = {name: own[name] for name in ("quantize", "precision") if name in own}
-        method, values = held
-        method.write(partial, source, values, record | {"litft": record["litft"] | kept})
-        if tokenizer:
-            copy_tokenizer(tokenizer, partial)
-
-    out = _write_folder(args.out_dir, fill)
-    print(f"{step or source.folder}: {out} (an adapter of {source.base})", file=sys.stderr)
-    return out
+        return Trained(step, *_of_checkpoint(step, args.base_dir))
+    source = resolve(folder, args.base_dir)
+    return Trained(source.folder, source, source.read_adapter(), source.record, source.tokenizer())
 
 
-def _result(source: Source, held: tuple[Method, Values], own: dict[str, Any], args: MergeArgs) -> Result:
+def _result(source: Source, held: tuple[Method, Values], own: dict[str, Any], dequantized: bool) -> Result:
     """What a method has learned, to be added to the original base or to what it was rounded to; says which.
 
     own: what the adapter or the checkpoint says of itself. ValueError where the base was not quantized.
@@ -90,10 +112,10 @@ def _result(source: Source, held: tuple[Method, Values], own: dict[str, Any], ar
         print(f"the base is quantized as {kind}; the updates are added to what its bits stand for", file=sys.stderr)
         return Result(*held)
     if kind not in KINDS:
-        if args.dequantized_base:
+        if dequantized:
             raise ValueError("--dequantized_base: this was not trained on a quantized base; leave it out")
         return Result(*held)
-    if not args.dequantized_base:
+    if not dequantized:
         what = "the original weights; --dequantized_base adds them to what they were trained on"
         print(f"the base was quantized as {kind} in training; its updates are added to {what}", file=sys.stderr)
         return Result(*held)
@@ -112,7 +134,7 @@ def _export(args: MergeArgs, what: Path, source: Source, result: Result | None, 
         if tokenizer:
             copy_tokenizer(tokenizer, folder)
 
-    out = _write_folder(args.out_dir, fill)
+    out = write_folder(args.out_dir, fill)
     print(f"{what}: {out} ({'merged into' if result else 'as'} {source.base}, {dtype})", file=sys.stderr)
     return out
 
@@ -152,7 +174,7 @@ def _dtype(source: Source, precision: str) -> torch.dtype:
     return source.dtype(None) if precision == "auto" else DTYPES[precision]
 
 
-def _compare(folder: Path, entries: list[Entry]) -> None:
+def compare(folder: Path, entries: list[Entry]) -> None:
     """Read everything again; a difference would be the disk's or ours, not the user's."""
     written = Checkpoint(folder)
     assert written.names == sorted(entry.name for entry in entries)
@@ -161,7 +183,7 @@ def _compare(folder: Path, entries: list[Entry]) -> None:
             raise OSError(0, f"{entry.name} did not come back from the disk as it was written", str(folder))
 
 
-def _write_folder(out_dir: str, fill: Callable[[Path], None]) -> Path:
+def write_folder(out_dir: str, fill: Callable[[Path], None]) -> Path:
     """Make the folder by `fill` under a name of its own first: one under the name asked for is whole."""
     out = Path(os.path.realpath(out_dir))
     if out.exists() and (not out.is_dir() or any(out.iterdir())):

@@ -14,7 +14,7 @@ from litft.folder import Source
 from litft.model import GPT
 from litft.peft import Method, Values
 from litft.quantize import is_quantizable, rounded
-from litft.rules import Move, exporting
+from litft.rules import Move, Rule, exporting
 from litft.sharding import gathered
 from litft.weights import Entry, check_weights, write_weights
 
@@ -44,8 +44,10 @@ class Result:
         return self.method.merged(name, weight, self.values)
 
 
-def model_entries(source: Source, dtype: torch.dtype, result: Result | None = None) -> list[Entry]:
-    """Every tensor of the base under the checkpoint's names, as a method has changed it."""
+def model_entries(
+    source: Source, dtype: torch.dtype, result: Result | None = None, rules: list[Rule] | None = None
+) -> list[Entry]:
+    """Every tensor of the base, as a method has changed it, under the names of `rules`, which default to the family's."""
     base = source.meta_model()
     moves = check_weights(base, source.checkpoint, source.stored_rules)
     home = {name: (move, index) for move in moves for index, name in enumerate(move.targets)}
@@ -71,11 +73,10 @@ def model_entries(source: Source, dtype: torch.dtype, result: Result | None = No
         return move.convert([ours(name) for name in move.sources])
 
     def entry(move: Move, index: int, name: str) -> Entry:
-        numel = sum(model.get_parameter(our).numel() for our in move.sources) // len(move.targets)
-        return Entry(name, numel * dtype.itemsize, lambda: written(move)[index])
+        like = move.convert([model.get_parameter(our).detach().to(dtype) for our in move.sources])[index]
+        return Entry(name, like, lambda: written(move)[index])
 
-    rules = family(config.model_type).rules(config)
-    exports = exporting(rules, [name for name, _ in model.named_parameters()])
+    exports = exporting(rules or family(config.model_type).rules(config), [name for name, _ in model.named_parameters()])
     return [entry(move, index, name) for move in exports for index, name in enumerate(move.targets)]
 
 

@@ -15,8 +15,23 @@ from torch import Tensor
 # E experts or heads, I in, O out
 
 
+class _OfOne:
+    """A rule that reads one tensor there."""
+
+    theirs: str
+
+    @property
+    def axis(self) -> int:
+        """Where the rows lie, from the end."""
+        return -1 if self.theirs.endswith("bias") else -2
+
+    def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
+        """All tensors that belong to the one called `name`."""
+        return (name,)
+
+
 @dataclass(frozen=True)
-class Rename:
+class Rename(_OfOne):
     """One tensor here is one tensor there; `transposed` where it is stored (in, out), as GPT-2's Conv1D does."""
 
     theirs: str
@@ -29,13 +44,17 @@ class Rename:
 
     to_theirs = to_ours
 
-    def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
-        """All tensors that belong to the one called `name`."""
-        return (name,)
+    def split_rows(self, rows: Tensor) -> list[Tensor]:
+        """Rows of theirs, as `Split` has them: one Linear's."""
+        return [rows]
+
+    def join_rows(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split_rows`."""
+        return parts[0]
 
 
 @dataclass(frozen=True)
-class Split:
+class Split(_OfOne):
     """One tensor there holds the rows of several Linears of ours.
 
     Its rows are `groups` times (sizes[0] rows of the first, sizes[1] of the second, ...): a plain concatenation is one
@@ -47,11 +66,6 @@ class Split:
     sizes: tuple[int, ...]
     groups: int = 1
     transposed: bool = False
-
-    @property
-    def axis(self) -> int:
-        """Where the rows lie, from the end."""
-        return -1 if self.theirs.endswith("bias") else -2
 
     def split_rows(self, rows: Tensor) -> list[Tensor]:
         """(..., groups * sum(sizes), I) to one (..., groups * size, I) a part."""
@@ -71,9 +85,49 @@ class Split:
         """Ours to theirs, as a list of one."""
         return [_flipped(self.join_rows(tensors), self.transposed)]
 
-    def sources(self, name: str, match: re.Match) -> tuple[str, ...]:
-        """All tensors that belong to the one called `name`."""
-        return (name,)
+
+@dataclass(frozen=True)
+class Interleave(_OfOne):
+    """Theirs pairs the rotated entries 2 i and 2 i + 1 of a head, ours i and i + D / 2: the same rows in another order."""
+
+    theirs: str
+    ours: str
+    heads: int
+
+    def split_rows(self, rows: Tensor) -> list[Tensor]:
+        """(..., heads * D, I) of theirs to ours, as a list of one."""
+        pairs = rows.unflatten(self.axis, (self.heads, -1, 2))
+        return [pairs.transpose(self.axis - 1, self.axis).flatten(self.axis - 2, self.axis)]
+
+    def join_rows(self, parts: list[Tensor]) -> Tensor:
+        """The inverse of `split_rows`."""
+        halves = parts[0].unflatten(self.axis, (self.heads, 2, -1))
+        return halves.transpose(self.axis - 1, self.axis).flatten(self.axis - 2, self.axis)
+
+    def to_ours(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Theirs, as a list of one, to ours."""
+        return self.split_rows(tensors[0])
+
+    def to_theirs(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Ours, as a list of one, to theirs."""
+        return [self.join_rows(tensors)]
+
+
+@dataclass(frozen=True)
+class Shift(_OfOne):
+    """Theirs is ours with a number added: llama.cpp has Gemma's norms as what they multiply by."""
+
+    theirs: str
+    ours: str
+    by: float
+
+    def to_ours(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Theirs, as a list, to ours."""
+        return [tensor - self.by for tensor in tensors]
+
+    def to_theirs(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Ours, as a list, to theirs."""
+        return [tensor + self.by for tensor in tensors]
 
 
 @dataclass(frozen=True)
@@ -150,7 +204,7 @@ class Drop:
     theirs: str
 
 
-Writable = Rename | Split | Stack
+Writable = Rename | Split | Interleave | Shift | Stack
 Rule = Writable | Dequantize | Drop
 
 

@@ -57,8 +57,14 @@ class _Fast:
         self.backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
         self.size = self.backend.get_vocab_size()
 
+    def serialized(self) -> tuple[str, bytes]:
+        return "tokenizer.json", self.backend.to_str().encode(errors="surrogatepass")
+
     def state(self) -> bytes:
-        return self.backend.to_str().encode(errors="surrogatepass")
+        return self.serialized()[1]
+
+    def added_ids(self) -> set[int]:
+        return set(self.backend.get_added_tokens_decoder())
 
     def save(self, folder: Path) -> None:
         self.backend.save(str(folder / "tokenizer.json"))
@@ -134,6 +140,12 @@ class _SentencePiece:
         for text in texts:
             self.added[text] = self.size
             self._know()
+
+    def serialized(self) -> tuple[str, bytes]:
+        return "tokenizer.model", self.backend.serialized_model_proto()
+
+    def added_ids(self) -> set[int]:
+        return {*self.special.values(), *self.added.values()}
 
     def state(self) -> bytes:
         return self.backend.serialized_model_proto() + json.dumps([self.special, self.added]).encode()
@@ -218,6 +230,15 @@ class Tokenizer:
         """Which tokenizer and template this is: the same text gives the same tokens where it is equal."""
         own = [self.special, self.chat_template, self.adds_bos, self.stop_ids, self.day if self.tells_date else None]
         return hashlib.sha256(self._backend.state() + json.dumps(own).encode()).hexdigest()
+
+    @property
+    def added_ids(self) -> set[int]:
+        """The tokens that are found in a text before all else, special or not."""
+        return self._backend.added_ids()
+
+    def serialized(self) -> tuple[str, bytes]:
+        """The content of tokenizer.json or tokenizer.model, and which of them."""
+        return self._backend.serialized()
 
     def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
         """Make each text one token from now on: its id, and the ids it had before; ValueError for an empty text."""

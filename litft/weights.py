@@ -302,10 +302,10 @@ def write_file(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 class Entry(NamedTuple):
-    """A tensor to be written: its name, its size, and how to make it when its shard's turn comes."""
+    """A tensor to be written: its name, its shape and dtype, and how to make it when its shard's turn comes."""
 
     name: str
-    bytes: int
+    like: Tensor  # on the meta device
     make: Callable[[], Tensor]
 
 
@@ -320,7 +320,7 @@ def write_weights(folder: Path | None, entries: list[Entry], shard_bytes: int = 
         return
     shards: list[list[Entry]] = [[]]
     for entry in entries:
-        if shards[-1] and sum(e.bytes for e in shards[-1]) + entry.bytes > shard_bytes:
+        if shards[-1] and sum(e.like.nbytes for e in shards[-1]) + entry.like.nbytes > shard_bytes:
             shards.append([])
         shards[-1].append(entry)
     count = len(shards)
@@ -330,5 +330,5 @@ def write_weights(folder: Path | None, entries: list[Entry], shard_bytes: int = 
         write_file(tensors, folder / file)
     if count > 1:
         weight_map = {entry.name: file for file, shard in zip(names, shards, strict=True) for entry in shard}
-        index = {"metadata": {"total_size": sum(entry.bytes for entry in entries)}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(entry.like.nbytes for entry in entries)}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", "utf-8")

@@ -34,7 +34,7 @@ TIERS = [
         "speculate",
         "streaming",
     },
-    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert"},
+    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert", "gguf"},
     {"team", "opened", "generate", "chat", "terminal", "engine", "harness"},
     {"api", "serve", "scores"},
 ]
@@ -95,7 +95,10 @@ def test_nothing_is_unpickled_but_weights_and_nothing_evaluated():
 
 
 def test_entry_scripts_hold_one_call():
-    scripts = [ROOT / "scripts" / f"{name}.py" for name in ("merge_lora", "prepare_data", "plan", "convert_to_hf")]
+    scripts = [
+        ROOT / "scripts" / f"{name}.py"
+        for name in ("merge_lora", "prepare_data", "plan", "convert_to_hf", "convert_to_gguf")
+    ]
     for path in [*(ROOT / "finetune").glob("*.py"), *(ROOT / "generate").glob("*.py"), *scripts]:
         tree = ast.parse(path.read_text("utf-8"))
         assert f"python {path.relative_to(ROOT)}" in ast.get_docstring(tree)

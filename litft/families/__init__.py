@@ -1,7 +1,8 @@
 """The families that litft reads: one file each, found by looking into this folder.
 
 A family file holds MODEL_TYPES (values of `model_type` in config.json), `config(hf) -> Config` and `rules(config)`; where
-they are needed, `text_config(hf)` and `peft_rules(config)`.
+they are needed, `text_config(hf)` and `peft_rules(config)`. Where llama.cpp knows the family: GGUF (its architecture and
+transformers' class for each model_type), `gguf_rules(config)` and, for what its files do not say, `gguf_config(hf)`.
 """
 
 import pkgutil
@@ -128,3 +129,28 @@ def read_config(hf: dict[str, Any]) -> Config:
         return family(hf["model_type"]).config(hf)
     except KeyError as missing:
         raise ValueError(f"config.json lacks the field {missing}; is it the folder of a causal language model?") from None
+
+
+def gguf_architectures() -> dict[str, str]:
+    """llama.cpp's name of the architecture of each model_type that it knows."""
+    return {kind: names[0] for module in families().values() for kind, names in getattr(module, "GGUF", {}).items()}
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """How llama.cpp names a family's weights; ValueError where litft does not know that."""
+    if config.model_type not in (known := gguf_architectures()):
+        reason = f"GGUF files of {config.model_type!r} are not supported"
+        raise ValueError(f"{reason}; known: {', '.join(sorted(known))}")
+    return family(config.model_type).gguf_rules(config)
+
+
+def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
+    """config.json's content for one of llama.cpp's architectures, `hf` being what its file says in transformers' words."""
+    kinds = [kind for kind, name in gguf_architectures().items() if name == architecture]
+    if not kinds:
+        known = ", ".join(sorted(set(gguf_architectures().values())))
+        raise ValueError(f"the architecture {architecture!r} is not one that litft knows; known: {known}")
+    kind = architecture if architecture in kinds else kinds[0]  # Mistral's files are Llama's
+    module = family(kind)
+    hf = {"model_type": kind, "architectures": [module.GGUF[kind][1]], **hf}
+    return module.gguf_config(hf) if hasattr(module, "gguf_config") else hf

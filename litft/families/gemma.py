@@ -6,9 +6,14 @@ from typing import Any
 
 from litft.config import Config, Norm, Rope
 from litft.families import llama
-from litft.rules import Rule
+from litft.rules import Rename, Rule, Shift
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3")
+GGUF = {
+    "gemma": ("gemma", "GemmaForCausalLM"),
+    "gemma2": ("gemma2", "Gemma2ForCausalLM"),
+    "gemma3_text": ("gemma3", "Gemma3ForCausalLM"),
+}
 
 DEFAULTS = dict(head_dim=256, tie_word_embeddings=True, max_position_embeddings=8192, num_key_value_heads=16)
 DEFAULTS2 = dict(
@@ -82,3 +87,27 @@ def rules(config: Config) -> list[Rule]:
         "mlp_post_norm": "post_feedforward_layernorm",
     }
     return llama.wrapped_rules(config, norms)
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """llama.cpp stores what its norms multiply by, 1 more than the weights; ValueError for a head it has no place for."""
+    if not (config.tied or config.model_type == "gemma3_text"):
+        raise ValueError(
+            f"llama.cpp takes the embedding for the head of {config.model_type}, and this model has one of its own"
+        )
+    after = {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
+    rules = llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | after)
+    norms = [rule for rule in rules if isinstance(rule, Rename) and rule.ours.endswith("norm.weight")]
+    return [*(Shift(rule.theirs, rule.ours, 1.0) for rule in norms), *rules]
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """What llama.cpp knows by the architecture's name; the scale of the largest models by their number of layers."""
+    first, third = hf["model_type"] == "gemma", hf["model_type"] == "gemma3_text"
+    activation = {"hidden_activation": "gelu_pytorch_tanh"}
+    if first:
+        return {**hf, **activation, "hidden_act": "gelu_pytorch_tanh"}
+    wide = hf["num_hidden_layers"] == (62 if third else 46)
+    scalar = hf["hidden_size"] // hf["num_attention_heads"] if wide else hf["head_dim"]
+    local = {"rope_local_base_freq": 1e4, "sliding_window_pattern": 6} if third else {}
+    return {**local, **hf, **activation, "query_pre_attn_scalar": scalar}

@@ -9,6 +9,7 @@ from litft.families.phi3 import qkv
 from litft.rules import Drop, Rename, Rule, Split
 
 MODEL_TYPES = ("gpt2",)
+GGUF = {"gpt2": ("gpt2", "GPT2LMHeadModel")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -71,3 +72,18 @@ def rules(config: Config) -> list[Rule]:
         Split(f"{LAYERS}attn.c_attn.bias", qkv("bias"), sizes),
     ]
     return [*ends(config), *weights, *llama.named(LINEARS | NORMS, LAYERS), *fused]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """llama.cpp keeps q, k, v in one, and all Linears (out, in)."""
+    names = {"attention.o_proj": "attn_output", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | llama.GGUF_NORMS
+    fused = [Split(f"blk.{{}}.attn_qkv.{leaf}", qkv(leaf), (config.dim,) * 3) for leaf in ("weight", "bias")]
+    return [*llama.named({"embed_positions": "position_embd"}, "", ""), *llama.gguf_names(config, names), *fused]
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """In GPT-2's words."""
+    words = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+    words |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+    kept = {name: value for name, value in hf.items() if name not in (*words.values(), "num_key_value_heads", "rope_theta")}
+    return {**kept, **{own: hf[name] for own, name in words.items()}, "activation_function": "gelu_new"}

@@ -4,9 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 from litft.config import Config, Layer, Norm, Rope
-from litft.rules import Drop, Rename, Rule
+from litft.rules import Drop, Interleave, Rename, Rule
 
 MODEL_TYPES = ("llama",)
+GGUF = {"llama": ("llama", "LlamaForCausalLM")}
 
 
 def config(hf: dict[str, Any], rope_base: float = 10000.0, rope_fraction: float | None = None) -> Config:
@@ -83,6 +84,29 @@ def rules(config: Config, model: str = "model.", head: str = "lm_head", norms: d
     layers = f"{model}layers.{{}}."
     drop = Drop(f"{layers}self_attn.rotary_emb.inv_freq")
     return [*ends(config, model, head=head), *named(ATTENTION | QK_NORMS | MLP | norms, layers), drop]
+
+
+# ours -> llama.cpp's, within a layer
+GGUF_ATTENTION = {f"attention.{n}_proj": f"attn_{n}" for n in "qkv"} | {"attention.o_proj": "attn_output"}
+GGUF_QK_NORMS = {f"attention.{n}_norm": f"attn_{n}_norm" for n in "qk"}
+GGUF_MLP = {f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}
+GGUF_NORMS = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
+
+
+def gguf_names(config: Config, layer: dict[str, str] = GGUF_ATTENTION | GGUF_QK_NORMS | GGUF_MLP | GGUF_NORMS) -> list[Rule]:
+    """llama.cpp's plain renames; what it stores of the rotation is read with the metadata."""
+    return [*ends(config, "", "token_embd", "output_norm", "output"), *named(layer, "blk.{}."), Drop("rope_{*}.weight")]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """llama.cpp rotates neighbours here, so that q and k are stored in another order."""
+    heads = {"q": config.n_heads, "k": config.n_kv_heads}
+    turned = [
+        Interleave(f"blk.{{}}.attn_{n}.{leaf}", f"blocks.{{}}.attention.{n}_proj.{leaf}", count)
+        for n, count in heads.items()
+        for leaf in ("weight", "bias")
+    ]
+    return [*turned, *gguf_names(config)]
 
 
 def language_model(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:

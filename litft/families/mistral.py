@@ -8,11 +8,13 @@ from typing import Any
 
 from litft.config import Config
 from litft.families import llama
+from litft.families.llama import gguf_rules
 from litft.families.llama import wrapped_rules as rules
 
-__all__ = ["MODEL_TYPES", "config", "rules", "text_config"]
+__all__ = ["MODEL_TYPES", "config", "gguf_rules", "rules", "text_config"]
 
 MODEL_TYPES = ("mistral", "ministral", "ministral3", "mistral3")
+GGUF = {"mistral": ("llama", "MistralForCausalLM")}
 
 # Ministral 3's rotation where the file states none
 YARN = dict(

@@ -8,6 +8,7 @@ from litft.families import llama
 from litft.rules import Rule, Split
 
 MODEL_TYPES = ("phi3",)
+GGUF = {"phi3": ("phi3", "Phi3ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -35,12 +36,23 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
+def gguf_rules(config: Config) -> list[Rule]:
+    """q, k, v and gate, up are concatenated there too."""
+    q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+    names = {"attention.o_proj": "attn_output", "mlp.down_proj": "ffn_down"}
+    return [
+        *llama.gguf_names(config, names | llama.GGUF_NORMS),
+        Split("blk.{}.attn_qkv.weight", qkv("weight"), (q, kv, kv)),
+        *gate_up(config, "blk.{}.ffn_up.weight"),
+    ]
+
+
 def qkv(leaf: str) -> tuple[str, str, str]:
     """Our names of what a fused q/k/v Linear holds."""
     return tuple(f"blocks.{{}}.attention.{n}_proj.{leaf}" for n in "qkv")
 
 
-def gate_up(config: Config) -> list[Rule]:
+def gate_up(config: Config, theirs: str = "model.layers.{}.mlp.gate_up_proj.weight") -> list[Rule]:
     """Gate and up in one Linear, one after the other."""
     ours = tuple(f"blocks.{{}}.mlp.{n}_proj.weight" for n in ("gate", "up"))
-    return [Split("model.layers.{}.mlp.gate_up_proj.weight", ours, (config.hidden_dim,) * 2)]
+    return [Split(theirs, ours, (config.hidden_dim,) * 2)]

@@ -5,11 +5,13 @@ from typing import Any
 
 from litft.config import Config
 from litft.families import llama
+from litft.families.llama import gguf_names as gguf_rules
 from litft.families.llama import rules
 
-__all__ = ["MODEL_TYPES", "config", "rules"]
+__all__ = ["MODEL_TYPES", "config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("qwen2", "qwen3")
+GGUF = {"qwen2": ("qwen2", "Qwen2ForCausalLM"), "qwen3": ("qwen3", "Qwen3ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:

