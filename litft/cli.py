@@ -52,6 +52,8 @@ COMMANDS = {
     "plan": Command(flags.PlanArgs, "litft.preview:plan"),
     "convert_hf_checkpoint": Command(flags.ConvertArgs, "litft.convert:convert"),
     "convert_to_hf": Command(flags.ExportArgs, "litft.convert:export"),
+    "download": Command(flags.DownloadArgs, "litft.publish:download"),
+    "upload": Command(flags.UploadArgs, "litft.publish:upload"),
     "convert_gguf_checkpoint": Command(flags.GgufConvertArgs, "litft.gguf.convert:read"),
     "convert_to_gguf": Command(flags.GgufExportArgs, "litft.gguf.convert:write"),
 }

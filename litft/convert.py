@@ -13,6 +13,7 @@ import torch
 from litft import checkpoint, cli, runs
 from litft.args import ConvertArgs, ExportArgs, GgufExportArgs, MergeArgs
 from litft.folder import Source, base_record, copy_files, copy_tokenizer, resolve
+from litft.hub import hub_id
 from litft.job import Job
 from litft.parallel import DTYPES
 from litft.peft import Method, Values
@@ -150,7 +151,7 @@ def _of_checkpoint(
     if not runs.is_run(run):
         raise ValueError(f"{step} lies in no run of litft: there is no {runs.CONFIG} two folders up")
     args = cli.finetune_args(run)
-    there = Path(args.checkpoint_dir).exists()
+    there = Path(args.checkpoint_dir).exists() or hub_id(args.checkpoint_dir)
     if not (there or base_dir):
         raise ValueError(
             f"{run} was trained on {args.checkpoint_dir}, which is not there; pass --base_dir with its place now"

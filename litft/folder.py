@@ -18,6 +18,7 @@ from litft import runs
 from litft.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from litft.config import Config, read_object
 from litft.families import family, peft_rules, read_config, text_config
+from litft.hub import HubId, fetch, hub_id, origin
 from litft.model import GPT, built_in
 from litft.parallel import DTYPES
 from litft.peft import Method, read_method
@@ -174,12 +175,8 @@ class Source:
 
 
 def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
-    """Find out what a folder is; ValueError with a remedy where it is nothing that can be opened."""
-    folder = Path(folder)
-    if not folder.exists():
-        raise ValueError(
-            f"{folder} does not exist; name a model folder in Hugging Face's format, or an adapter's{_hub(folder)}"
-        )
+    """Find out what a folder is, or a model of the hub; ValueError with a remedy where it is nothing that can be opened."""
+    folder = _located(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; name the folder it lies in")
     if runs.is_run(folder) and not runs.finished(folder):
@@ -198,11 +195,13 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
     return source
 
 
-def _hub(folder: Path) -> str:
-    """What to do where a path looks like a hub id."""
-    parts = folder.parts
-    known = len(parts) == 2 and not folder.is_absolute() and not folder.parent.exists()
-    return f"; to fetch it from the hub: hf download {folder.as_posix()} --local-dir {parts[1]}" if known else ""
+def _located(folder: str | Path) -> Path:
+    """The folder of a path or of a hub id."""
+    if wanted := hub_id(folder):
+        return fetch(wanted)[0]
+    if not Path(folder).exists():
+        raise ValueError(f"{folder} does not exist; name a model folder in Hugging Face's format, an adapter's, or a hub id")
+    return Path(folder)
 
 
 def networks(
@@ -266,7 +265,7 @@ def _read_config_json(folder: Path) -> dict[str, Any]:
 def _base_of(adapter: Path, base_dir: str | Path | None) -> Path:
     """An adapter's base: as asked for, as recorded relative to the adapter, or as named in PEFT's own field."""
     if base_dir:
-        return Path(base_dir)
+        return _located(base_dir)
     config = read_adapter_config(adapter)
     recorded = config.get("litft", {}).get("base_path")
     named = config.get("base_model_name_or_path") or ""
@@ -274,7 +273,14 @@ def _base_of(adapter: Path, base_dir: str | Path | None) -> Path:
     for path in [*candidates, Path(named)]:
         if named and path.is_dir():
             return Path(os.path.normpath(path))
-    raise ValueError(f"{adapter}: its base model {named!r} is not a folder here; pass --base_dir")
+    reason = f"{adapter}: its base model {named!r} is not a folder here; pass --base_dir"
+    revision = config.get("revision")
+    if not (wanted := hub_id(f"{named}@{revision}" if revision else named)):
+        raise ValueError(reason)
+    try:
+        return fetch(wanted)[0]
+    except ValueError as error:
+        raise ValueError(f"{reason} ({error})") from None
 
 
 def _check_fingerprint(source: Source) -> None:
@@ -300,7 +306,8 @@ def base_record(source: Source, folder: Path) -> dict[str, Any]:
     """What an adapter written to `folder` says about its base: PEFT's field, and litft's own to find it again."""
     base = os.path.realpath(source.base)
     own = {"base_path": os.path.relpath(base, os.path.realpath(folder)), "base_fingerprint": fingerprint(source.checkpoint)}
-    return {"base_model_name_or_path": str(base), "litft": own}
+    known = origin(source.base) or HubId(str(base))
+    return {"base_model_name_or_path": known.name, "revision": known.revision, "litft": own}
 
 
 def copy_files(source: Path, folder: Path) -> None:

@@ -21,10 +21,12 @@ from litft.args import FinetuneArgs, TrainArgs, seconds
 from litft.args.processes import as_started, launch_id
 from litft.blockwise import as_written, in_short, is_compiled, run_uncompiled
 from litft.data.load import load_data
+from litft.data.locate import hub_data
 from litft.data.samples import Sample
 from litft.data.steps import MicroBatch
 from litft.flops import Flops
 from litft.folder import DEMO, resolve
+from litft.hub import fetch, hub_id, pinned_data
 from litft.job import Job
 from litft.loggers import check_logger, finish
 from litft.metrics import Row
@@ -39,6 +41,14 @@ from litft.together import end_children, launch, lost, synced
 
 MOST_LEFT_OUT = 10  # steps in a row that --train.skip_nan leaves out before the run ends all the same
 EXPLODED = 3  # times the loss of the first step, or of guessing: nothing comes back from there
+
+
+def pinned(args: FinetuneArgs) -> FinetuneArgs:
+    """The same, what is of the hub with the commits that it means now: config.yaml says which they were."""
+    folders = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
+    found = {name: str(fetch(wanted)[1]) for name, wanted in folders.items() if wanted}
+    data = [str(pinned_data(wanted)) if (wanted := hub_data(path)) else path for path in args.data.path]
+    return replace(args, **found, data=replace(args.data, path=data))
 
 
 class Outcome(NamedTuple):
@@ -59,6 +69,7 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
         raise ValueError("\n".join(problems))
     if args.checkpoint_dir is None:
         args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)]))
+    args = pinned(args)
     named = runs.named(args.out_dir, args.resume)
     if runs.begun_by(named, launch_id()):  # of several nodes torchrun tells only the one where a process has died
         args = replace(args, resume=True, overwrite=False)

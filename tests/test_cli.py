@@ -29,6 +29,8 @@ SCRIPTS = {
     "plan": "scripts/plan.py",
     "convert_hf_checkpoint": "scripts/convert_hf_checkpoint.py",
     "convert_to_hf": "scripts/convert_to_hf.py",
+    "download": "scripts/download.py",
+    "upload": "scripts/upload.py",
     "convert_gguf_checkpoint": "scripts/convert_gguf_checkpoint.py",
     "convert_to_gguf": "scripts/convert_to_gguf.py",
 }

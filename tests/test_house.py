@@ -10,7 +10,7 @@ from conftest import ROOT
 LIBRARY = ROOT / "litft"
 TIERS = [
     {"config", "args", "runs", "signals", "cli"},
-    {"rope", "attention", "cache", "linear", "rules", "prompts", "sampling", "tokenizer", "loss", "mlp"},
+    {"rope", "attention", "cache", "linear", "rules", "prompts", "sampling", "tokenizer", "hub", "loss", "mlp"},
     {"model", "families"},
     {"sharding"},
     {"weights", "quantize", "adapter_files", "peft", "data"},
@@ -34,7 +34,7 @@ TIERS = [
         "speculate",
         "streaming",
     },
-    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert", "gguf"},
+    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert", "gguf", "card", "publish"},
     {"team", "opened", "generate", "chat", "terminal", "engine", "harness"},
     {"api", "serve", "scores"},
 ]

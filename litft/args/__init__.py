@@ -19,6 +19,7 @@ from litft.args.sampling import NUMBERS, Sampling
 from litft.args.tools import (
     ChatArgs,
     ConvertArgs,
+    DownloadArgs,
     ExportArgs,
     GenerateArgs,
     GgufConvertArgs,
@@ -31,6 +32,7 @@ from litft.args.tools import (
     PrepareArgs,
     RunEvalArgs,
     ServeArgs,
+    UploadArgs,
     WriteArgs,
 )
 
@@ -45,6 +47,7 @@ __all__ = [
     "ChatArgs",
     "ConvertArgs",
     "DataArgs",
+    "DownloadArgs",
     "EvalArgs",
     "ExportArgs",
     "FinetuneArgs",
@@ -67,6 +70,7 @@ __all__ = [
     "SaveArgs",
     "ServeArgs",
     "TrainArgs",
+    "UploadArgs",
     "WriteArgs",
     "impossible_numbers",
     "seconds",

@@ -1,7 +1,6 @@
 """Where examples come from: files, folders with both splits, data sets of the Hugging Face hub."""
 
 import hashlib
-import re
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -9,9 +8,9 @@ from typing import Any, NamedTuple
 
 from litft.args import DataArgs
 from litft.data.files import PACKED, READERS, Records, existing, of_arrow, read_records, suffixes
+from litft.hub import HubId, hub_id
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 class File(NamedTuple):
@@ -36,7 +35,7 @@ class File(NamedTuple):
 class HubSplit(NamedTuple):
     """A split of a data set on the hub, which `datasets` downloads once."""
 
-    name: str  # owner/name
+    name: str  # owner/name, or owner/name@revision
     subset: str | None
     split: str
 
@@ -92,11 +91,16 @@ def _splits(path: str, subset: str | None) -> dict[str, File | HubSplit]:
         if several := next((several for several in found.values() if len(several) > 1), None):
             raise ValueError(f"{path} holds {' and '.join(several)}; which is meant? name the files with --data.path")
         return {split: File(str(Path(path) / one[0])) for split, one in found.items() if one}
-    if Path(path).exists() or not _HUB_ID.fullmatch(path) or suffixes(Path(path))[0] in READERS:
+    if not hub_data(path):
         return {"train": File(path)}
     parts = _hub(path, subset)
     first = {split: next((name for name in names if name in parts), None) for split, names in SPLITS.items()}
     return {split: HubSplit(path, subset, name) for split, name in first.items() if name}
+
+
+def hub_data(path: str) -> HubId | None:
+    """The data set on the hub that a path means, if it is none of a file or a folder."""
+    return None if suffixes(Path(path))[0] in READERS else hub_id(path)
 
 
 def _endings() -> list[str]:
@@ -113,7 +117,8 @@ def _hub(name: str, subset: str | None) -> Any:
             f"{name} is no file or folder here; to read it from the hub as a data set, pip install 'litft[data]'"
         ) from None
     try:
-        return datasets.load_dataset(name, subset)
+        wanted = hub_id(name)
+        return datasets.load_dataset(wanted.name, subset, revision=wanted.revision)
     except Exception as error:  # whatever the network, the hub and the files' own readers raise
         reason = " ".join(str(error).split())[:300]
         raise ValueError(f"{name} is no file or folder here, and no data set on the hub ({reason})") from None

@@ -1,0 +1,199 @@
+"""A model card: what a run was trained on and how, what became of it, and how to load it. https://hf.co/docs/hub/model-cards"""
+
+import csv
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from litft import runs
+from litft.adapter_files import read_adapter_config
+from litft.args import FinetuneArgs
+from litft.data.locate import hub_data
+from litft.folder import Source
+from litft.hub import HubId
+
+# of the flags those that say how a model was trained, wherever that was; of these groups what was changed, too
+TOLD = ("precision", "quantize", "seed", "train.epochs", "train.global_batch_size", "train.learning_rate", "train.optimizer")
+GROUPS = ("train", "data", "lora", "adapter")
+PLACES = ("path", "val_path", "template", "log_interval", "micro_batch_size")  # not told: of the machine
+TITLES = {"lora": "LoRA", "adapter": "LLaMA-Adapter", "adapter_v2": "LLaMA-Adapter v2", "full": "full fine-tuning"}
+
+
+class Subject(NamedTuple):
+    """What a card is about."""
+
+    repo_id: str  # where it will be
+    source: Source
+    run: Path | None  # whose result it is; None: not known
+    trained: FinetuneArgs | None  # the run's flags
+    base: HubId | None  # on the hub
+    licence: str | None  # None: the base's
+
+    @property
+    def base_name(self) -> str:
+        """The base as people call it."""
+        return self.base.name if self.base else self.source.base.resolve().name
+
+    @property
+    def method(self) -> str | None:
+        """How it was trained."""
+        return runs.method(self.run) if self.run else None
+
+
+def model_card(subject: Subject) -> str:
+    """The card, Markdown with a head of YAML."""
+    adapter = subject.source.adapter is not None
+    paths = subject.trained.data.path if subject.trained else []
+    head = {
+        "base_model": subject.base and subject.base.name,
+        "base_model_relation": ("adapter" if adapter else "finetune") if subject.base else None,
+        "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(_kind(subject), "litft"),
+        "pipeline_tag": "text-generation",
+        "license": subject.licence or _licence(subject.source.base),
+        "datasets": [wanted.name for path in paths if (wanted := hub_data(path))] or None,
+        "tags": ["litft", *filter(None, [subject.method])],
+    }
+    given = {name: value for name, value in head.items() if value is not None}
+    title = f"---\n{yaml.safe_dump(given, sort_keys=False)}---\n\n# {subject.repo_id.rpartition('/')[2]}\n"
+    return "\n".join([title, *_about(subject), *_results(subject), *_settings(subject), *_loading(subject)]) + "\n"
+
+
+def _kind(subject: Subject) -> str | None:
+    """peft_type, of an adapter."""
+    return str(read_adapter_config(subject.source.adapter).get("peft_type")) if subject.source.adapter else None
+
+
+def _licence(base: Path) -> str | None:
+    """What the base's own card says."""
+    try:
+        _, head, _ = (base / "README.md").read_text("utf-8").split("---", 2)
+        found = yaml.safe_load(head).get("license")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _about(subject: Subject) -> Iterator[str]:
+    base = subject.base
+    link = f"[{base.name}](https://huggingface.co/{base.name})" if base else subject.base_name
+    at = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
+    how = f" by {TITLES[subject.method]}" if subject.method else ""
+    what = "An adapter of" if subject.source.adapter else "A model made from"
+    yield f"{what} {link}{at}, trained{how} with litft.\n"
+    licence = subject.licence or _licence(subject.source.base)
+    yield f"Licence: {licence or 'that of the base model, which see'}.\n"
+    if subject.trained:
+        names = [
+            f"{hub_data(path)}" if hub_data(path) else f"`{Path(path).name}` (a file)" for path in subject.trained.data.path
+        ]
+        yield f"Data: {', '.join(names)}.\n"
+
+
+def _results(subject: Subject) -> Iterator[str]:
+    """Losses and amounts, out of metrics.csv."""
+    try:
+        with (subject.run / "metrics.csv").open(encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, TypeError):
+        return
+    steps = [row for row in rows if row.get("loss")]
+    checked = [row for row in rows if row.get("val_loss")]
+    if not steps:
+        return
+    last = steps[-1]
+    yield "## Results\n\n| | |\n|---|---|"
+    yield f"| steps, samples, tokens | {int(last['step']):,}, {int(last['samples']):,}, {int(last['tokens']):,} |"
+    yield f"| training loss, first and last step | {float(steps[0]['loss']):.4f}, {float(last['loss']):.4f} |"
+    if checked:
+        first, best = checked[0], min(checked, key=lambda row: float(row["val_loss"]))
+        when = "before training" if first["step"] == "0" else f"after step {first['step']}"
+        yield f"| validation loss, {when} | {float(first['val_loss']):.4f} |"
+        yield f"| validation loss, at the end | {float(checked[-1]['val_loss']):.4f} |"
+        yield f"| validation loss, lowest | {float(best['val_loss']):.4f} (step {best['step']}) |"
+        if scored := [row for row in checked if row.get("exact_match")]:
+            yield f"| exact match, at the end | {float(scored[-1]['exact_match']):.1%} |"
+    yield ""
+
+
+def _settings(subject: Subject) -> Iterator[str]:
+    """The flags that made it what it is."""
+    if subject.trained is None:
+        return
+    given, usual = _flat(asdict(subject.trained)), _flat(asdict(type(subject.trained)()))
+    yield "## Settings\n\n| flag | value |\n|---|---|"
+    for name, value in given.items():
+        group, _, leaf = name.rpartition(".")
+        changed = group in GROUPS and value != usual.get(name) and leaf not in PLACES
+        if name in TOLD or changed or (group == "lora" and leaf in ("r", "alpha", "targets")):
+            yield f"| `--{name}` | {_word(value)} |"
+    yield ""
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return found
+
+
+def _word(value: Any) -> str:
+    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return text.replace("|", "\\|").replace("\n", " ")
+
+
+def _loading(subject: Subject) -> Iterator[str]:
+    """How each program opens it, and only those that do."""
+    here, base, kind = subject.repo_id, subject.base_name, _kind(subject)
+    yield "## Loading\n"
+    yield f"litft:\n\n```bash\nlitft chat --checkpoint_dir {here}\n```\n"
+    if kind is None:
+        yield _python(
+            "transformers",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
+            f'model, tokenizer = (kind.from_pretrained("{here}") for kind in (AutoModelForCausalLM, AutoTokenizer))',
+        )
+        yield f"vLLM:\n\n```bash\nvllm serve {here}\n```\n"
+    elif kind in ("LORA", "ADAPTION_PROMPT"):
+        yield _python(
+            "PEFT",
+            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
+            f'tokenizer = AutoTokenizer.from_pretrained("{here}")',
+            f'base = AutoModelForCausalLM.from_pretrained("{base}"{_revision(subject)})',
+            *(["base.resize_token_embeddings(len(tokenizer))"] if _has_tokens(subject) else []),
+            f'model = PeftModel.from_pretrained(base, "{here}")',
+        )
+    plain = kind == "LORA" and _is_plain(subject)
+    if plain:
+        name, rank = here.rpartition("/")[2], _rank(subject)
+        flags = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={here}"
+        yield f"vLLM:\n\n```bash\nvllm serve {base} {flags}\n```\n"
+    if kind in (None, "LORA"):
+        yield f"llama.cpp and Ollama:\n\n```bash\nlitft convert_to_gguf --checkpoint_dir {here} --out_dir gguf\n```"
+
+
+def _python(title: str, *lines: str) -> str:
+    body = "\n".join(lines)
+    return f"{title}:\n\n```python\n{body}\n```\n"
+
+
+def _revision(subject: Subject) -> str:
+    return f', revision="{subject.base.revision}"' if subject.base and subject.base.revision else ""
+
+
+def _has_tokens(subject: Subject) -> bool:
+    return bool(read_adapter_config(subject.source.adapter).get("trainable_token_indices"))
+
+
+def _is_plain(subject: Subject) -> bool:
+    """Whether an adapter is LoRA of Linears alone, which vLLM takes."""
+    config = read_adapter_config(subject.source.adapter)
+    more = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
+    return not any(config.get(name) for name in more) and config.get("bias", "none") == "none"
+
+
+def _rank(subject: Subject) -> int:
+    config = read_adapter_config(subject.source.adapter)
+    return max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])

@@ -1,0 +1,9 @@
+"""Fetch a model or an adapter from the Hugging Face hub; a download that was cut off goes on:
+
+python scripts/download.py --repo_id HuggingFaceTB/SmolLM2-135M-Instruct --out_dir smollm2
+"""
+
+from litft.cli import run
+
+if __name__ == "__main__":
+    run("download")

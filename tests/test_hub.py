@@ -1,0 +1,294 @@
+"""The hub in and out, against one of our own: huggingface_hub's real requests, and what litft makes of the answers."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ENV, ROOT
+from hub import Hub
+
+from litft.hub import HubId, hub_id, needed, origin
+
+CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_")}
+
+
+def run(words: list, cwd: Path, env: dict[str, str], code: int = 0) -> subprocess.CompletedProcess:
+    """Run a script against a hub."""
+    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
+    done = subprocess.run(command, cwd=cwd, env={**CLEAN, **env}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == code, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
+    assert "Traceback" not in done.stderr, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def online(tiny, tmp_path_factory):
+    """(a hub with a tiny model and much that nobody needs, a working folder, its environment)."""
+    root = tmp_path_factory.mktemp("online")
+    shutil.copytree(tiny, root / "source")
+    for name in ("pytorch_model.bin", "model.onnx", "tf_model.h5", "consolidated.00.pth", "training_args.bin"):
+        (root / "source" / name).write_bytes(b"much")
+    (root / "source" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Tiny\n")
+    with Hub(tiny=root / "source") as hub:
+        yield hub, root, hub.env(root / "home")
+
+
+def test_what_is_an_id(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    for text in ("owner/name", "Qwen/Qwen2.5-0.5B", "a/b.c_d"):
+        assert hub_id(text) == HubId(text)
+    assert hub_id("owner/name@v1.0") == HubId("owner/name", "v1.0") and hub_id("o/n@refs/pr/1").revision == "refs/pr/1"
+    assert HubId("o/n", "a" * 40).is_pinned and not HubId("o/n", "main").is_pinned
+    for text in (
+        "name",
+        "./owner/name",
+        "/owner/name",
+        "a/b/c",
+        "../a",
+        "here/there",
+        "~/a",
+        "a/b@",
+        "a b/c",
+        "",
+        "a/b@../c",
+        "a/b@x/../../c",
+    ):
+        assert hub_id(text) is None, text
+
+
+def test_only_what_is_read_is_needed():
+    safe = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    other = [
+        "pytorch_model.bin",
+        "consolidated.safetensors",
+        "model.onnx",
+        "onnx/model.onnx",
+        "original/params.json",
+        "a.gguf",
+    ]
+    small = ["config.json", "tokenizer.json", "chat_template.jinja", "LICENSE.txt", "README.md"]
+    assert needed([*small, *safe, *other]) == [*small, *safe]
+    assert needed([*small, *other]) == [*small, "pytorch_model.bin"]
+    adapter = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "optimizer.pt"]
+    assert needed(adapter) == adapter[:2]
+
+
+@pytest.mark.slow
+def test_a_model_by_its_id(online, tiny):
+    hub, root, env = online
+    words = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "6", "--seed", "1", "--checkpoint_dir"]
+    expected = run([*words, tiny], root, {}).stdout
+    hub.asked.clear()
+    assert run([*words, "me/tiny"], root, env).stdout == expected
+    fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /me/")}
+    kept = {path.name for path in tiny.iterdir() if path.name != "training_args.bin"}
+    assert fetched == {*kept, "README.md"}
+    # a commit that is here is not asked for again, and a branch is taken as it was where there is no network
+    pinned, asked = f"me/tiny@{hub.commit('me/tiny')}", list(hub.asked)
+    assert run([*words, pinned], root, env).stdout == expected and hub.asked == asked
+    off = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = run([*words, "me/tiny"], root, off)
+    assert done.stdout == expected and "the hub cannot be reached; me/tiny is taken from" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_run_says_which_commit_it_was_trained_on(online, examples):
+    hub, root, env = online
+    flags = ["--data.path", examples, "--train.max_steps", "2", "--save.interval", "1", "--out_dir", "run"]
+    run(["finetune/lora.py", "--checkpoint_dir", "me/tiny", *flags], root, env)
+    commit = hub.commit("me/tiny")
+    assert yaml.safe_load((root / "run" / "config.yaml").read_text())["checkpoint_dir"] == f"me/tiny@{commit}"
+    config = json.loads((root / "run" / "final" / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("me/tiny", commit)
+    asked = list(hub.asked)
+    run(["finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "3"], root, env)
+    words = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "4", "--seed", "1", "--checkpoint_dir"]
+    expected = run([*words, "run"], root, env).stdout
+    assert hub.asked == asked
+    # elsewhere the base is fetched by the id in adapter_config.json
+    shutil.copytree(root / "run" / "final", root / "moved" / "adapter")
+    assert run([*words, "moved/adapter"], root, {**env, "HF_HOME": str(root / "other")}).stdout == expected
+    step = root / "run" / "checkpoints" / "step-000003"
+    run(["scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", "early"], root, env)
+
+
+def test_a_download_that_was_cut_off_goes_on(online):
+    hub, root, env = online
+    words, weights = ["scripts/download.py", "--repo_id", "me/tiny", "--out_dir"], "model.safetensors"
+    # within a download huggingface_hub tries again by itself
+    hub.cut[weights] = 60_000
+    run([*words, "models/cut"], root, env)
+    assert (root / "models" / "cut" / weights).read_bytes() == hub.models["me/tiny"][weights]
+    # in another one: the files that were not whole, and no others
+    hub.cut[weights], hub.down_after = 60_000, weights
+    done = run([*words, "models/tiny"], root, env, code=2)
+    assert f"{hub.url} cannot be reached" in done.stderr and "what is here already is kept" in done.stderr
+    hub.down_after, hub.is_down = None, False
+    hub.asked.clear()
+    done = run([*words, "models/tiny"], root, env)
+    assert [line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /me/")] == [weights]
+    assert done.stdout.strip() == "models/tiny" and f"me/tiny@{hub.commit('me/tiny')} is here" in done.stderr
+    assert (root / "models" / "tiny" / weights).read_bytes() == hub.models["me/tiny"][weights]
+    assert origin(root / "models" / "tiny") == HubId("me/tiny", hub.commit("me/tiny"))
+    files = {path.name for path in (root / "models" / "tiny").iterdir()}
+    assert "pytorch_model.bin" not in files and "config.json" in files
+
+
+REFUSED = {
+    "gated": (["--repo_id", "me/gated"], r"me/gated is gated: accept its terms at http.*/me/gated, and set HF_TOKEN"),
+    "missing": (
+        ["--repo_id", "me/nothing"],
+        "me/nothing is no folder here, and not on the hub, or private",
+    ),
+    "revision": (["--repo_id", "me/tiny@v9"], "me/tiny has no revision 'v9'; see http"),
+    "full": (["--repo_id", "me/huge"], r"me/huge@\w+ needs 93132257.6 GiB more in .*; make room, or name another place"),
+    "none": (["--repo_id", "me/empty"], "the repository has neither config.json nor adapter_config.json; it is no model"),
+    "shape": (["--repo_id", "tiny"], "--repo_id tiny: expected owner/name"),
+    "taken": (["--repo_id", "me/tiny", "--out_dir", "taken"], "--out_dir taken is not empty and holds no download"),
+    "other": (["--repo_id", "me/gated", "--out_dir", "held"], r"--out_dir held holds me/tiny@\w+; name another folder"),
+}
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_the_hub_refuses_is_told(why, online):
+    hub, root, env = online
+    hub.models |= {
+        "me/gated": hub.models["me/tiny"],
+        "me/huge": {"config.json": b"{}", "huge.txt": b""},
+        "me/empty": {"a.txt": b""},
+    }
+    hub.models["me/huge"]["model.safetensors"] = b"few"
+    hub.gated.add("me/gated")
+    if why == "full":
+        hub.sizes["model.safetensors"] = 10**17 + 10**8
+    if why == "other":
+        run(["scripts/download.py", "--repo_id", "me/tiny", "--out_dir", "held"], root, env)
+    (root / "taken").mkdir(exist_ok=True)
+    (root / "taken" / "mine.txt").write_text("mine")
+    words, message = REFUSED[why]
+    try:
+        done = run(["scripts/download.py", *words], root, env, code=2)
+    finally:
+        hub.sizes.clear()
+    assert re.search(message, done.stderr), done.stderr
+
+
+def test_no_network_is_told(tmp_path):
+    off = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
+        done = run(["generate/base.py", "--checkpoint_dir", "me/other", "--prompt", "a"], tmp_path, {**off, **more}, code=2)
+        assert "me/other: http://127.0.0.1:9 cannot be reached" in done.stderr and "check the network" in done.stderr
+
+
+def test_data_is_pinned_where_the_hub_answers(online):
+    _, _, env = online
+    code = "from litft.hub import *; print(*map(pinned_data, [HubId('me/data'), HubId('me/data', 'e' * 40)]))"
+    done = subprocess.run([sys.executable, "-c", code], env={**CLEAN, **env}, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split() == [f"me/data@{'d' * 40}", f"me/data@{'e' * 40}"], done.stderr
+    off = {**CLEAN, **env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    done = subprocess.run([sys.executable, "-c", code], env=off, capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.split()[0] == "me/data"
+
+
+@pytest.fixture(scope="module")
+def tuned(online, examples) -> tuple[Hub, Path, dict[str, str]]:
+    """A LoRA run of the hub's model, and a full one."""
+    _, root, env = online
+    flags = ["--checkpoint_dir", "me/tiny", "--data.path", examples, "--train.max_steps", "2"]
+    run(["finetune/lora.py", *flags, "--lora.r", "4", "--lora.rank_pattern", "q_proj=6", "--out_dir", "lora"], root, env)
+    run(["finetune/full.py", *flags, "--out_dir", "full"], root, env)
+    return online
+
+
+@pytest.mark.slow
+def test_the_card_says_what_the_run_was(tuned, examples):
+    hub, root, env = tuned
+    words = ["scripts/upload.py", "--checkpoint_dir", "lora", "--repo_id", "me/mine", "--dry_run"]
+    hub.asked.clear()
+    done = run(words, root, env)
+    assert not hub.asked
+    head = yaml.safe_load(done.stdout.split("---")[1])
+    assert head == {
+        "base_model": "me/tiny",
+        "base_model_relation": "adapter",
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "license": "apache-2.0",
+        "tags": ["litft", "lora"],
+    }
+    rows = (root / "lora" / "metrics.csv").read_text().splitlines()
+    values = [dict(zip(rows[0].split(","), row.split(","), strict=True)) for row in rows[1:]]
+    last, first = values[-1], values[0]
+    for text in (
+        f"commit `{hub.commit('me/tiny')[:12]}`",
+        "trained by LoRA with litft",
+        "Licence: apache-2.0.",
+        f"Data: `{examples.name}` (a file).",
+        f"| steps, samples, tokens | 2, {int(last['samples'])}, {int(last['tokens']):,} |",
+        f"| validation loss, before training | {float(first['val_loss']):.4f} |",
+        f"| validation loss, at the end | {float(last['val_loss']):.4f} |",
+        "| `--lora.r` | 4 |",
+        "| `--lora.rank_pattern` | q_proj=6 |",
+        "| `--train.learning_rate` |",
+        "vllm serve me/tiny --enable-lora --max-lora-rank 6 --lora-modules mine=me/mine",
+        "litft convert_to_gguf --checkpoint_dir me/mine --out_dir gguf",
+    ):
+        assert text in done.stdout, text
+    assert str(root) not in done.stdout and str(examples.parent) not in done.stdout
+    listed = [line.split()[1] for line in done.stderr.splitlines() if re.match(r" +[\d,]+  \w", line)]
+    assert listed[0] == "README.md" and "adapter_config.json" in listed and "adapter_model.safetensors" in listed
+    assert "tokenizer.model" in listed and "chat_template.jinja" in listed and "config.yaml" not in listed
+
+
+def snippets(card: str) -> dict[str, str]:
+    """The Python of a card, by its title."""
+    return dict(re.findall(r"(\w+):\n\n```python\n(.*?)```", card, re.DOTALL))
+
+
+@pytest.mark.slow
+def test_what_was_uploaded_opens_as_its_card_says(tuned):
+    hub, root, env = tuned
+    for name, title in (("lora", "PEFT"), ("full", "transformers")):
+        done = run(["scripts/upload.py", "--checkpoint_dir", name, "--repo_id", f"me/{name}", "--private"], root, env)
+        assert done.stdout.strip().endswith(f"/me/{name}") and hub.private[f"me/{name}"]
+        files = hub.models[f"me/{name}"]
+        assert not any(str(root).encode() in data for data in files.values())
+        code = snippets(files["README.md"].decode())[title]
+        code += "\nimport torch\nprint(model(torch.arange(3, 40)[None]).logits.sum(-1).tolist()[0][-1])"
+        home = {**env, "HF_HOME": str(root / f"other-{name}")}
+        done = subprocess.run([sys.executable, "-c", code], env={**CLEAN, **home}, capture_output=True, text=True, cwd=root)
+        assert done.returncode == 0, done.stderr[-2000:]
+        check = f"import litft, torch; model = litft.load('{name}', precision='fp32')[0]; tokens = torch.arange(3, 40)[None]"
+        check += "; print(model(tokens).sum(-1).tolist()[0][-1])"
+        ours = subprocess.run([sys.executable, "-c", check], env={**CLEAN, **env}, capture_output=True, text=True, cwd=root)
+        assert float(done.stdout.split()[-1]) == pytest.approx(float(ours.stdout), abs=1e-3)
+        words = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "4", "--seed", "1", "--checkpoint_dir"]
+        assert run([*words, f"me/{name}"], root, home).stdout == run([*words, name], root, env).stdout
+
+
+@pytest.mark.slow
+def test_an_adapter_of_a_folder_needs_the_name_of_its_base(online, tiny, examples):
+    _, root, env = online
+    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", "1", "--out_dir", "local"]
+    run(["finetune/lora.py", *flags], root, env)
+    words = ["scripts/upload.py", "--checkpoint_dir", "local", "--repo_id", "me/local", "--dry_run"]
+    done = run(words, root, env, code=2)
+    assert "which others do not have; pass --base_model with its id on the hub" in done.stderr
+    done = run([*words, "--base_model", "me/tiny", "--licence", "mit"], root, env)
+    assert "base_model: me/tiny" in done.stdout and "license: mit" in done.stdout and str(tiny) not in done.stdout
+    done = run([*words, "--base_model", "tiny"], root, env, code=2)
+    assert "--base_model tiny: expected owner/name" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_token_that_may_not_write_is_told(tuned):
+    _, root, env = tuned
+    off = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    words = ["scripts/upload.py", "--checkpoint_dir", "lora", "--repo_id", "me/mine"]
+    assert "cannot be reached" in run(words, root, off, code=2).stderr
