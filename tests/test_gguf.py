@@ -311,6 +311,18 @@ def test_adapters_that_llama_cpp_has_no_place_for_are_refused(reason, tiny, tmp_
         to_gguf(adapter, tmp_path / "file", merge=False)
 
 
+@torch.no_grad()
+def test_what_merges_goes_into_the_file(tiny, tmp_path):
+    """v2 without a prefix and biases is one; others say why not."""
+    adapter = adapted(tiny, tmp_path / "adapter", AdapterV2(AdapterV2Args(prompt_length=0, bias=False)))
+    back = of_gguf(to_gguf(adapter, tmp_path / "file"), tmp_path / "back")
+    tokens = draw(1, 40, seed=1)
+    assert relative(litft.load(back)[0](tokens), litft.load(adapter)[0](tokens)) <= 1e-5
+    prefixed = adapted(tiny, tmp_path / "prefixed", AdapterV2(AdapterV2Args()))
+    with pytest.raises(ValueError, match="prefix"):
+        to_gguf(prefixed, tmp_path / "other")
+
+
 def tokenizer_folder(name: str, shared: Path, folder: Path) -> Path:
     """A tiny model's folder with a real tokenizer."""
     folder.mkdir()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ENV, ROOT, script
+from hub import Hub
 from parity import ROWS
 
 from litft.folder import DEMO
@@ -182,6 +183,24 @@ def test_the_guide_to_scores(clone):
     own, task = run_guide("evaluate.md", *clone)
     assert "exact_match" in own and re.search(r"base \| +tuned", own) and "expected:" in own
     assert "capitals: acc" in task
+
+
+@pytest.mark.slow
+def test_the_guide_to_exports(clone):
+    folder, paths = clone
+    trained, _, back = run_guide("export.md", folder, paths)
+    assert "final" in trained and back.strip()
+    assert (folder / "out/gguf/Modelfile").read_text().startswith("FROM ./model-F16.gguf")
+    assert (folder / "out/gguf-adapter/adapter-F32.gguf").is_file()
+
+
+@pytest.mark.slow
+def test_the_guide_to_the_hub(clone, tmp_path):
+    folder, paths = clone
+    with Hub(tale=Path(paths["CHECKPOINT_DIR"])) as hub:
+        trained, download, dry = run_guide("download.md", folder, {**paths, "REPO": "me/tale", **hub.env(tmp_path / "home")})
+        assert f"checkpoint_dir: me/tale@{hub.commit('me/tale')}" in trained
+    assert download.startswith("models/mine\n") and "base_model: me/tale" in dry
 
 
 @pytest.mark.slow
