@@ -147,7 +147,7 @@ REFUSED = {
         "me/nothing is no folder here, and not on the hub, or private",
     ),
     "revision": (["--repo_id", "me/tiny@v9"], "me/tiny has no revision 'v9'; see http"),
-    "full": (["--repo_id", "me/huge"], r"me/huge@\w+ needs 93132257.6 GiB more in .*; make room, or name another place"),
+    "full": (["--repo_id", "me/huge"], r"me/huge@\w+ needs 93132257\.\d GiB more in .*; make room, or name another place"),
     "none": (["--repo_id", "me/empty"], "the repository has neither config.json nor adapter_config.json; it is no model"),
     "shape": (["--repo_id", "tiny"], "--repo_id tiny: expected owner/name"),
     "taken": (["--repo_id", "me/tiny", "--out_dir", "taken"], "--out_dir taken is not empty and holds no download"),
@@ -155,28 +155,38 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("why", REFUSED)
-def test_what_the_hub_refuses_is_told(why, online):
-    hub, root, env = online
-    hub.models |= {
-        "me/gated": hub.models["me/tiny"],
-        "me/huge": {"config.json": b"{}", "huge.txt": b""},
-        "me/empty": {"a.txt": b""},
-    }
-    hub.models["me/huge"]["model.safetensors"] = b"few"
-    hub.gated.add("me/gated")
-    if why == "full":
-        hub.sizes["model.safetensors"] = 10**17 + 10**8
-    if why == "other":
-        run(["scripts/download.py", "--repo_id", "me/tiny", "--out_dir", "held"], root, env)
-    (root / "taken").mkdir(exist_ok=True)
-    (root / "taken" / "mine.txt").write_text("mine")
-    words, message = REFUSED[why]
+EACH = """
+import json, sys
+from litft import cli
+for name, words in json.loads(sys.argv[1]).items():
     try:
-        done = run(["scripts/download.py", *words], root, env, code=2)
-    finally:
-        hub.sizes.clear()
-    assert re.search(message, done.stderr), done.stderr
+        cli.run("download", words)
+    except SystemExit as ended:
+        print(f"{name} ended with {ended.code}", file=sys.stderr)
+"""
+
+
+def test_what_the_hub_refuses_is_told(online):
+    hub, root, env = online
+    huge = {"config.json": b"{}", "model.safetensors": b"few", "LICENSE.huge": b"much"}
+    hub.models |= {"me/gated": hub.models["me/tiny"], "me/huge": huge, "me/empty": {"a.txt": b""}}
+    hub.gated.add("me/gated")
+    hub.sizes["LICENSE.huge"] = 10**17
+    run(["scripts/download.py", "--repo_id", "me/tiny", "--out_dir", "held"], root, env)
+    (root / "taken").mkdir()
+    (root / "taken" / "mine.txt").write_text("mine")
+    asked = json.dumps({name: words for name, (words, _) in REFUSED.items()})
+    done = subprocess.run(
+        [sys.executable, "-c", EACH, asked],
+        env={**CLEAN, **env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        cwd=root,
+    )
+    told = re.split(r"(\w+) ended with 2\n", done.stderr)
+    assert dict(zip(told[1::2], told[::2], strict=False)).keys() == REFUSED.keys(), done.stderr
+    for text, name in zip(told[::2], told[1::2], strict=False):
+        assert re.search(REFUSED[name][1], text), text
 
 
 def test_no_network_is_told(tmp_path):
