@@ -80,7 +80,7 @@ class Slot:
     def fuse(self, factors: dict[str, Factors]) -> Factors:
         """The factors of its Linears (some may have none) as one pair in PEFT's layout."""
         own = [factors[name] for name in self.linears if name in factors]
-        a, scale, start, blocks = torch.cat([f.a for f in own], dim=-2), own[0].scale, 0, []
+        a, scale, start, blocks = torch.cat([f.a for f in own], dim=-2), next((f.scale for f in own if f.scale), 1.0), 0, []
         for name, rows in zip(self.linears, self.rows(own), strict=True):
             block = own[0].b.new_zeros((*a.shape[:-2], rows, a.size(-2)))
             if name in factors:

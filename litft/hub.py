@@ -19,7 +19,7 @@ from litft.tokenizer import FILES
 
 _ID = re.compile(rf"({HUB_NAME.pattern})(?:@((?!.*\.\.)\w[\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_BESIDE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[^/]*|README\.md", re.IGNORECASE)  # what its use is bound to
+_BESIDE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*|README\.md", re.IGNORECASE)  # what its use is bound to
 _ORIGIN = Path(".cache", "huggingface", "origin.json")  # within a folder of `download`, where the hub's own notes lie
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")  # of a model the first there is
 
@@ -76,12 +76,14 @@ def fetch(wanted: HubId, token: str | None = None, folder: Path | None = None) -
                 raise
             print(f"the hub cannot be reached; {wanted} is taken from {there}", file=sys.stderr)
             return there, HubId(wanted.name, there.name)
-        found, sizes = HubId(wanted.name, info.sha), {file.rfilename: file.size or 0 for file in info.siblings}
-        names = needed(sorted(sizes))
-        if not {"config.json", "adapter_config.json"} & set(names):
-            raise ValueError(f"{wanted}: the repository has neither config.json nor adapter_config.json; it is no model")
-        _check_room(folder or _cache(found.name), names, sizes, found)
-        for part in _in_order(names):  # weights last: where they are whole everything is
+        found, sizes = HubId(wanted.name, info.sha), {str(file.rfilename): int(file.size or 0) for file in info.siblings}
+        assert found.is_pinned, f"the commit {info.sha!r}"
+    names = needed(sorted(sizes))
+    if not {"config.json", "adapter_config.json"} & set(names):
+        raise ValueError(f"{wanted}: the repository has neither config.json nor adapter_config.json; it is no model")
+    _check_room(folder or _cache(found.name), names, sizes, found)
+    for part in _in_order(names):  # weights last: where they are whole everything is
+        with told(wanted):
             there = hub.snapshot_download(
                 found.name, revision=found.revision, allow_patterns=part, token=token, local_dir=folder
             )
@@ -141,9 +143,11 @@ def told(wanted: HubId) -> Iterator[None]:
         reason = "the token is not valid, or may not do that" if status in (401, 403) else str(error).split("\n")[0][:200]
         raise ValueError(f"{wanted}: the hub answers {status}: {reason}") from None
     except Exception as error:
-        if not (isinstance(error, errors.LocalEntryNotFoundError) or _is_unreachable(error)):
-            raise
         reason = " ".join(str(error.__cause__ or error).split())[:150]
+        if not (isinstance(error, errors.LocalEntryNotFoundError) or _is_unreachable(error)):
+            if isinstance(error, OSError):  # of the disk
+                raise
+            raise ValueError(f"{wanted}: {hub.constants.ENDPOINT} answers what no hub does ({reason})") from None
         remedy = "check the network and try again (what is here already is kept), or name a folder"
         raise ValueError(f"{wanted}: {hub.constants.ENDPOINT} cannot be reached ({reason}); {remedy}") from None
 

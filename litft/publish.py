@@ -9,6 +9,7 @@ from litft import __version__, cli, runs
 from litft.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from litft.args import DownloadArgs, UploadArgs
 from litft.card import Subject, model_card
+from litft.config import read_object
 from litft.folder import Source, resolve
 from litft.hub import HubId, fetch, hub_id, library, needed, origin, told
 
@@ -75,6 +76,10 @@ def _files(source: Source, base: HubId | None) -> dict[str, Path | bytes]:
     folder = source.folder
     names = needed(sorted(path.name for path in folder.iterdir() if path.is_file()))
     found: dict[str, Path | bytes] = {name: folder / name for name in names if name != CARD}
+    for name, private in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
+        if name in found and private in (content := read_object(folder / name)):
+            content.pop(private)
+            found[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
     if source.adapter:
         config = read_adapter_config(source.adapter)
         own = {name: value for name, value in config.get("litft", {}).items() if name != "base_path"}

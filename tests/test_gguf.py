@@ -519,7 +519,13 @@ ODD = {
     "holds no model but 'adapter'": {"general.type": "adapter"},
     "its tokenizer is of the kind 'bert'": {"tokenizer.ggml.model": "bert"},
     "is in the file twice": {"tokenizer.ggml.tokens": ["a"] * 512},
-    "512 tokens have 3 kinds": {"tokenizer.ggml.token_type": [1, 2, 3]},
+    "token_type and scores are not what 512 tokens need": {"tokenizer.ggml.token_type": [1, 2, 3]},
+    "a kind and a number each": {"tokenizer.ggml.token_type": [99] * 512},
+    "there are 3 tokens for 512 rows": {"tokenizer.ggml.tokens": ["a", "b", "c"]},
+    "llama.attention.head_count 0 cannot be": {"llama.attention.head_count": 0},
+    "llama.rope.freq_base nan cannot be": {"llama.rope.freq_base": float("nan")},
+    "keys of 8 and values of 4 numbers": {"llama.attention.value_length": 4},
+    "llama.attention.layer_norm_rms_epsilon: not in the metadata": {"llama.attention.layer_norm_rms_epsilon": None},
     "llama.rope.scaling.type 'odd' is not supported": {"llama.rope.scaling.type": "odd"},
     "llama.rope.dimension_count 4: this family rotates 8": {"llama.rope.dimension_count": 4},
     "llama.embedding_length: not in the metadata": {"llama.embedding_length": None},
@@ -563,6 +569,14 @@ def test_a_model_in_parts(shared, tmp_path):
     back = load_file(of_gguf(parts, tmp_path / "back") / "model.safetensors")
     before = load_file(folder / "model.safetensors")
     assert before.keys() == back.keys() and all(torch.equal(tensor, back[name]) for name, tensor in before.items())
+
+
+def test_ids_that_are_no_tokens_are_taken_as_llama_cpp_takes_them(shared, tmp_path):
+    file = to_gguf(made("llama", tmp_path / "tiny", shared), tmp_path / "file")
+    keys = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "unknown")} | {"tokenizer.ggml.eos_token_id": 2**31}
+    odd = rewritten(file, tmp_path / "odd.gguf", **keys)
+    before, after = Tokenizer(of_gguf(file, tmp_path / "one")), Tokenizer(of_gguf(odd, tmp_path / "two"))
+    assert after.encode("Hi there") == before.encode("Hi there") and after.stop_ids == before.stop_ids == [2]
 
 
 @pytest.mark.slow

@@ -189,6 +189,20 @@ def test_what_the_hub_refuses_is_told(online):
         assert re.search(REFUSED[name][1], text), text
 
 
+@pytest.mark.parametrize("answer", [[], {}, {"sha": "short", "siblings": []}, {"sha": "a" * 40, "siblings": None}, "<html>"])
+def test_answers_of_no_hub_are_told(answer, tmp_path, monkeypatch):
+    import huggingface_hub
+
+    from litft.hub import fetch
+
+    with Hub() as hub:
+        hub.answer = answer
+        api = huggingface_hub.HfApi(endpoint=hub.url)
+        monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: api)
+        with pytest.raises(ValueError, match="me/tiny: .* answers what no hub does"):
+            fetch(HubId("me/tiny"), folder=tmp_path / "out")
+
+
 def test_no_network_is_told(tmp_path):
     off = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     for more in ({}, {"HF_HUB_OFFLINE": "1"}):
@@ -264,6 +278,8 @@ def snippets(card: str) -> dict[str, str]:
 @pytest.mark.slow
 def test_what_was_uploaded_opens_as_its_card_says(tuned):
     hub, root, env = tuned
+    secret = root / "full" / "final" / "config.json"
+    secret.write_text(json.dumps({**json.loads(secret.read_text()), "_name_or_path": str(root / "secret")}))
     for name, title in (("lora", "PEFT"), ("full", "transformers")):
         done = run(["scripts/upload.py", "--checkpoint_dir", name, "--repo_id", f"me/{name}", "--private"], root, env)
         assert done.stdout.strip().endswith(f"/me/{name}") and hub.private[f"me/{name}"]

@@ -31,6 +31,11 @@ FIELDS = {
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
+# what else is read; of all keys those that hold numbers which need not be whole
+OTHERS = ("attention.value_length", "rope.dimension_count", "rope.scaling.original_context_length")
+FRACTIONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base", "rope.freq_base_swa")
+FRACTIONS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.factor", "rope.scaling.attn_factor")
+REQUIRED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of every one so far
 TURNS_BY_TENSORS = ("llama", "phi3")  # the architectures whose rotation llama.cpp reads those tensors for
@@ -53,13 +58,8 @@ class Description:
 
     def hf(self) -> dict[str, Any]:
         """The same as config.json; ValueError for what litft's network does not compute."""
+        self._check()
         found = {name: self.metadata[key] for key, name in FIELDS.items() if key in self.metadata}
-        if varying := [key for key, name in FIELDS.items() if isinstance(found.get(name), list)]:
-            raise ValueError(f"{self.architecture}.{varying[0]} differs from layer to layer, which is not supported")
-        if missing := [
-            key for key in ("embedding_length", "block_count", "attention.head_count") if key not in self.metadata
-        ]:
-            raise ValueError(f"{self.architecture}.{', '.join(missing)}: not in the metadata; download the file again")
         if self.metadata.get("expert_count"):
             raise ValueError(f"{self.architecture} with experts is not supported; name a dense model")
         found |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
@@ -67,6 +67,28 @@ class Description:
             found["attention_bias"] = "blk.0.attn_output.bias" in self.names
             found["mlp_bias"] = "blk.0.ffn_up.bias" in self.names
         return gguf_config(self.architecture, found | self._rotation(found))
+
+    def _check(self) -> None:
+        """ValueError for values that are missing, or none that a model has."""
+        given, who = self.metadata, self.architecture
+        missing = [key for key in REQUIRED if key not in given]
+        if not any(key in given for key in FRACTIONS[:2]):
+            missing.append(FRACTIONS[0])
+        if missing:
+            raise ValueError(f"{who}.{', '.join(missing)}: not in the metadata; download the file again")
+        for key in (*FIELDS, *OTHERS, *FRACTIONS):
+            value = given.get(key, 1)
+            if isinstance(value, list):
+                raise ValueError(f"{who}.{key} differs from layer to layer, which is not supported")
+            whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+            fits = whole or (key in FRACTIONS and isinstance(value, float) and math.isfinite(value))
+            if not fits or (value == 0 and key in REQUIRED):
+                raise ValueError(f"{who}.{key} {value!r} cannot be; download the file again")
+        lengths = [given.get(f"attention.{name}_length") for name in ("key", "value")]
+        if None not in lengths and lengths[0] != lengths[1]:
+            raise ValueError(f"{who}: keys of {lengths[0]} and values of {lengths[1]} numbers are not supported")
+        if (LONG in self.factors) != (SHORT in self.factors):
+            raise ValueError(f"{LONG} and {SHORT} belong together, and one is missing; download the file again")
 
     def _rotation(self, found: dict[str, Any]) -> dict[str, Any]:
         """config.json's fields of the rotation."""
@@ -119,6 +141,11 @@ class Description:
         found = {layer.rope.dim for layer in config.layers if layer.rope}
         if stated is not None and found - {stated}:
             raise ValueError(f"{self.architecture}.rope.dimension_count {stated}: this family rotates {max(found)}")
+        for name, divisors in self.factors.items():
+            if tuple(divisors.shape) not in {(dim // 2,) for dim in found}:
+                raise ValueError(
+                    f"{name} has the shape {tuple(divisors.shape)} for {max(found, default=0) // 2} frequencies"
+                )
 
     def unheeded_window(self) -> int | None:
         """The config's sliding window, where llama.cpp does not know it."""

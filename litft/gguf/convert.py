@@ -4,7 +4,6 @@ import sys
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ from litft.peft import Method
 from litft.peft.lora import LoRA
 from litft.result import model_entries, write_result
 from litft.rules import Rule
+from litft.tokenizer import Tokenizer
 from litft.weights import Entry
 
 _TYPES = gguf.GGMLQuantizationType
@@ -59,7 +59,7 @@ def read(args: GgufConvertArgs) -> Path:
     file = GgufFile(Path(args.checkpoint_dir))
     description = described(file)
     try:
-        hf = description.hf() | _token_ids(file)
+        hf = description.hf() | _token_ids(file, description.vocab_size)
         config = read_config(hf)
         description.check_rotation(config)
     except ValueError as error:
@@ -69,6 +69,7 @@ def read(args: GgufConvertArgs) -> Path:
 
     def fill(folder: Path) -> None:
         write_tokenizer(file, folder)
+        Tokenizer(folder)  # what would be refused later is refused now
         compare(folder, write_result(folder, source, dtype, None, args.shard_gb))
 
     out = write_folder(args.out_dir, fill)
@@ -77,10 +78,11 @@ def read(args: GgufConvertArgs) -> Path:
     return out
 
 
-def _token_ids(file: GgufFile) -> dict[str, Any]:
+def _token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
     """config.json's fields that transformers has defaults for which may lie outside of the vocabulary."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    return {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    stated = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: value if type(value) is int and 0 <= value < size else None for name, value in stated.items()}
 
 
 def write(args: GgufExportArgs) -> Path:

@@ -84,8 +84,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     if kind not in ("gpt2", "llama") or not isinstance(texts, list):
         reason = f"its tokenizer is of the kind {kind!r}, and litft reads gpt2 (byte-level BPE) and llama (sentencepiece)"
         raise ValueError(f"{file.folder}: {reason}; take the model in Hugging Face's format")
-    tokens = _listed(stored, texts)
-    special = _special(stored, tokens)
+    tokens = _listed(stored, texts, file.meta("token_embd.weight").size(0))
+    ids = _ids(stored, len(tokens.texts))
+    special = {f"{name}_token": tokens.texts[number] for name, number in ids.items() if name in ("bos", "eos", "unk", "pad")}
     adds_bos = stored.get("add_bos_token", kind == "llama" or _pre(stored) in ADD_BOS) and "bos_token" in special
     try:
         backend = (_byte_level if kind == "gpt2" else _scored)(stored, tokens, special.get("unk_token"))
@@ -96,24 +97,28 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
         template = processors.TemplateProcessing(single=[special["bos_token"], "$A"], pair=None, special_tokens=pairs)
         backend.post_processor = template
     _add_whole(backend, tokens, drops=_PHI3.search(str(file.metadata.get("general.name"))) is not None)
-    backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), "utf-8")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "add_bos_token": bool(adds_bos)}
     _write_json(folder / "tokenizer_config.json", config | {"clean_up_tokenization_spaces": False})
     if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
         (folder / "chat_template.jinja").write_text(template, "utf-8")
     turn = next((tokens.texts.index(text) for text in TURN_ENDS if text in tokens.texts), None)
-    stated = dict.fromkeys((stored.get("eos_token_id"), stored.get("eot_token_id", turn)))
-    stops = [number for number in stated if number is not None]
-    ids = {"bos_token_id": stored.get("bos_token_id"), "eos_token_id": stops[0] if len(stops) == 1 else stops}
-    _write_json(folder / "generation_config.json", {name: value for name, value in ids.items() if value not in (None, [])})
+    stops = [number for number in dict.fromkeys((ids.get("eos"), ids.get("eot", turn))) if number is not None]
+    if not stops:
+        raise ValueError(f"{file.folder}: no token ends an answer: tokenizer.ggml.eos_token_id is missing")
+    begins = {"bos_token_id": ids["bos"]} if "bos" in ids else {}
+    _write_json(folder / "generation_config.json", begins | {"eos_token_id": stops[0] if len(stops) == 1 else stops})
 
 
-def _listed(stored: dict[str, Any], texts: list[str]) -> _Tokens:
+def _listed(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens:
     """The tokens, without those at the end that only pad the vocabulary."""
     count = len(texts)
+    if count != rows:
+        raise ValueError(f"there are {count} tokens for {rows} rows of token_embd.weight; download the file again")
     kinds, scores = stored.get("token_type", [int(_KINDS.NORMAL)] * count), stored.get("scores", [0.0] * count)
-    if not len(texts) == len(kinds) == len(scores):
-        raise ValueError(f"{count} tokens have {len(kinds)} kinds and {len(scores)} scores; download the file again")
+    fit = all(isinstance(values, list) and len(values) == count for values in (kinds, scores))
+    if not fit or not set(kinds) <= set(map(int, _KINDS)) or not all(isinstance(score, (int, float)) for score in scores):
+        raise ValueError(f"token_type and scores are not what {count} tokens need, a kind and a number each")
     while count and kinds[count - 1] == _KINDS.UNUSED:
         count -= 1
     if len(set(texts[:count])) != count:
@@ -122,11 +127,15 @@ def _listed(stored: dict[str, Any], texts: list[str]) -> _Tokens:
     return _Tokens(texts[:count], kinds[:count], scores[:count])
 
 
-def _special(stored: dict[str, Any], tokens: _Tokens) -> dict[str, str]:
-    """bos_token, eos_token, ... as text."""
-    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-    ids = {name: stored.get(f"{key}_token_id") for name, key in keys.items()}
-    return {name: tokens.texts[i] for name, i in ids.items() if isinstance(i, int) and i < len(tokens.texts)}
+def _ids(stored: dict[str, Any], count: int) -> dict[str, int]:
+    """The ids of bos, eos, eot, unk and pad that are tokens; sentencepiece's usual ones where they are not said."""
+    usual = {"bos": 1, "eos": 2, "unk": 0} if stored["model"] == "llama" else {}
+    keys = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}
+    found = {}
+    for name, key in keys.items():
+        candidates = (stored.get(f"{key}_token_id"), usual.get(name))
+        found[name] = next((i for i in candidates if type(i) is int and 0 <= i < count), None)
+    return {name: i for name, i in found.items() if i is not None}
 
 
 def _pre(stored: dict[str, Any]) -> str:
@@ -289,7 +298,8 @@ def _pieces(definition: dict[str, Any] | None, content: bytes, tokenizer: Tokeni
         scores, own = {p.piece: p.score for p in model.pieces}, {p.piece: p.type for p in model.pieces if p.type != 1}
         prefix = model.normalizer_spec.add_dummy_prefix
         if model.normalizer_spec.remove_extra_whitespaces:
-            print("note: llama.cpp keeps the extra spaces of a text, which this tokenizer drops", file=sys.stderr)
+            spaces = "spaces at the ends of a text, beside special tokens, and several in a row"
+            print(f"note: llama.cpp keeps {spaces}, which this tokenizer drops", file=sys.stderr)
     control = _KINDS.CONTROL
     known = {i: (text, int(own.get(text, kind) if kind != control else kind)) for i, (text, kind) in known.items()}
     return _padded(known, scores, size), prefix
