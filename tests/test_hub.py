@@ -199,7 +199,7 @@ def test_answers_of_no_hub_are_told(answer, tmp_path, monkeypatch):
         hub.answer = answer
         api = huggingface_hub.HfApi(endpoint=hub.url)
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: api)
-        with pytest.raises(ValueError, match="me/tiny: .* answers what no hub does"):
+        with pytest.raises(ValueError, match=r"me/tiny: .* answers what no hub does"):
             fetch(HubId("me/tiny"), folder=tmp_path / "out")
 
 
