@@ -342,7 +342,7 @@ def tokenizer_folder(name: str, shared: Path, folder: Path) -> Path:
 
 # gemma-2 and the like take half a minute each
 TOKENIZERS = ["gpt2", "llama-2-7b", "llama-2-7b by sentencepiece"]
-LARGE = ["phi-2", "llama-3.1", "qwen2.5", "tinyllama-1.1b-chat", "gemma-2"]
+LARGE = ["llama-3.1", "qwen2.5", "gemma-2"]
 
 
 @pytest.mark.parametrize("name", [*TOKENIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
@@ -353,7 +353,7 @@ def test_tokenizers_make_the_same_tokens(name, shared, tmp_path):
     texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:600]
     for golden in (shared / "golden_ids").glob("*.inp"):
         texts += golden.read_text("utf-8").split("\n__ggml_vocab_test__\n")
-    texts = [text for text in texts if text] + ["".join(f"{token} a\n{token}" for token in ours.special_texts[:5])]
+    texts = [text for text in texts if text] + ["a" + "".join(f"{token} a\n{token}" for token in ours.special_texts[:5])]
     for text in texts:
         ids = ours.encode(text)
         assert back.encode(text) == ids and back.decode(ids) == ours.decode(ids)
