@@ -300,7 +300,7 @@ def test_what_was_uploaded_opens_as_its_card_says(tuned):
 
 @pytest.mark.slow
 def test_an_adapter_of_a_folder_needs_the_name_of_its_base(online, tiny, examples):
-    _, root, env = online
+    hub, root, env = online
     flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", "1", "--out_dir", "local"]
     run(["finetune/lora.py", *flags], root, env)
     words = ["scripts/upload.py", "--checkpoint_dir", "local", "--repo_id", "me/local", "--dry_run"]
@@ -308,6 +308,10 @@ def test_an_adapter_of_a_folder_needs_the_name_of_its_base(online, tiny, example
     assert "which others do not have; pass --base_model with its id on the hub" in done.stderr
     done = run([*words, "--base_model", "me/tiny", "--licence", "mit"], root, env)
     assert "base_model: me/tiny" in done.stdout and "license: mit" in done.stdout and str(tiny) not in done.stdout
+    run([*words[:-1], "--base_model", "me/tiny"], root, env)
+    config = json.loads(hub.models["me/local"]["adapter_config.json"])
+    assert config["base_model_name_or_path"] == "me/tiny" and "base_path" not in config["litft"]
+    assert not any(str(tiny).encode() in data for data in hub.models["me/local"].values())
     done = run([*words, "--base_model", "tiny"], root, env, code=2)
     assert "--base_model tiny: expected owner/name" in done.stderr
 
