@@ -22,6 +22,9 @@ PLACES = ("path", "val_path", "template", "log_interval", "micro_batch_size")  #
 TITLES = {"lora": "LoRA", "adapter": "LLaMA-Adapter", "adapter_v2": "LLaMA-Adapter v2", "full": "full fine-tuning"}
 
 
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of its --max-lora-rank
+
+
 class Subject(NamedTuple):
     """What a card is about."""
 
@@ -127,7 +130,8 @@ def _settings(subject: Subject) -> Iterator[str]:
     for name, value in given.items():
         group, _, leaf = name.rpartition(".")
         changed = group in GROUPS and value != usual.get(name) and leaf not in PLACES
-        if name in TOLD or changed or (group == "lora" and leaf in ("r", "alpha", "targets")):
+        told = name in TOLD or changed or (group == "lora" and leaf in ("r", "alpha", "targets"))
+        if told and value is not None:
             yield f"| `--{name}` | {_word(value)} |"
     yield ""
 
@@ -195,5 +199,7 @@ def _is_plain(subject: Subject) -> bool:
 
 
 def _rank(subject: Subject) -> int:
+    """The adapter's largest rank, rounded up to one that vLLM knows."""
     config = read_adapter_config(subject.source.adapter)
-    return max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
+    rank = max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
+    return next((known for known in VLLM_RANKS if known >= rank), rank)

@@ -260,7 +260,7 @@ def test_the_card_says_what_the_run_was(tuned, examples):
         "| `--lora.r` | 4 |",
         "| `--lora.rank_pattern` | q_proj=6 |",
         "| `--train.learning_rate` |",
-        "vllm serve me/tiny --enable-lora --max-lora-rank 6 --lora-modules mine=me/mine",
+        "vllm serve me/tiny --enable-lora --max-lora-rank 8 --lora-modules mine=me/mine",
         "litft convert_to_gguf --checkpoint_dir me/mine --out_dir gguf",
     ):
         assert text in done.stdout, text
