@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from litft import runs
+from litft import __version__, runs
 from litft.adapter_files import read_adapter_config
 from litft.args import FinetuneArgs
 from litft.data.locate import hub_data
 from litft.folder import Source
-from litft.hub import HubId
+from litft.hub import HubId, fetch, hub_id
 
 # of the flags those that say how a model was trained, wherever that was; of these groups what was changed, too
 TOLD = ("precision", "quantize", "seed", "train.epochs", "train.global_batch_size", "train.learning_rate", "train.optimizer")
@@ -36,9 +36,15 @@ class Subject(NamedTuple):
     licence: str | None  # None: the base's
 
     @property
+    def base_folder(self) -> Path:
+        """Where the base is, or was when the run began."""
+        named = Path(self.trained.checkpoint_dir) if self.trained and not self.source.adapter else self.source.base
+        return fetch(wanted)[0] if (wanted := hub_id(named)) and wanted.is_pinned else named
+
+    @property
     def base_name(self) -> str:
         """The base as people call it."""
-        return self.base.name if self.base else self.source.base.resolve().name
+        return self.base.name if self.base else self.base_folder.resolve().name
 
     @property
     def method(self) -> str | None:
@@ -55,7 +61,7 @@ def model_card(subject: Subject) -> str:
         "base_model_relation": ("adapter" if adapter else "finetune") if subject.base else None,
         "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(_kind(subject), "litft"),
         "pipeline_tag": "text-generation",
-        "license": subject.licence or _licence(subject.source.base),
+        "license": subject.licence or _licence(subject.base_folder),
         "datasets": [wanted.name for path in paths if (wanted := hub_data(path))] or None,
         "tags": ["litft", *filter(None, [subject.method])],
     }
@@ -80,14 +86,17 @@ def _licence(base: Path) -> str | None:
 
 
 def _about(subject: Subject) -> Iterator[str]:
-    base = subject.base
+    base, licence = subject.base, subject.licence or _licence(subject.base_folder)
     link = f"[{base.name}](https://huggingface.co/{base.name})" if base else subject.base_name
     at = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
     how = f" by {TITLES[subject.method]}" if subject.method else ""
-    what = "An adapter of" if subject.source.adapter else "A model made from"
-    yield f"{what} {link}{at}, trained{how} with litft.\n"
-    licence = subject.licence or _licence(subject.source.base)
-    yield f"Licence: {licence or 'that of the base model, which see'}.\n"
+    if subject.trained or subject.source.adapter:
+        what = "An adapter of" if subject.source.adapter else "A model made from"
+        yield f"{what} {link}{at}, trained{how} with litft {__version__}.\n"
+    elif base:
+        yield f"A model made from {link}{at}.\n"
+    if licence or base or subject.trained:
+        yield f"Licence: {licence or 'that of the base model, which see'}.\n"
     if subject.trained:
         names = [
             f"{hub_data(path)}" if hub_data(path) else f"`{Path(path).name}` (a file)" for path in subject.trained.data.path

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -178,7 +178,7 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
     """Find out what a folder is, or a model of the hub; ValueError with a remedy where it is nothing that can be opened."""
     folder = _located(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; name the folder it lies in")
+        raise ValueError(f"{folder} is a file; {_of_gguf([folder]) or 'name the folder it lies in'}")
     if runs.is_run(folder) and not runs.finished(folder):
         raise ValueError(f"{folder} is a run that has not finished; continue it with --resume --out_dir {folder}")
     if (folder / "final").is_dir() and not (folder / "config.json").is_file():
@@ -258,8 +258,15 @@ def load(
 def _read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        raise ValueError(f"{folder} has no config.json; name the folder that Hugging Face's save_pretrained wrote")
+        remedy = _of_gguf(folder.iterdir()) or "name the folder that Hugging Face's save_pretrained wrote"
+        raise ValueError(f"{folder} has no config.json; {remedy}")
     return read_object(path)
+
+
+def _of_gguf(files: Iterable[Path]) -> str | None:
+    """What to do with llama.cpp's files, if there is one."""
+    found = next((path for path in files if path.suffix == ".gguf"), None)
+    return found and f"python scripts/convert_gguf_checkpoint.py --checkpoint_dir {found} makes a folder of it"
 
 
 def _base_of(adapter: Path, base_dir: str | Path | None) -> Path:

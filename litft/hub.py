@@ -135,6 +135,8 @@ def told(wanted: HubId) -> Iterator[None]:
         raise ValueError(f"{wanted} is gated: accept its terms at {page}, and {login}") from None
     except errors.RevisionNotFoundError:
         raise ValueError(f"{wanted.name} has no revision {wanted.revision!r}; see {page}/tree/main") from None
+    except errors.OfflineModeIsEnabled:
+        raise ValueError(f"{wanted} is not here, and HF_HUB_OFFLINE is set; unset it, or name a folder") from None
     except errors.RepositoryNotFoundError:
         reason = f"{wanted.name} is no folder here, and not on the hub, or private"
         raise ValueError(f"{reason}; check its spelling, and for a private one {login}") from None

@@ -20,14 +20,14 @@ def download(args: DownloadArgs) -> Path:
     """Fetch a model or an adapter of the hub, or the rest of it; prints where it is."""
     wanted, out = hub_id(args.repo_id), Path(args.out_dir) if args.out_dir else None
     if wanted is None:
-        raise ValueError(f"--repo_id {args.repo_id}: expected owner/name or owner/name@revision, and no folder here")
+        raise ValueError(f"--repo_id {args.repo_id}: expected owner/name or owner/name@revision, and no path that is here")
     if out and (held := origin(out)) and held.name != wanted.name:
         raise ValueError(f"--out_dir {out} holds {held}; name another folder")
     begun = out and (out / ".cache" / "huggingface").is_dir()
     if out and not begun and out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"--out_dir {out} is not empty and holds no download; name another folder")
     folder, found = fetch(wanted, args.token, out)
-    print(f"{found} is here; --checkpoint_dir takes this folder, or {found}:", file=sys.stderr)
+    print(f"{found} is here; --checkpoint_dir takes this folder, or that id:", file=sys.stderr)
     print(folder)
     return folder
 
@@ -55,7 +55,9 @@ def upload(args: UploadArgs) -> None:
 
 def _subject(source: Source, args: UploadArgs) -> Subject:
     """What the card is about; ValueError where nobody could tell what an adapter's base is."""
-    parent = source.folder.resolve().parent
+    parent = Path(args.run) if args.run else source.folder.resolve().parent
+    if args.run and not runs.is_run(parent):
+        raise ValueError(f"--run {args.run} is no run of litft; name the folder with its config.yaml")
     trained = cli.finetune_args(parent) if runs.is_run(parent) else None
     if args.base_model:
         name, _, revision = args.base_model.partition("@")

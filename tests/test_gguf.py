@@ -502,7 +502,7 @@ DAMAGED = {
     "header": "is damaged or cut off",
     "part": "2 of its 3 parts are missing: model-00002-of-00003.gguf",
     "two": r"holds 2 models as .gguf \(a.gguf, b.gguf\); name the file",
-    "none": r"holds 0 models as .gguf \(none\)",
+    "none": "holds no .gguf file; name another",
 }
 
 
@@ -595,6 +595,7 @@ def test_smollm2_becomes_the_folder_that_was_built_of_it(checkpoints, shared, tm
     ours, theirs = (Tokenizer(folder) for folder in (tmp_path / "model", checkpoints["SmolLM2-135M-Instruct"]))
     texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:2000]
     assert all(ours.encode(text) == theirs.encode(text) for text in texts)
+    assert "apache-2.0" in (tmp_path / "model" / "README.md").read_text()
     assert (ours.chat_template, ours.stop_ids, ours.special) == (theirs.chat_template, theirs.stop_ids, theirs.special)
 
 

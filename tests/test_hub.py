@@ -118,8 +118,10 @@ def test_a_run_says_which_commit_it_was_trained_on(online, examples):
     run(["scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", "early"], root, env)
 
 
+@pytest.mark.slow
 def test_a_download_that_was_cut_off_goes_on(online):
     hub, root, env = online
+    env = {**env, "HF_HOME": str(root / "empty")}  # what lies in the cache would be copied
     words, weights = ["scripts/download.py", "--repo_id", "me/tiny", "--out_dir"], "model.safetensors"
     # within a download huggingface_hub tries again by itself
     hub.cut[weights] = 60_000
@@ -207,7 +209,8 @@ def test_no_network_is_told(tmp_path):
     off = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     for more in ({}, {"HF_HUB_OFFLINE": "1"}):
         done = run(["generate/base.py", "--checkpoint_dir", "me/other", "--prompt", "a"], tmp_path, {**off, **more}, code=2)
-        assert "me/other: http://127.0.0.1:9 cannot be reached" in done.stderr and "check the network" in done.stderr
+        text = " is not here, and HF_HUB_OFFLINE is set" if more else ": http://127.0.0.1:9 cannot be reached"
+        assert f"me/other{text}" in done.stderr
 
 
 def test_data_is_pinned_where_the_hub_answers(online):
@@ -251,7 +254,7 @@ def test_the_card_says_what_the_run_was(tuned, examples):
     last, first = values[-1], values[0]
     for text in (
         f"commit `{hub.commit('me/tiny')[:12]}`",
-        "trained by LoRA with litft",
+        "trained by LoRA with litft 0.1.0",
         "Licence: apache-2.0.",
         f"Data: `{examples.name}` (a file).",
         f"| steps, samples, tokens | 2, {int(last['samples'])}, {int(last['tokens']):,} |",
@@ -268,6 +271,19 @@ def test_the_card_says_what_the_run_was(tuned, examples):
     listed = [line.split()[1] for line in done.stderr.splitlines() if re.match(r" +[\d,]+  \w", line)]
     assert listed[0] == "README.md" and "adapter_config.json" in listed and "adapter_model.safetensors" in listed
     assert "tokenizer.model" in listed and "chat_template.jinja" in listed and "config.yaml" not in listed
+
+
+@pytest.mark.slow
+def test_a_merged_folder_is_told_of_by_its_run(tuned):
+    _, root, env = tuned
+    run(["scripts/merge_lora.py", "--checkpoint_dir", "lora", "--out_dir", "merged"], root, env)
+    words = ["scripts/upload.py", "--checkpoint_dir", "merged", "--repo_id", "me/merged", "--dry_run"]
+    plain, known = run(words, root, env).stdout, run([*words, "--run", "lora"], root, env).stdout
+    assert "trained by" not in plain and "Licence" not in plain and "vllm serve me/merged" in plain
+    assert yaml.safe_load(known.split("---")[1])["base_model_relation"] == "finetune"
+    for text in ("A model made from [me/tiny]", "trained by LoRA", "Licence: apache-2.0", "validation loss, at the end"):
+        assert text in known
+    assert "--run merged is no run of litft" in run([*words, "--run", "merged"], root, env, code=2).stderr
 
 
 def snippets(card: str) -> dict[str, str]:

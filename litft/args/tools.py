@@ -489,6 +489,8 @@ class UploadArgs:
     """Where an adapter folder's base model lies now, if it has moved."""
     repo_id: str | None = None
     """owner/name: where to put it. It is made if it is not there."""
+    run: str | None = None
+    """The run that a merged or converted folder comes from, for its card. Default: the one that the folder lies in."""
     base_model: str | None = None
     """The base model's id on the hub. Default: as known, of a base that came from there."""
     licence: str | None = None

@@ -1,5 +1,6 @@
 """GGUF to a model folder, and runs, models and LoRA adapters to GGUF; tensor by tensor."""
 
+import json
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -69,6 +70,8 @@ def read(args: GgufConvertArgs) -> Path:
 
     def fill(folder: Path) -> None:
         write_tokenizer(file, folder)
+        if isinstance(licence := file.metadata.get("general.license"), str):
+            (folder / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", "utf-8")
         Tokenizer(folder)  # what would be refused later is refused now
         compare(folder, write_result(folder, source, dtype, None, args.shard_gb))
 
@@ -95,7 +98,7 @@ def write(args: GgufExportArgs) -> Path:
         written.append(what(folder, trained, args))
 
     out = write_folder(args.out_dir, fill)
-    print(f"{trained.what}: {out / written[0]}", file=sys.stderr)
+    print(f"{trained.what}: {out / written[0]}{', and a Modelfile for Ollama' if args.merge else ''}", file=sys.stderr)
     return out
 
 

@@ -85,8 +85,9 @@ def _parts(path: Path) -> list[Path]:
         found = sorted(path.glob("*.gguf"))
         first = [one for one in found if not (split := _SPLIT.fullmatch(one.name)) or split[2] == "00001"]
         if len(first) != 1:
-            names = ", ".join(one.name for one in first[:10]) or "none"
-            raise ValueError(f"{path} holds {len(first)} models as .gguf ({names}); name the file")
+            names = ", ".join(one.name for one in first[:10])
+            reason = f"{len(first)} models as .gguf ({names}); name the file" if first else "no .gguf file; name another"
+            raise ValueError(f"{path} holds {reason}")
         path = first[0]
     if not path.is_file():
         raise ValueError(f"{path} does not exist; name a .gguf file")
