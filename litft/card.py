@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import yaml
 
 from litft import __version__, runs
-from litft.adapter_files import read_adapter_config
 from litft.args import FinetuneArgs
 from litft.data.locate import hub_data
 from litft.folder import Source
@@ -33,7 +32,8 @@ class Subject(NamedTuple):
     run: Path | None  # whose result it is; None: not known
     trained: FinetuneArgs | None  # the run's flags
     base: HubId | None  # on the hub
-    licence: str | None  # None: the base's
+    config: dict[str, Any]  # adapter_config.json; empty of a whole model
+    licence: str | None
 
     @property
     def base_folder(self) -> Path:
@@ -61,7 +61,7 @@ def model_card(subject: Subject) -> str:
         "base_model_relation": ("adapter" if adapter else "finetune") if subject.base else None,
         "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(_kind(subject), "litft"),
         "pipeline_tag": "text-generation",
-        "license": subject.licence or _licence(subject.base_folder),
+        "license": subject.licence,
         "datasets": [wanted.name for path in paths if (wanted := hub_data(path))] or None,
         "tags": ["litft", *filter(None, [subject.method])],
     }
@@ -72,10 +72,10 @@ def model_card(subject: Subject) -> str:
 
 def _kind(subject: Subject) -> str | None:
     """peft_type, of an adapter."""
-    return str(read_adapter_config(subject.source.adapter).get("peft_type")) if subject.source.adapter else None
+    return str(subject.config.get("peft_type")) if subject.source.adapter else None
 
 
-def _licence(base: Path) -> str | None:
+def licence_of(base: Path) -> str | None:
     """What the base's own card says."""
     try:
         _, head, _ = (base / "README.md").read_text("utf-8").split("---", 2)
@@ -86,7 +86,7 @@ def _licence(base: Path) -> str | None:
 
 
 def _about(subject: Subject) -> Iterator[str]:
-    base, licence = subject.base, subject.licence or _licence(subject.base_folder)
+    base, licence = subject.base, subject.licence
     link = f"[{base.name}](https://huggingface.co/{base.name})" if base else subject.base_name
     at = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
     how = f" by {TITLES[subject.method]}" if subject.method else ""
@@ -197,18 +197,17 @@ def _revision(subject: Subject) -> str:
 
 
 def _has_tokens(subject: Subject) -> bool:
-    return bool(read_adapter_config(subject.source.adapter).get("trainable_token_indices"))
+    return bool(subject.config.get("trainable_token_indices"))
 
 
 def _is_plain(subject: Subject) -> bool:
     """Whether an adapter is LoRA of Linears alone, which vLLM takes."""
-    config = read_adapter_config(subject.source.adapter)
+    config = subject.config
     more = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
     return not any(config.get(name) for name in more) and config.get("bias", "none") == "none"
 
 
 def _rank(subject: Subject) -> int:
     """The adapter's largest rank, rounded up to one that vLLM knows."""
-    config = read_adapter_config(subject.source.adapter)
-    rank = max([config.get("r", 8), *(config.get("rank_pattern") or {}).values()])
+    rank = max([subject.config.get("r", 8), *(subject.config.get("rank_pattern") or {}).values()])
     return next((known for known in VLLM_RANKS if known >= rank), rank)

@@ -8,7 +8,7 @@ from pathlib import Path
 from litft import __version__, cli, runs
 from litft.adapter_files import ADAPTER_CONFIG, read_adapter_config
 from litft.args import DownloadArgs, UploadArgs
-from litft.card import Subject, model_card
+from litft.card import Subject, licence_of, model_card
 from litft.config import read_object
 from litft.folder import Source, resolve
 from litft.hub import HubId, fetch, hub_id, library, needed, origin, told
@@ -36,7 +36,7 @@ def upload(args: UploadArgs) -> None:
     """Put a folder's model and its card on the hub, in one commit; --dry_run shows both and sends nothing."""
     source = resolve(args.checkpoint_dir or runs.newest_finished(), args.base_dir)
     subject = _subject(source, args)
-    files = {CARD: model_card(subject).encode(), **_files(source, subject.base)}
+    files = {CARD: model_card(subject).encode(), **_files(subject)}
     if args.dry_run:
         print(files[CARD].decode())
         sizes = {name: len(part) if isinstance(part, bytes) else part.stat().st_size for name, part in files.items()}
@@ -59,32 +59,33 @@ def _subject(source: Source, args: UploadArgs) -> Subject:
     if args.run and not runs.is_run(parent):
         raise ValueError(f"--run {args.run} is no run of litft; name the folder with its config.yaml")
     trained = cli.finetune_args(parent) if runs.is_run(parent) else None
+    config = read_adapter_config(source.adapter) if source.adapter else {}
     if args.base_model:
         name, _, revision = args.base_model.partition("@")
         base = HubId(name, revision or None)
     elif source.adapter:
-        base = origin(source.base) or hub_id(read_adapter_config(source.adapter).get("base_model_name_or_path") or "")
+        base = origin(source.base) or hub_id(config.get("base_model_name_or_path") or "")
     else:
         known = trained.checkpoint_dir if trained else ""
         base = hub_id(known) or origin(Path(known)) if known else None
     if source.adapter and base is None:
         reason = f"{source.adapter} is an adapter of {source.base}, which others do not have"
         raise ValueError(f"{reason}; pass --base_model with its id on the hub, or merge it first")
-    return Subject(args.repo_id, source, parent if trained else None, trained, base, args.licence)
+    subject = Subject(args.repo_id, source, parent if trained else None, trained, base, config, args.licence)
+    return subject if args.licence else subject._replace(licence=licence_of(subject.base_folder))
 
 
-def _files(source: Source, base: HubId | None) -> dict[str, Path | bytes]:
+def _files(subject: Subject) -> dict[str, Path | bytes]:
     """What is uploaded beside the card, by its name there; no path of this machine is among it."""
-    folder = source.folder
+    folder, base = subject.source.folder, subject.base
     names = needed(sorted(path.name for path in folder.iterdir() if path.is_file()))
     found: dict[str, Path | bytes] = {name: folder / name for name in names if name != CARD}
     for name, private in (("config.json", "_name_or_path"), ("tokenizer_config.json", "name_or_path")):
         if name in found and private in (content := read_object(folder / name)):
             content.pop(private)
             found[name] = (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
-    if source.adapter:
-        config = read_adapter_config(source.adapter)
+    if config := subject.config:
         own = {name: value for name, value in config.get("litft", {}).items() if name != "base_path"}
-        config |= {"base_model_name_or_path": base.name, "revision": base.revision, "litft": own}
+        config = config | {"base_model_name_or_path": base.name, "revision": base.revision, "litft": own}
         found[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
     return found

@@ -148,7 +148,7 @@ class _SentencePiece:
         return {*self.special.values(), *self.added.values()}
 
     def state(self) -> bytes:
-        return self.backend.serialized_model_proto() + json.dumps([self.special, self.added]).encode()
+        return self.serialized()[1] + json.dumps([self.special, self.added]).encode()
 
     def save(self, folder: Path) -> None:
         plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)

@@ -63,11 +63,9 @@ def _go(parts: _Parts) -> str:
 def _parts(tokenizer: Tokenizer) -> _Parts | None:
     """How the tokenizer's template shows messages; None where it does not show each by itself."""
     try:
-        plain = _without_system(tokenizer)
-        full = _with_system(tokenizer, plain)
+        return _with_system(tokenizer, _without_system(tokenizer))
     except (ValueError, _Entangled):
         return None
-    return full
 
 
 class _Entangled(Exception):
