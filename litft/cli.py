@@ -137,16 +137,14 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     if issubclass(cls, flags.FinetuneArgs):
         implied, wrong = _implied(dict(given), known, _method(cls))
         given, problems = implied + given, problems + wrong
-    trial = _parser(cls, exit_on_error=False) if given else None
-    for name, value in given:
-        try:
-            trial.parse_args([f"--{name}={value}"])
-        except ArgumentError:
-            problems.append(f"--{name} {value}: expected {_describe(known[name])}")
+    parser, words = _parser(cls, prog=prog, exit_on_error=False), [f"--{name}={value}" for name, value in given]
+    try:
+        namespace = parser.parse_args(words + (passed if not problems else []))
+    except ArgumentError as error:  # of one flag; the others may be wrong too
+        wrong = [pair for pair, word in zip(given, words, strict=True) if not _parses(parser, word)]
+        problems += [f"--{name} {value}: expected {_describe(known[name])}" for name, value in wrong] or [str(error)]
     if problems:
         fail("\n".join(problems))
-    parser = _parser(cls, prog=prog)
-    namespace = parser.parse_args([f"--{name}={value}" for name, value in given] + passed)
     namespace.pop("config", None)
     args = cls(**vars(parser.instantiate(namespace)))
     for name, value in given:
@@ -156,6 +154,15 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     if problems := getattr(args, "problems", list)():
         fail("\n".join(problems))
     return args
+
+
+def _parses(parser: ArgumentParser, word: str) -> bool:
+    """Whether one flag's value is of its type."""
+    try:
+        parser.parse_args([word])
+    except ArgumentError:
+        return False
+    return True
 
 
 def _parser(cls: type, **settings: Any) -> ArgumentParser:

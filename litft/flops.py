@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Iterable, Sequence
+from functools import cache
 
 import numpy as np
 import torch
@@ -57,12 +58,13 @@ def peak_of(chip: str, precision: str) -> float | None:
     return None
 
 
-def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 30) -> float:
-    """FLOP/s of the fastest of some matrix products, half a second of them: other programs come and go."""
+@cache
+def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 30, limit: float = 0.3) -> float:
+    """FLOP/s of the fastest of some matrix products, at most `limit` seconds of them: other programs come and go."""
     a = torch.randn(size, size).to(dtype)
     a @ a
-    seconds = []
-    for _ in range(repeats):
+    seconds: list[float] = []
+    while len(seconds) < repeats and sum(seconds) < limit:
         start = time.perf_counter()
         a @ a
         seconds.append(time.perf_counter() - start)
