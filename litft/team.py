@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import count
+from select import select
 from typing import Any, NoReturn
 
 import torch
@@ -203,8 +204,12 @@ def _end_with(leader: int) -> None:
     """Have this process end, without a word, when the one that started it has ended; Ctrl-C is left to that one."""
 
     def watch() -> None:
-        while os.getppid() == leader:
-            time.sleep(0.2)
+        if hasattr(os, "pidfd_open"):
+            with suppress(ProcessLookupError):
+                select([os.pidfd_open(leader)], [], [])
+        else:
+            while os.getppid() == leader:
+                time.sleep(0.2)
         os._exit(0)
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all
