@@ -310,6 +310,7 @@ def _number(name: str, value: str) -> int | float:
 def chat(args: ChatArgs) -> None:
     """Talk over several turns; without a terminal, read a message a line and print the answers alone."""
     opened = open_model(args)
+    opened.limit_threads(1)
     guesser = make_guesser(args, opened, ROOM)
     chat = Chat(Conversation(opened, guesser, args.system), screen(), args.debug)
     chat.run()

@@ -47,6 +47,7 @@ class Engine:
 
     def __init__(self, models: dict[str, Opened], rows: int, capacity: int, most_waiting: int) -> None:
         self.models, self.rows, self.capacity, self.most_waiting = models, rows, capacity, most_waiting
+        next(iter(models.values())).limit_threads(rows)
         self.alive = True
         self._jobs: dict[int, Job] = {}  # waiting and running, in the order they came
         self._lock, self._numbers = threading.Lock(), count()

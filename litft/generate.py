@@ -33,7 +33,9 @@ def generate(args: GenerateArgs) -> None:
     capacity = max(map(len, prompts)) + opened.max_new_tokens
     guesser = make_guesser(args, opened, capacity)
     asked = range(done * args.num_samples, len(records) * args.num_samples)
-    decoder = opened.decoder(1 if guesser else max(1, min(args.batch_size, len(asked))), capacity)
+    rows = 1 if guesser else max(1, min(args.batch_size, len(asked)))
+    opened.limit_threads(rows)
+    decoder = opened.decoder(rows, capacity)
     trimmed = [in_template or bool(record.get("messages")) for record in records]
     places = ((number, number // args.num_samples) for number in asked)
     requests = (opened.request(prompts[place], number, trimmed[place]) for number, place in places)

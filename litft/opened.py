@@ -20,7 +20,7 @@ from litft.decode import Decoder
 from litft.folder import Source, networks, resolve
 from litft.joined import join, pack_weights
 from litft.model import GPT
-from litft.parallel import check_there, pick_accelerator, pick_precision
+from litft.parallel import check_there, limit_threads, pick_accelerator, pick_precision
 from litft.peft import disabled
 from litft.sharding import WHOLE, Share
 from litft.speculate import Draft, Guesser, Lookup
@@ -51,6 +51,11 @@ class Opened(NamedTuple):
         compiled = self.compiled if compiled is None else compiled
         make = Decoder if self.team is None else self.team.decoder
         return make(self.model, rows, capacity, compiled)
+
+    def limit_threads(self, rows: int) -> None:
+        """For a process that only decodes so many texts at once: use no more threads than pay for a model of this size."""
+        if not self.model.embed.weight.is_cuda:
+            limit_threads(rows * sum(parameter.numel() for parameter in self.model.parameters()))
 
     def texts(self, requests: list[Request], rows: int, says: str, quiet: bool | None = None) -> list[str]:
         """Whole answers, of which so many are made at once. quiet: no bar, which `says` what it is; None: in a terminal."""

@@ -24,6 +24,9 @@ from litft.args.processes import started_by
 if TYPE_CHECKING:  # its import takes a second, which those who only generate or convert need not wait for
     from lightning_fabric import Fabric
 
+# Multiplications of a decoding step up to which one thread is as fast as two. Two threads wait for each other after every
+# operation, and stall when another program takes one of their cores: tutorials/inference.md has the measurements.
+ONE_THREAD = 64e6
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -121,6 +124,12 @@ def pick_full_precision(precision: str, device: torch.device, parameters: int) -
     if asked != "auto" or device.type != "cuda":
         return precision
     return "bf16" if 18 * parameters < 0.9 * memory_there(device) else "bf16-true"
+
+
+def limit_threads(multiplications: float) -> None:
+    """Let torch use one thread on the CPU from now on if a decoding step has too few multiplications for two to pay."""
+    if multiplications <= ONE_THREAD:
+        torch.set_num_threads(1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -11,9 +11,11 @@ reads every weight once, and the keys and values so far. Without weights in the 
 
 import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -46,12 +48,14 @@ class SpeedArgs:
     """How many tokens each answer has."""
     rounds: int = 5
     """How often each takes its turn, after one that is not counted."""
+    busy: int = 0
+    """Measure beside so many other processes that each use a core all the time."""
 
     def problems(self) -> list[str]:
         """What is missing, or impossible."""
         missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a model's folder"]
         positive = ("rows", "prompt_tokens", "new_tokens", "rounds")
-        return missing + impossible_numbers(self) + below(self, "", 1, *positive)
+        return missing + impossible_numbers(self) + below(self, "", 1, *positive) + below(self, "", 0, "busy")
 
 
 def main(args: SpeedArgs) -> None:
@@ -60,7 +64,7 @@ def main(args: SpeedArgs) -> None:
 
     from litft.folder import resolve
     from litft.joined import join
-    from litft.parallel import DTYPES, pick_accelerator
+    from litft.parallel import DTYPES, limit_threads, pick_accelerator
     from litft.sharding import allocate
 
     device = torch.device(pick_accelerator(args.accelerator))
@@ -75,6 +79,8 @@ def main(args: SpeedArgs) -> None:
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
     join(model, pack=not args.compile)
+    if device.type == "cpu":  # as the commands do, and for all contenders
+        limit_threads(args.rows * sum(parameter.numel() for parameter in model.parameters()))
     prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), generator=torch.Generator().manual_seed(0))
     contenders = {"litft": ours(model, prompt, args)}
     if not args.only_litft:
@@ -138,6 +144,17 @@ def theirs(args: SpeedArgs, has_weights: bool, device, prompt) -> dict[str, Call
     return {f"transformers, {cache} cache": (lambda cache=cache: answer(cache)) for cache in ("dynamic", "static")}
 
 
+@contextmanager
+def busy_processes(count: int) -> Iterator[None]:
+    """Inside, so many other processes compute without end."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def report(args: SpeedArgs, model, found: dict[str, list[float]], device) -> None:
     """A line each, and what part of the memory's speed litft reaches."""
     import torch
@@ -181,5 +198,5 @@ if __name__ == "__main__":
     args = parse(SpeedArgs, sys.argv[1:])
     if problems := args.problems():
         fail("\n".join(problems))
-    with user_errors():
+    with user_errors(), busy_processes(args.busy):
         main(args)
