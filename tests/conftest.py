@@ -14,8 +14,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import forkserver
 import pytest
 import torch
+from forkserver import Process
 from parity import build, shaken
 
 from litft.folder import base_record, resolve
@@ -28,7 +30,10 @@ SHARED = ROOT.parent / "shared"
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="litft-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else 2  # with pytest -n 2 each of two processes has a core
+FORKS = forkserver.prepare()  # with bin/python, which starts a script in milliseconds
+
+# with pytest -n 2 each of two processes has a core
+THREADS = int(os.environ.get("LITFT_TEST_THREADS", 1 if "PYTEST_XDIST_WORKER" in os.environ else 2))
 # for subprocesses: threads that spin while they wait for each other's process stall a machine of two cores
 ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
 
@@ -50,7 +55,12 @@ def pytest_configure() -> None:
     torch.set_num_threads(THREADS)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, those that -m leaves out included
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
 
 
@@ -128,10 +138,21 @@ def rows_of(run: Path) -> list[dict[str, float]]:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-def script(*words: str | Path, cwd: Path, code: int = 0, text: str = "") -> subprocess.CompletedProcess:
-    """Run `python <script> <flags>` in the folder `cwd`; its exit code must be `code`."""
-    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
-    done = subprocess.run(command, cwd=cwd, input=text, capture_output=True, text=True, env=ENV, timeout=3600)
+def start(*words: str | Path, cwd: Path, env: dict[str, str] | None = None, **files) -> Process:
+    """Begin `python <script> <flags>` in the folder `cwd`. files: stdin, stdout, stderr, default nothing."""
+    return Process([str(ROOT / words[0]), *map(str, words[1:])], cwd, ENV | (env or {}), **files)
+
+
+def run(*words: str | Path, cwd: Path, text: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """Run `python <script> <flags>` in the folder `cwd` to its end."""
+    process = start(*words, cwd=cwd, env=env, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE))
+    said = process.communicate(text, timeout=1800)
+    return subprocess.CompletedProcess(process.args, process.returncode, *said)
+
+
+def script(*words: str | Path, cwd: Path, code: int = 0, text: str = "", env=None) -> subprocess.CompletedProcess:
+    """Run a script to its end; its exit code must be `code`, and there must be no traceback."""
+    done = run(*words, cwd=cwd, text=text, env=env)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
     return done
@@ -139,8 +160,7 @@ def script(*words: str | Path, cwd: Path, code: int = 0, text: str = "") -> subp
 
 def kill_after(step: int, run: Path, *words: str | Path, cwd: Path) -> None:
     """Run a script in the folder `cwd`, and `kill -9` it once its `run` has the checkpoint of this step."""
-    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
-    process = subprocess.Popen(command, cwd=cwd, env=ENV, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start(*words, cwd=cwd)
     while not (run / "checkpoints" / f"step-{step:06d}").is_dir():
         assert process.poll() is None
         time.sleep(0.001)

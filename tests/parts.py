@@ -5,11 +5,11 @@ Started by `logits` as `python parts.py CASES OUT`, once a process; the processe
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from forkserver import Process
 from strategies import free_port, torchrun_env
 
 
@@ -23,9 +23,9 @@ def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tenso
     port, started = free_port(), []
     for rank in range(processes):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **torchrun_env(rank, port, processes)}
-        command = [sys.executable, __file__, out / "cases.json", out / "logits.pt"]
+        command = [__file__, str(out / "cases.json"), str(out / "logits.pt")]
         with (out / f"{rank}.log").open("w") as log:
-            started.append(subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT))
+            started.append(Process(command, out, env, stdout=log, stderr=log))
     codes = [process.wait(timeout=900) for process in started]
     said = "\n".join((out / f"{rank}.log").read_text()[-3000:] for rank in range(processes))
     assert not any(codes), f"{codes}\n{said}"

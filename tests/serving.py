@@ -6,14 +6,13 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
 import httpx
 import openai
-from conftest import ENV, ROOT
+from conftest import start
 
 NEVER = -100  # a bias that keeps a token from being said
 
@@ -23,8 +22,7 @@ class Server:
 
     def __init__(self, folder: Path, *words: str | Path, **env: str) -> None:
         flags = ["--checkpoint_dir", folder, "--port", "0", "--temperature", "0", "--precision", "fp32", *words]
-        command = [sys.executable, str(ROOT / "generate/serve.py"), *map(str, flags)]
-        self.process = subprocess.Popen(command, env=ENV | env, stderr=subprocess.PIPE, text=True, cwd="/")
+        self.process = start("generate/serve.py", *flags, cwd="/", env=env, stderr=subprocess.PIPE)
         self.said: list[str] = []
         self.reader = threading.Thread(target=lambda: self.said.extend(self.process.stderr), daemon=True)
 

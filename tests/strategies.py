@@ -6,10 +6,13 @@ other as under torchrun, and make all cases' runs one after the other.
 
 import json
 import os
+import random
 import socket
-import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+
+import forkserver
 
 PROCESSES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
 METHODS = ("full", "lora", "dora", "adapter", "adapter_v2")
@@ -24,10 +27,12 @@ def cases(strategy: str) -> list[str]:
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+    """One that nobody listens on, below those that the system gives to clients: they would take it before it is used."""
+    while True:
+        with socket.socket() as free, suppress(OSError):
+            port = random.SystemRandom().randrange(10_000, 32_000)
+            free.bind(("127.0.0.1", port))
+            return port
 
 
 def torchrun_env(rank: int, port: int, count: int) -> dict[str, str]:
@@ -40,14 +45,15 @@ def torchrun_env(rank: int, port: int, count: int) -> dict[str, str]:
 def losses(model: Path, data: Path, out: Path, strategy: str, chosen: list[str]) -> dict[str, dict[str, list[float]]]:
     """Each case's loss, val_loss and grad_norm by step; AssertionError with what a process said where one fails."""
     out.mkdir(parents=True, exist_ok=True)
+    forkserver.prepare()
     count = PROCESSES[strategy]
     port, started = free_port(), []
     for rank in range(count):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
         env |= torchrun_env(rank, port, count) if count > 1 else {}
-        command = [sys.executable, __file__, model, data, out, strategy, *chosen]
+        command = [__file__, str(model), str(data), str(out), strategy, *chosen]
         with (out / f"{strategy}{rank}.log").open("w") as log:
-            started.append(subprocess.Popen(command, env=env, cwd=out, stdout=log, stderr=subprocess.STDOUT))
+            started.append(forkserver.Process(command, out, env, stdout=log, stderr=log))
     codes = [process.wait(timeout=900) for process in started]
     said = "\n".join((out / f"{strategy}{rank}.log").read_text()[-3000:] for rank in range(count))
     assert not any(codes), f"{codes}\n{said}"

@@ -36,13 +36,9 @@ EXPERTS = [
 ]
 
 
-QUICK = ("gpt_neox: parallel, partial", "falcon: 40B: groups, two norms", "gpt2: tied", "phi3: fused")
-QUICK += ("mixtral: 4 experts", "qwen3_moe: renormalized", "gpt_oss: sinks, experts")
-CASES = [
-    pytest.param(case, id=name, marks=[] if name in QUICK else [pytest.mark.slow])
-    for case in FUSED + EXPERTS
-    for name in [f"{case[0]}: {case[1]}"]
-]
+CASES = [pytest.param(case, id=": ".join(case)) for case in FUSED + EXPERTS]
+# where a test's variations do not depend on the layout: one that fuses all projections, one that fuses two pairs, experts
+SOME = [case for case in CASES if case.values[0][0] in ("gpt_neox", "phi3", "qwen3_moe") and "tied" not in case.values[0][1]]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -68,7 +64,12 @@ def adapted(folder, out, **values):
 TOKENS = draw(2, 23, seed=8)
 
 
-@pytest.mark.parametrize("rslora", [False, True], ids=["lora", "rslora"])
+@pytest.mark.parametrize(
+    "folder, rslora",
+    [pytest.param(*case.values, False, id=f"{case.id}-lora") for case in CASES]
+    + [pytest.param(*case.values, True, id=f"{case.id}-rslora") for case in SOME],
+    indirect=["folder"],
+)
 @torch.no_grad()
 def test_reads_what_peft_wrote(folder, tmp_path, rslora):
     from peft import LoraConfig, get_peft_model
@@ -84,10 +85,14 @@ def test_reads_what_peft_wrote(folder, tmp_path, rslora):
     assert relative(model(TOKENS), litft.load(folder)[0](TOKENS)) >= 1e-2
 
 
+ALL, PARTS = ["all-linear"], [["q_proj", "down_proj"], ["v_proj", "blocks.1.mlp.*up_proj"]]
+
+
 @pytest.mark.parametrize(
-    "targets",
-    [["all-linear"], ["q_proj", "down_proj"], ["v_proj", "blocks.1.mlp.*up_proj"]],
-    ids=str,
+    "folder, targets",
+    [pytest.param(*case.values, ALL, id=f"{case.id}-{ALL}") for case in CASES]
+    + [pytest.param(*case.values, targets, id=f"{case.id}-{targets}") for case in SOME for targets in PARTS],
+    indirect=["folder"],
 )
 @torch.no_grad()
 def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
@@ -115,6 +120,7 @@ def test_merged_is_unmerged(folder, tmp_path):
     assert relative(theirs(tmp_path / "merged")(TOKENS).logits, expected) <= 1e-5
 
 
+@pytest.mark.parametrize("folder", SOME, indirect=True)
 def test_fresh_factors_of_experts_are_drawn_as_of_linears(folder):
     """Uniform within 1 / sqrt(in), PEFT's, whatever the number of experts; B is zero."""
     source = resolve(folder)
@@ -127,6 +133,7 @@ def test_fresh_factors_of_experts_are_drawn_as_of_linears(folder):
         assert not module.lora_b.any()
 
 
+@pytest.mark.parametrize("folder", SOME, indirect=True)
 def test_every_factor_gets_a_gradient(folder, tmp_path):
     """Where B is not zero; every expert receives a token here, and no frozen parameter a gradient."""
     model, _, _ = adapted(folder, tmp_path)
@@ -185,7 +192,7 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", REAL)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if "gpt2" in n else [pytest.mark.slow]) for n in REAL])
 @torch.no_grad()
 def test_a_strangers_adapter_gives_pefts_logits(shared, make_model, tmp_path, name):
     """On a random base of its config; its B's are trained, so they are not zero."""

@@ -141,8 +141,7 @@ def count_calls(function, calls):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantize", [None, "nf4-dq"])
-@pytest.mark.parametrize("kind", ["none", "full"])
+@pytest.mark.parametrize("kind, quantize", [("none", None), ("full", "nf4-dq")])
 def test_compiled_is_eager_in_two_graphs(tiny, quantize, kind):
     """Rows of any length and count of documents; what is compiled for the first step is all there is."""
     torch._dynamo.reset()

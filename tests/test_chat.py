@@ -33,7 +33,7 @@ class Notes(Screen):
         self.notices.append(text)
 
 
-def opened_of(folder, max_new_tokens=24, **settings):
+def opened_of(folder, max_new_tokens=16, **settings):
     model, tokenizer = litft.load(folder, precision="fp32")
     return Opened(model, tokenizer, Sampling(**{"temperature": 0} | settings), max_new_tokens, [], False)
 
@@ -54,9 +54,9 @@ def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
     lines = ["What is the capital of France?", "Which country did I ask about?"]
     for line in lines:
         talk.append({"role": "user", "content": line})
-        answers.append("".join(litft.stream(model, tokenizer, talk, max_new_tokens=24, temperature=0)))
+        answers.append("".join(litft.stream(model, tokenizer, talk, max_new_tokens=16, temperature=0)))
         talk.append({"role": "assistant", "content": answers[-1]})
-    flags = ["--system", system, "--max_new_tokens", "24", "--temperature", "0", "--debug"]
+    flags = ["--system", system, "--max_new_tokens", "16", "--temperature", "0", "--debug"]
     done = script("generate/chat.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path, text="\n".join(lines) + "\n")
     assert done.stdout == "".join(answer + "\n" for answer in answers)
     assert "Paris" in answers[0]
@@ -110,7 +110,7 @@ def test_the_answers_are_those_without_a_cache(smol):
     conversation, talk = Conversation(smol, Lookup(), "You are terse."), [{"role": "system", "content": "You are terse."}]
     for question in ("What is the capital of France?", "Which country did I ask about?"):
         talk.append({"role": "user", "content": question})
-        expected = "".join(litft.stream(smol.model, smol.tokenizer, talk, max_new_tokens=24, temperature=0))
+        expected = "".join(litft.stream(smol.model, smol.tokenizer, talk, max_new_tokens=16, temperature=0))
         assert ask(conversation, question) == expected
         talk.append({"role": "assistant", "content": expected})
     assert conversation.messages == talk
@@ -126,7 +126,7 @@ def test_an_answer_that_is_given_up_is_kept_as_far_as_it_came(smol):
 
 
 def ask_afresh(opened, messages):
-    return "".join(litft.stream(opened.model, opened.tokenizer, messages, max_new_tokens=24, temperature=0))
+    return "".join(litft.stream(opened.model, opened.tokenizer, messages, max_new_tokens=16, temperature=0))
 
 
 def test_the_oldest_turns_are_dropped_where_the_context_ends(smol):

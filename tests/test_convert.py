@@ -3,13 +3,11 @@
 import json
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
-from conftest import ENV, script
+from conftest import script
 from parity import ROWS, draw, relative
 from safetensors.torch import load_file, save_file
 
@@ -219,10 +217,10 @@ def test_memory_stays_at_one_shard(tmp_path):
     assert size > 2.9e9
     flags = ["--checkpoint_dir", "model", "--out_dir", "out", "--shard_gb", "0.6"]
     # not ru_maxrss: it begins with what pytest, which starts this process, has held
-    code = "import sys, re; from litft.cli import run; run('convert_hf_checkpoint', sys.argv[1:]); "
+    code = "import sys, re; from litft.cli import run; run('convert_hf_checkpoint', sys.argv[1:])\n"
     code += "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
-    done = subprocess.run([sys.executable, "-c", code, *flags], cwd=tmp_path, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    (tmp_path / "measured.py").write_text(code)
+    done = script(tmp_path / "measured.py", *flags, cwd=tmp_path)
     peak = int(done.stdout.split()[-1]) * 1024
     print(f"peak memory {peak / 1e9:.2f} GB for {size / 1e9:.2f} GB in shards of 0.6 GB")
     assert peak < 0.6e9 + 1e9

@@ -64,7 +64,10 @@ def said(sample, tokenizer) -> str:
     return tokenizer.decode(sample.targets[sample.targets != IGNORED].tolist(), skip_special=False)
 
 
-@pytest.fixture(params=["SmolLM2-135M-Instruct", "stories260K", "demo", "llama-3.1", "qwen2.5", "tinyllama-1.1b-chat"])
+NAMES = ["SmolLM2-135M-Instruct", "stories260K", "demo", "llama-3.1", "qwen2.5", "tinyllama-1.1b-chat"]
+
+
+@pytest.fixture(scope="module", params=NAMES)
 def tokenizer(request, shared, checkpoints):
     """Tokenizers with and without BOS and a template of their own; in SmolLM2 and the demo pad is the end token."""
     folders = {**checkpoints, "demo": DEMO / "base"}
@@ -402,9 +405,9 @@ def prepare(path, folder) -> subprocess.Popen:
 
 def test_processes_that_prepare_at_once_do_not_collide(tmp_path, tiny, own_cache):
     path = write(tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 9} for n in range(3000)])
-    processes = [prepare(path, tiny) for _ in range(3)]
+    processes = [prepare(path, tiny) for _ in range(2)]
     answers = [process.communicate()[0] for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0]
+    assert [process.returncode for process in processes] == [0, 0]
     assert len(set(answers)) == 1 and answers[0].split()[1:] == ["2850", "150"]
     assert len(entries(own_cache)) == 1 and not list(own_cache.glob("*.partial"))
 
@@ -426,6 +429,7 @@ def test_a_process_killed_while_it_prepares_leaves_nothing_in_the_way(tmp_path, 
 def test_a_damaged_entry_is_made_anew(tmp_path, tiny, own_cache, damage):
     path = write(tmp_path / "a.json", [{"messages": TALK[1:]}] * 9)
     whole = load(path, Tokenizer(tiny))
+    expected = whole.train[8].tokens.tolist()  # before the file that it is read from is damaged
     (entry,) = (own_cache / name for name in entries(own_cache))
     report, tokens = entry / "report.json", entry / "tokens.bin"
     {
@@ -437,7 +441,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path, tiny, own_cache, damage):
         "no units": lambda: (entry / "units.npy").write_bytes(b""),
     }[damage]()
     again = load(path, Tokenizer(tiny))
-    assert again.digest == whole.digest and again.train[8].tokens.tolist() == whole.train[8].tokens.tolist()
+    assert again.digest == whole.digest and again.train[8].tokens.tolist() == expected
 
 
 def test_a_whole_cache_that_is_read_only_serves(tmp_path, tiny, own_cache):

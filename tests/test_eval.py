@@ -1,23 +1,22 @@
 """Scores: lm-evaluation-harness's tasks on litft's own network, and a user's own examples."""
 
+import importlib.util
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ENV, ROOT, adapted, script
+from conftest import adapted, script
 from transformers import AutoModelForCausalLM
 
 import litft
 from litft.args import LoRAArgs, RunEvalArgs
-from litft.harness import HarnessModel
 from litft.opened import open_model
 from litft.peft import LoRA
 
-lm_eval = pytest.importorskip("lm_eval", reason="needs lm-eval, of the extra 'eval'")
+if importlib.util.find_spec("lm_eval") is None:  # its import takes seconds, which only these tests wait for
+    pytest.skip("needs lm-eval, of the extra 'eval'", allow_module_level=True)
 QUESTIONS = [
     {"question": "What is the capital of France?", "choices": ["Paris", "London", "a potato"], "answer": 0},
     {"question": "What do calves drink?", "choices": ["water", "milk", "petrol"], "answer": 1},
@@ -126,6 +125,8 @@ def asked(*args, kind="loglikelihood"):
 
 @pytest.fixture(scope="module")
 def ours(folder):
+    from litft.harness import HarnessModel
+
     args = RunEvalArgs(tasks=["any"], precision="fp32")
     return HarnessModel(open_model(args.model(str(folder))), batch_size=3)
 
@@ -188,8 +189,11 @@ def test_answers_end_where_a_task_says(ours, folder):
 @pytest.mark.slow
 def test_scores_are_those_of_the_harness_s_hugging_face_back_end(checkpoints, tasks, tmp_path):
     """SmolLM2: every log-probability, answer and score."""
+    import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
+
+    from litft.harness import HarnessModel
 
     folder = checkpoints["SmolLM2-135M-Instruct"]
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
@@ -379,7 +383,6 @@ def test_a_task_that_is_wrong(folder, tasks, text, said, tmp_path):
 @pytest.mark.parametrize("package", ["lm_eval", "evaluate"])
 def test_without_the_packages_one_message_says_what_to_install(folder, package, tmp_path):
     (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('none', name='{package}')")
-    command = [sys.executable, str(ROOT / "scripts/run_eval.py"), "--checkpoint_dir", str(folder), "--tasks", "piqa"]
-    done = subprocess.run(command, env=ENV | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
+    words = ["scripts/run_eval.py", "--checkpoint_dir", folder, "--tasks", "piqa"]
+    done = script(*words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, code=2)
     assert done.stderr.splitlines()[-1] == f"error: --tasks needs the package {package}; pip install 'litft[eval]'"

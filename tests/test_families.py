@@ -5,28 +5,41 @@ One row a variation. `python scripts/parity_table.py` writes the README's table 
 
 import json
 import re
+from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
-from parity import ROWS, cached_difference, draw, packed_difference, padded_difference, plain_difference, relative
+from parity import ROWS, TINY, cached_difference, draw, packed_difference, padded_difference, plain_difference, relative
 
 import litft
 from litft.args import ConvertArgs
 from litft.convert import convert
+from litft.model import GPT
+
+
+class Trio(NamedTuple):
+    """A variation of a family."""
+
+    reference: torch.nn.Module  # transformers' model
+    folder: Path  # that it was saved to
+    model: GPT  # ours, from that folder
+    number: int  # of the family's variations
+
 
 CASES = [(family, name) for family, (_, variations) in ROWS.items() for name in variations]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=[f"{family}: {name}" for family, name in CASES])
-def trio(request, make_model):
-    """transformers' model, the folder it was saved to, and ours from that folder."""
+def trio(request, make_model) -> "Trio":
+    """A variation of a family, as transformers and litft have it."""
     family, name = request.param
     config_class, variations = ROWS[family]
     reference, folder = make_model(getattr(transformers, config_class), **variations[name])
     model, tokenizer = litft.load(folder)
     assert tokenizer is None
-    return reference, folder, model
+    return Trio(reference, folder, model, list(variations).index(name))
 
 
 REAL_CONFIGS = (
@@ -38,7 +51,6 @@ REAL_CONFIGS = (
 def test_a_real_config_is_transformers_model(shared, name):
     """As many parameters, of the same names and shapes, as transformers' model has; on the meta device."""
     from litft.families import family, read_config
-    from litft.model import GPT
     from litft.rules import exporting
 
     path = shared / "configs" / name / "config.json"
@@ -58,13 +70,13 @@ def test_a_real_config_is_transformers_model(shared, name):
 
 @pytest.mark.parametrize("measure", [plain_difference, padded_difference, cached_difference, packed_difference])
 def test_logits_are_transformers(trio, measure):
-    reference, _, model = trio
+    reference, model = trio.reference, trio.model
     assert measure(reference, model) <= 1e-5
 
 
 @torch.no_grad()
 def test_packed_documents_are_alone(trio):
-    _, _, model = trio
+    model = trio.model
     packed, documents = draw(1, 32, seed=3), torch.tensor([[0] * 12 + [1] * 20])
     logits = model(packed, documents=documents)
     packed[0, 3] = (packed[0, 3] + 1) % 96
@@ -165,10 +177,27 @@ def as_before_transformers_5(hf: dict) -> dict:
     return hf
 
 
+@pytest.mark.parametrize("family", ROWS)
+def test_older_files_mean_the_same(family):
+    """The older spelling of a rotation is read as the newer one, in every variation."""
+    from litft.families import read_config
+
+    config_class, variations = ROWS[family]
+    for name, values in variations.items():
+        hf = getattr(transformers, config_class)(**{**TINY, **values}).to_dict()
+        assert read_config(as_before_transformers_5(hf)) == read_config(hf), name
+
+
+OLDER = ["llama: linear", "llama: dynamic", "llama: llama3", "llama: yarn mscale", "llama: longrope"]
+OLDER += ["gpt_neox: parallel, partial", "gemma3_text: scaled, six layers", "phi3: longrope, partial, tied", "phi: partial"]
+
+
+@pytest.mark.parametrize("case", OLDER)
 @torch.no_grad()
-def test_older_files_mean_the_same(trio, tmp_path):
-    """Read by transformers, which knows them, and by litft."""
-    _, folder, _ = trio
+def test_older_files_are_what_transformers_reads(make_model, tmp_path, case):
+    """A file of each kind of rotation, read by transformers, which knows the older spelling, and by litft."""
+    family, name = case.split(": ")
+    folder = make_model(getattr(transformers, ROWS[family][0]), **ROWS[family][1][name])[1]
     hf = json.loads((folder / "config.json").read_text("utf-8"))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(as_before_transformers_5(hf)))
@@ -179,7 +208,7 @@ def test_older_files_mean_the_same(trio, tmp_path):
 
 @torch.no_grad()
 def test_every_tensor_matters(trio):
-    _, _, model = trio
+    model = trio.model
     tokens = draw(1, 40, seed=1)
     expected = model(tokens)
     kinds = {re.sub(r"\d+", "N", name): parameter for name, parameter in model.named_parameters()}
@@ -194,7 +223,7 @@ def test_every_tensor_matters(trio):
 
 @torch.no_grad()
 def test_packed_loss_is_the_sum_of_single_losses(trio):
-    reference, _, model = trio
+    reference, model = trio.reference, trio.model
     first, second = draw(2, 20, seed=4)
     documents = torch.tensor([[0] * 11 + [1] * 19])
     tokens = torch.cat((first[:11], second[:19]))[None]
@@ -207,14 +236,17 @@ def test_packed_loss_is_the_sum_of_single_losses(trio):
 
 @torch.no_grad()
 def test_the_folder_comes_back_bit_for_bit(trio, tmp_path):
-    """Folder -> litft -> folder, and transformers opens it."""
+    """Folder -> litft -> folder; transformers opens that of each family's first variation."""
     from safetensors.torch import load_file
 
-    reference, folder, _ = trio
+    reference, folder, model, number = trio
     out = convert(ConvertArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "out")))
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    assert litft.load(out)[0].config == model.config
+    if number:
+        return
     again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32", attn_implementation="eager").eval()
     tokens = draw(1, 20, seed=6)
     assert torch.equal(again(tokens).logits, reference(tokens).logits)

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import COLLECTED, ROOT
+from mutate import problems, read_table
 
 LIBRARY = ROOT / "litft"
 TIERS = [
@@ -103,3 +104,13 @@ def test_entry_scripts_hold_one_call():
         tree = ast.parse(path.read_text("utf-8"))
         assert f"python {path.relative_to(ROOT)}" in ast.get_docstring(tree)
         assert len(tree.body) == 3 and len(path.read_text().splitlines()) < 15
+
+
+def test_the_mutation_table_names_lines_and_tests_that_exist(pytestconfig):
+    """Every line is in its file once; where all tests were collected, the cases of the tests exist too."""
+    entries, collected = read_table(), pytestconfig.stash[COLLECTED]
+    assert problems(entries) == []
+    files = {test.partition("::")[0] for test in collected}
+    named = {test for entry in entries for test in entry.tests if "[" in test and test.partition("::")[0] in files}
+    if files >= {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}:
+        assert named <= collected

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, script
 from hub import Hub
 
 from litft.hub import HubId, hub_id, needed, origin
@@ -19,11 +19,7 @@ CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_"
 
 def run(words: list, cwd: Path, env: dict[str, str], code: int = 0) -> subprocess.CompletedProcess:
     """Run a script against a hub."""
-    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
-    done = subprocess.run(command, cwd=cwd, env={**CLEAN, **env}, capture_output=True, text=True, timeout=300)
-    assert done.returncode == code, f"{done.stdout[-1000:]}\n{done.stderr[-3000:]}"
-    assert "Traceback" not in done.stderr, done.stderr[-3000:]
-    return done
+    return script(*words, cwd=cwd, env={**CLEAN, **env}, code=code)
 
 
 @pytest.fixture(scope="module")

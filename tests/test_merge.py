@@ -42,8 +42,7 @@ def test_merged_is_unmerged(adapter, tmp_path):
 @torch.no_grad()
 def test_the_sum_is_made_in_fp32(tiny, adapter, tmp_path):
     """A merge in bf16 would round twice; ours is the fp32 sum, rounded once to what is asked for."""
-    command = ["scripts/merge_lora.py", "--checkpoint_dir", adapter, "--precision", "bf16", "--out_dir", "merged"]
-    script(*command, cwd=tmp_path)
+    merge(MergeArgs(checkpoint_dir=str(adapter), precision="bf16", out_dir=str(tmp_path / "merged")))
     base, tuned = litft.load(tiny)[0], litft.load(adapter)[0]
     merged, _ = litft.load(tmp_path / "merged")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"

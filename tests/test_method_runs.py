@@ -20,12 +20,10 @@ FLAGS = (
     "--eval.interval 2 --train.neftune_alpha 5 --train.label_smoothing 0.1 --train.learning_rate 0.003"
 ).split()
 METHODS = {
-    "full, fp32 masters": "full --precision bf16",
     "full, rounded by chance": "full --precision bf16-true --train.freeze embed,blocks.0.*",
     "pissa, dora, dropout": "lora --lora.init pissa --lora.dora --lora.dropout 0.2 --lora.lr_ratio 4",
     "lora, all it has, int8": "lora --quantize int8 --lora.targets q_proj,embed --lora.modules_to_save norm --lora.bias all",
     "adapter, new tokens": "adapter --data.new_tokens <once>,<upon>",
-    "adapter_v2": "adapter_v2 --adapter.prompt_length 3",
 }
 
 

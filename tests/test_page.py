@@ -43,9 +43,10 @@ def server(folders):
         yield server
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture
 def page(request, browser, server):
-    width, height = SIZES[request.param]
+    """The page in a narrow window, or in the one that a test asks for."""
+    width, height = SIZES[getattr(request, "param", "narrow")]
     context = browser.new_context(
         viewport={"width": width, "height": height}, permissions=["clipboard-read", "clipboard-write"]
     )
@@ -84,6 +85,7 @@ def expected(folder, messages, tokens):
     return "".join(pieces).strip()
 
 
+@pytest.mark.parametrize("page", SIZES, indirect=True)
 def test_a_conversation(page, folders, server):
     """Two turns, with the answers that litft gives; then copied, and cleared."""
     say(page, "Hello <b>there</b>")

@@ -4,13 +4,12 @@ import json
 import os
 import pty
 import re
-import subprocess
-import sys
 import time
 
+import conftest
 import numpy as np
 import pytest
-from conftest import ENV, ROOT, script
+from conftest import script
 from test_data import write
 from test_train import rows_of
 
@@ -53,8 +52,7 @@ def test_a_terminal_gets_colour_and_a_file_gets_marks(tiny, data, tmp_path):
     words = ["scripts/prepare_data.py", "--checkpoint_dir", tiny, "--data.path", data, "--show", "1"]
     assert "⟦" in script(*words, cwd=tmp_path).stdout
     ours, theirs = pty.openpty()
-    command = [sys.executable, str(ROOT / words[0]), *map(str, words[1:])]
-    process = subprocess.Popen(command, stdout=theirs, env=ENV, cwd=tmp_path)
+    process = conftest.start(*words, stdout=theirs, cwd=tmp_path)
     os.close(theirs)
     shown = b""
     try:
@@ -127,13 +125,12 @@ def test_a_data_set_of_the_hub(tiny, tmp_path):
     pytest.importorskip("datasets")
     (tmp_path / "cache.py").write_text(HUB)
     script(tmp_path / "cache.py", cwd=tmp_path)
-    words = [sys.executable, str(ROOT / "scripts" / "prepare_data.py"), "--checkpoint_dir", str(tiny), "--data.path"]
-    env = {**ENV, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
-    done = subprocess.run([*words, "owner/name"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    words = ["scripts/prepare_data.py", "--checkpoint_dir", tiny, "--data.path"]
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
+    done = script(*words, "owner/name", cwd=tmp_path, env=env)
     assert "owner/name, train: 10 records (alpaca)" in done.stdout and "10 training and 3 validation examples" in done.stdout
-    done = subprocess.run([*words, "owner/other"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 2 and "owner/other is no file or folder here, and no data set on the hub" in done.stderr
+    done = script(*words, "owner/other", cwd=tmp_path, env=env, code=2)
+    assert "owner/other is no file or folder here, and no data set on the hub" in done.stderr
 
 
 HUB = """

@@ -5,13 +5,11 @@ import os
 import pickle
 import shutil
 import subprocess
-import sys
-from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENV, ROOT, script
+from conftest import ENV, FORKS, ROOT, script, start
 from safetensors.torch import load_file, save_file
 
 from litft.cli import run as command
@@ -88,10 +86,6 @@ def test_a_checkpoint_executes_nothing(folder, capsys):
         (".metadata", "truncate"),
         ("progress.json", "garbage"),
         ("__0_0.distcp", "delete"),
-        *(
-            pytest.param(name, how, marks=pytest.mark.slow)
-            for name, how in product((".metadata", "progress.json", "__0_0.distcp"), ("delete", "truncate", "garbage"))
-        ),
     ],
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, capsys, name, how):
@@ -241,8 +235,8 @@ def test_an_unfinished_run_says_so(folder, tmp_path):
 
 
 def test_two_runs_at_once_get_folders_of_their_own(folder):
-    words = [sys.executable, ROOT / "finetune" / "lora.py", *FRESH, *FLAGS]
-    runs = [subprocess.Popen(words, env={**ENV, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL) for _ in range(2)]
+    one = {"OMP_NUM_THREADS": "1"}
+    runs = [start("finetune/lora.py", *FRESH, *FLAGS, cwd=Path.cwd(), env=one) for _ in range(2)]
     assert [run.wait() for run in runs] == [0, 0]
     assert sorted(path.name for path in Path("out").iterdir()) == ["lora", "lora-2"]
     assert all((path / "final").is_dir() for path in Path("out").iterdir())
@@ -256,8 +250,6 @@ def test_what_cannot_be_written_or_read_is_one_message(folder, capsys):
 
 
 def test_a_reader_that_goes_away_gets_no_traceback(folder):
-    words = (
-        f"{sys.executable} {ROOT / 'generate' / 'base.py'} --checkpoint_dir model --prompt a --max_new_tokens 200 --seed 1"
-    )
+    words = f"{FORKS}/bin/python {ROOT}/generate/base.py --checkpoint_dir model --prompt a --max_new_tokens 200 --seed 1"
     done = subprocess.run(["bash", "-c", f"{words} | head -c 3"], env=ENV, capture_output=True, text=True, errors="replace")
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr

@@ -4,7 +4,6 @@ import json
 import math
 import signal
 import socket
-import sys
 import threading
 import time
 
@@ -568,11 +567,6 @@ def test_a_port_that_is_taken(folder, tmp_path):
 
 def test_without_the_packages_one_message_says_what_to_install(folder, tmp_path):
     (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError('no uvicorn', name='uvicorn')")
-    import subprocess
-
-    from conftest import ENV, ROOT
-
-    env = ENV | {"PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, str(ROOT / "generate/serve.py"), "--checkpoint_dir", str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and done.stderr == "error: serving needs the package uvicorn; pip install 'litft[serve]'\n"
+    env = {"PYTHONPATH": str(tmp_path)}
+    done = script("generate/serve.py", "--checkpoint_dir", folder, cwd=tmp_path, env=env, code=2)
+    assert done.stderr == "error: serving needs the package uvicorn; pip install 'litft[serve]'\n"

@@ -1,13 +1,9 @@
 """Layers on several devices: as many as fit on each, and the same logits."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
-from conftest import ENV, script
+from conftest import script
 from parity import ROWS
 
 import litft
@@ -38,9 +34,7 @@ def test_what_passes_goes_from_device_to_device(make_model):
     """On two devices that refuse to be mixed, and the CPU: the same logits, to the bit."""
     config_class, variations = ROWS["gemma2"]
     folder = make_model(getattr(transformers, config_class), **variations["soft caps, windows"])[1]
-    command = [sys.executable, str(Path(__file__).parent / "elsewhere.py"), str(folder)]
-    done = subprocess.run(command, env=ENV, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = script("tests/elsewhere.py", folder, cwd=folder)
     assert "as it should: " in done.stdout
 
 
@@ -55,12 +49,9 @@ def test_a_gpu_and_the_host(checkpoints):
 def test_by_its_flags(checkpoints, tmp_path):
     words = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--prompt", "One day", "--temperature", "0"]
     words += ["--max_new_tokens", "12"]
-    said = [
-        script(*words, *more.split(), cwd=tmp_path).stdout
-        for more in ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
-    ]
-    assert len(set(said)) == 1
-    assert "layers: 5 on cpu" in script(*words, "--layers_per_device", "auto", cwd=tmp_path).stderr
+    given = ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
+    done = [script(*words, *more.split(), cwd=tmp_path) for more in given]
+    assert len({each.stdout for each in done}) == 1 and "layers: 5 on cpu" in done[1].stderr
     wrong = script(*words, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2).stderr
     assert "these are 6, and the model has 5 layers" in wrong
     wrong = script(*words, "--layers_per_device", "2,x", cwd=tmp_path, code=2).stderr

@@ -4,11 +4,10 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
-from conftest import ENV, ROOT, adapted, script
+from conftest import ENV, adapted, script, start
 
 import litft
 from litft.args import AdapterV2Args, LoRAArgs
@@ -37,7 +36,7 @@ def answers(tmp_path):
     return [json.loads(line)["completion"] for line in (tmp_path / "out.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("more", ["--batch_size 3", pytest.param("--lookup", marks=pytest.mark.slow), "--draft_dir"])
+@pytest.mark.parametrize("more", ["--batch_size 3", "--lookup", pytest.param("--draft_dir", marks=pytest.mark.slow)])
 def test_the_answers_are_one_devices(folder, prompts, tmp_path, more):
     """Of prompts of different lengths, three at a time; and with guesses, of which some are taken back."""
     model, tokenizer = litft.load(folder, "fp32")
@@ -97,11 +96,10 @@ def children(pid):
 
 
 def test_a_leader_that_is_killed_while_it_starts_leaves_no_one(folder, tmp_path):
-    command = [sys.executable, str(ROOT / "generate/base.py"), "--checkpoint_dir", str(folder), "--devices", "2"]
-    process = subprocess.Popen([*command, "--prompt", "a"], cwd=tmp_path, env=ENV, stderr=subprocess.DEVNULL)
+    process = start("generate/base.py", "--checkpoint_dir", folder, "--devices", 2, "--prompt", "a", cwd=tmp_path)
     while not (found := children(process.pid)):
         time.sleep(0.01)
-    time.sleep(4)  # it imports, and waits for the others to meet it
+    time.sleep(1)  # it waits for the others to meet it
     process.kill()
     process.wait()
     gone(found[0])
@@ -110,9 +108,8 @@ def test_a_leader_that_is_killed_while_it_starts_leaves_no_one(folder, tmp_path)
 @pytest.mark.parametrize("who", [pytest.param("leader", marks=pytest.mark.slow), "follower"])
 def test_a_process_that_is_killed_takes_the_others_with_it(folder, tmp_path, who):
     flags = ["--checkpoint_dir", folder, "--devices", "2", "--max_new_tokens", "400", "--temperature", "0"]
-    command = [sys.executable, str(ROOT / "generate/chat.py"), *map(str, flags)]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
-    process = subprocess.Popen(command, cwd=tmp_path, env=ENV, text=True, **pipes)
+    process = start("generate/chat.py", *flags, cwd=tmp_path, **pipes)
     process.stdin.write("One day\n" * 50)
     process.stdin.flush()
     process.stdout.readline()

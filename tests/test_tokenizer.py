@@ -47,9 +47,9 @@ REBUILT = ("llama-2-7b", "tinyllama-1.1b-chat")
 def texts(shared):
     """Prose, chat, code and JSON of real data."""
     data = shared / "data"
-    parts = [(data / "wikitext2_valid.txt").read_text("utf-8")[:15000]]
+    parts = [(data / "wikitext2_valid.txt").read_text("utf-8")[:6000]]
     parts += [json.dumps(json.loads((data / f).read_text("utf-8"))[:30], ensure_ascii=False) for f in JSON_FILES]
-    parts += [(data / f).read_text("utf-8")[:15000] for f in ("gsm8k_500.jsonl", "samsum_1400.jsonl", "messages_500.jsonl")]
+    parts += [(data / f).read_text("utf-8")[:6000] for f in ("gsm8k_500.jsonl", "samsum_1400.jsonl", "messages_500.jsonl")]
     return [*parts, "  two  leading, \t tab\r\n\n\n end ", "\u00a0½ ﬁ ≠ 🦙👩‍👩‍👧 \u200b日本語 العربية ภาษาไทย", " ", "\n"]
 
 

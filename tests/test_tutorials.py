@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENV, ROOT, script
+from conftest import ENV, FORKS, ROOT, script
 from hub import Hub
 from parity import ROWS
 
@@ -29,7 +29,7 @@ def blocks(path: Path) -> list[tuple[str, str]]:
 
 def run_guide(name: str, folder: Path, paths: dict[str, str]) -> list[str]:
     """Run a guide's commands as they stand, only `paths` set; returns what each printed."""
-    env = {**ENV, **paths, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    env = {**ENV, **paths, "PATH": f"{FORKS}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     printed = []
     for language, text in blocks(ROOT / "tutorials" / name):
         preset = "".join(f"{name} = {value!r}\n" for name, value in paths.items())

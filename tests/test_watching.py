@@ -48,6 +48,7 @@ def test_tensorboard_has_every_row_once(args):
         assert [(e.step, e.value) for e in events.Scalars(column)] == [pytest.approx(pair) for pair in expected], column
 
 
+@pytest.mark.slow
 def test_mlflow_goes_on_with_the_same_run(args, monkeypatch):
     from mlflow.tracking import MlflowClient
 

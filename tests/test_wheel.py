@@ -26,13 +26,13 @@ def litft(tmp_path_factory):
     where = [sys.executable, "-c", "import litft; print(litft.__file__)"]
     found = subprocess.run(where, cwd=empty, env=env, capture_output=True, text=True, check=True).stdout
     assert Path(found.strip()).is_relative_to(site)
-    run.folder = empty
+    run.folder, run.library = empty, site / "litft"
     return run
 
 
 @pytest.mark.slow
 def test_a_whole_path(litft):
-    done = litft("finetune lora --train.max_steps 30")
+    done = litft("finetune lora --train.max_steps 2")
     assert "litft chat --checkpoint_dir out/lora/final" in done.stdout
     assert litft("chat --temperature 0 --max_new_tokens 8", text="What is 2 plus 2?\n").stdout.count("\n") == 1
     assert litft("generate --prompt hello --max_new_tokens 4").stdout
@@ -42,17 +42,19 @@ def test_a_whole_path(litft):
     assert (litft.folder / "merged" / "model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("method", ["adapter", "adapter_v2", "full"])
-def test_the_other_methods(litft, method):
-    """The demo by the method's own recipe."""
-    done = litft(f"finetune {method} --train.max_steps 2 --eval.exact_match false")
-    assert f"{method} trains" in done.stdout and f"litft chat --checkpoint_dir out/{method}/final" in done.stdout
+def test_every_file_is_in_it(litft):
+    """Recipes, templates and the page too."""
+    library = ROOT / "litft"
+    files = {path.relative_to(library) for path in library.rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    assert {path.relative_to(litft.library) for path in litft.library.rglob("*") if path.suffix != ".pyc"} >= files
 
 
-def test_two_processes(litft):
-    """Fabric starts the second process by running the same command again."""
-    litft("finetune lora --train.max_steps 2 --eval.exact_match false --devices 2 --out_dir two")
-    assert (litft.folder / "two" / "final").is_dir()
+@pytest.mark.slow
+def test_the_demo_of_another_method_on_two_processes(litft):
+    """By the method's own recipe; Fabric starts the second process by running the same command again."""
+    done = litft("finetune adapter --train.max_steps 2 --eval.exact_match false --devices 2")
+    assert "adapter trains" in done.stdout and "litft chat --checkpoint_dir out/adapter/final" in done.stdout
+    assert (litft.folder / "out" / "adapter" / "final").is_dir()
 
 
 def test_help_and_mistakes(litft):

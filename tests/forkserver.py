@@ -1,0 +1,266 @@
+"""Starts the commands under test in milliseconds: a server that has imported torch and litft forks one process a command.
+
+Importing torch and Lightning takes three to six seconds of a core, most of what a short command needs. A forked process runs
+the same script with its own arguments, folder, environment and files, and ends as a fresh interpreter would. Tests of what
+is imported, of installation and of environment variables that are read while importing start a real interpreter instead.
+
+`python forkserver.py serve SOCKET PID` is the server; it ends with the process PID. `bin/python` beside the socket stands
+for `python` where a shell, Fabric or torchrun starts a script: it has the script forked, and passes signals on to it.
+"""
+
+import atexit
+import fcntl
+import gc
+import io
+import json
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+SOCKET = "LITFT_TEST_FORKSERVER"  # the environment variable with the socket's path
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+PYTHON = f"""#!{sys.executable} -SE
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+words = [word for word in sys.argv[1:] if word != "-u"]  # which torchrun adds
+if words and words[0].endswith(".py"):
+    import forkserver
+    forkserver.stand_in(words)
+os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+"""
+
+
+def prepare() -> Path:
+    """Choose a socket for this process and those it starts, and write `bin/python` beside it; returns the folder."""
+    if SOCKET not in os.environ:
+        folder = Path(tempfile.mkdtemp(prefix="litft-forks-"))
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ[SOCKET] = f"{folder}/owner-{os.getpid()}"
+        (folder / "bin").mkdir()
+        (folder / "bin" / "python").write_text(PYTHON)
+        (folder / "bin" / "python").chmod(0o755)
+    return Path(os.environ[SOCKET]).parent
+
+
+class Process:
+    """A forked command, with the interface of `subprocess.Popen`; each file is None (nothing), PIPE, or an open one."""
+
+    def __init__(self, argv: list[str], cwd: str | Path, env: dict[str, str], stdin=None, stdout=None, stderr=None) -> None:
+        self.args, self.returncode = argv, None
+        self.stdin = self.stdout = self.stderr = None
+        self._connection = _connect(env[SOCKET])
+        with ExitStack() as ours:
+            given = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+            files = [self._descriptor(name, file, ours) for name, file in given.items()]
+            request = json.dumps({"argv": argv, "cwd": str(cwd), "env": env}).encode()
+            socket.send_fds(self._connection, [len(request).to_bytes(4, "big")], files)
+            self._connection.sendall(request)
+        self._lines = self._connection.makefile()
+        self.pid = int(self._lines.readline())
+
+    def _descriptor(self, name: str, file, ours: ExitStack) -> int:
+        """What the process gets as this file; of a pipe this object keeps the other end."""
+        if file == subprocess.PIPE:
+            ends = os.pipe()
+            here, there = (ends[1], ends[0]) if name == "stdin" else ends
+            setattr(self, name, os.fdopen(here, "w" if name == "stdin" else "r", errors="replace"))
+            ours.callback(os.close, there)
+            return there
+        if file is None:
+            return ours.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
+        return file if isinstance(file, int) else file.fileno()
+
+    def communicate(self, text: str = "", timeout: float | None = None) -> tuple[str, str]:
+        """Give it a text to read, wait for its end, and return what it wrote to stdout and stderr, where they are pipes."""
+        if self.stdin is not None:
+            with suppress(BrokenPipeError), self.stdin:
+                self.stdin.write(text)
+        found = {}
+        readers = [
+            threading.Thread(target=lambda name, file: found.update({name: file.read()}), args=(name, file), daemon=True)
+            for name, file in (("stdout", self.stdout), ("stderr", self.stderr))
+            if file is not None
+        ]
+        for reader in readers:
+            reader.start()
+        self.wait(timeout)
+        for reader in readers:
+            reader.join()
+        return found.get("stdout", ""), found.get("stderr", "")
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        try:
+            return self.wait(0)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code; subprocess.TimeoutExpired after so many seconds."""
+        if self.returncode is None:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._connection, selectors.EVENT_READ)
+                if not selector.select(timeout):
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+            self.returncode = int(self._lines.readline())
+            self._connection.close()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal to the process."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """End the process at once."""
+        self.send_signal(signal.SIGKILL)
+
+
+def _connect(path: str) -> socket.socket:
+    """A connection to the server, which the first who needs it starts."""
+    with open(f"{path}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(path):
+            owner = path.rpartition("-")[2]  # the process that chose the path
+            command = [sys.executable, __file__, "serve", path, owner]
+            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            while not os.path.exists(path):
+                assert server.poll() is None, "the forkserver has not started"
+                time.sleep(0.02)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(path)
+    return connection
+
+
+def preload() -> None:
+    """Import what the commands import, and nothing that reads the environment of the command while it is imported."""
+    sys.modules["torchmetrics"] = None  # Fabric imports it where it is installed, and it imports transformers
+    import lightning_fabric.strategies  # noqa: F401
+
+    del sys.modules["torchmetrics"]
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
+
+    import litft.chat
+    import litft.cli
+    import litft.convert
+    import litft.families
+    import litft.generate
+    import litft.scores
+    import litft.train  # noqa: F401
+    from litft.quantize import bitsandbytes
+
+    bitsandbytes()
+
+
+class Server:
+    """Forks a process for each connection, and reports how it ended."""
+
+    def __init__(self, path: str, owner: int) -> None:
+        self.selector = selectors.DefaultSelector()
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(f"{path}.new")
+        self.listener.listen(64)
+        self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
+        self.owner = os.pidfd_open(owner)
+        self.selector.register(self.owner, selectors.EVENT_READ, lambda: sys.exit(0))
+        self.request: dict | None = None  # in a forked process: what it runs
+        os.rename(f"{path}.new", path)
+
+    def run(self) -> dict:
+        """Returns in the forked processes, with what each runs."""
+        while self.request is None:
+            for key, _ in self.selector.select():
+                if key.fd in self.selector.get_map():  # else an earlier one of this round has removed it
+                    key.data()
+                if self.request is not None:
+                    break
+        return self.request
+
+    def accept(self) -> None:
+        """Fork a process for a client."""
+        connection, _ = self.listener.accept()
+        size, files, *_ = socket.recv_fds(connection, 4, 3)
+        request = json.loads(connection.makefile("rb").read(int.from_bytes(size, "big")))
+        pid = os.fork()
+        if pid == 0:
+            self.selector.close()
+            self.listener.close()
+            connection.close()
+            os.close(self.owner)
+            self.request = request | {"files": files}
+            return
+        for file in files:
+            os.close(file)
+        connection.sendall(f"{pid}\n".encode())
+        ended = os.pidfd_open(pid)
+        self.selector.register(ended, selectors.EVENT_READ, lambda: self.report(pid, ended, connection))
+        self.selector.register(connection, selectors.EVENT_READ, lambda: self.hang_up(pid, connection))
+
+    def report(self, pid: int, ended: int, connection: socket.socket) -> None:
+        """Tell the client the exit code."""
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        self.selector.unregister(ended)
+        os.close(ended)
+        if connection.fileno() in self.selector.get_map():
+            self.selector.unregister(connection)
+            connection.sendall(f"{code}\n".encode())
+        connection.close()
+
+    def hang_up(self, pid: int, connection: socket.socket) -> None:
+        """A client that is gone takes its process along."""
+        self.selector.unregister(connection)
+        os.kill(pid, signal.SIGKILL)
+
+
+def become(request: dict) -> None:
+    """Take over a request's files, folder, environment and arguments, as a fresh interpreter would have them."""
+    os.setsid()
+    for target, file in enumerate(request["files"]):
+        os.dup2(file, target)
+        os.close(file)
+    os.chdir(request["cwd"])
+    os.environ.clear()
+    os.environ.update(request["env"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.stdin = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    sys.stdout.reconfigure(line_buffering=sys.stdout.isatty())
+    sys.argv = request["argv"]
+    sys.executable = str(Path(os.environ[SOCKET]).parent / "bin" / "python")
+    sys.path[:1] = [str(Path(sys.argv[0]).resolve().parent), *filter(None, os.environ.get("PYTHONPATH", "").split(":"))]
+    if (threads := os.environ.get("OMP_NUM_THREADS")) is not None:
+        import torch
+
+        torch.set_num_threads(int(threads))
+
+
+def stand_in(argv: list[str]) -> None:
+    """Run a script for a shell, and end as it does."""
+    process = Process(argv, os.getcwd(), dict(os.environ), 0, 1, 2)
+    for number in FORWARDED:
+        signal.signal(number, lambda number, _: process.send_signal(number))
+    code = process.wait()
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    preload()
+    gc.collect()
+    gc.freeze()
+    become(Server(sys.argv[2], int(sys.argv[3])).run())
+    runpy.run_path(sys.argv[0], run_name="__main__")
