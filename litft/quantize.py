@@ -45,7 +45,8 @@ def bitsandbytes(who: str = "quantized weights need") -> ModuleType:
     try:
         return import_module("bitsandbytes")
     except ImportError:
-        raise ValueError(f"{who} bitsandbytes; pip install 'litft[quantize]'") from None
+        reason = "which has no wheel for every platform and is not installed"
+        raise ValueError(f"{who} bitsandbytes, {reason}; pip install bitsandbytes, or build it from source") from None
     finally:
         logger.disabled = False
         del sys.modules["kernels"]

@@ -116,8 +116,8 @@ class TrainArgs:
     """What waits in the host's memory while a GPU works: what the backward pass needs, or the blocks' frozen weights, each
     block's being fetched while the one before it runs (blocks are recomputed then, and not compiled)."""
     optimizer: Optimizers = "adamw"
-    """What makes the steps. 8-bit and paged AdamW and Lion are bitsandbytes' (pip install 'litft[quantize]'), schedule_free
-    is its package's (pip install 'litft[schedulefree]'), the others are torch's. Each wants a learning_rate of its own."""
+    """What makes the steps. 8-bit and paged AdamW and Lion come from bitsandbytes, schedule_free from its package (pip
+    install 'litft[schedulefree]'), the others from torch. Each needs a learning_rate of its own."""
     optimizer_in_backward: bool = False
     """Step each weight as soon as its gradient is there, which is then forgotten: full fine-tuning without room for all
     gradients. A step must be one micro-batch, and max_grad_norm 0."""
