@@ -1,11 +1,11 @@
-"""Starts the commands under test in milliseconds: a server that has imported torch and litft forks one process a command.
+"""Start the commands under test in milliseconds: a server that has imported torch and litft forks a process for each.
 
 Importing torch and Lightning takes three to six seconds of a core, most of what a short command needs. A forked process runs
 the same script with its own arguments, folder, environment and files, and ends as a fresh interpreter would. Tests of what
 is imported, of installation and of environment variables that are read while importing start a real interpreter instead.
 
-`python forkserver.py serve SOCKET PID` is the server; it ends with the process PID. `bin/python` beside the socket stands
-for `python` where a shell, Fabric or torchrun starts a script: it has the script forked, and passes signals on to it.
+`python forkserver.py serve SOCKET PID` is the server; it ends with the process PID. `bin/python` beside the socket replaces
+`python` where a shell, Fabric or torchrun starts a script: it asks the server to fork, and forwards signals to the process.
 """
 
 import atexit
@@ -69,7 +69,7 @@ class Process:
         self.pid = int(self._lines.readline())
 
     def _descriptor(self, name: str, file, ours: ExitStack) -> int:
-        """What the process gets as this file; of a pipe this object keeps the other end."""
+        """The descriptor that the process gets; of a pipe, this object keeps the other end."""
         if file == subprocess.PIPE:
             ends = os.pipe()
             here, there = (ends[1], ends[0]) if name == "stdin" else ends
@@ -81,7 +81,7 @@ class Process:
         return file if isinstance(file, int) else file.fileno()
 
     def communicate(self, text: str = "", timeout: float | None = None) -> tuple[str, str]:
-        """Give it a text to read, wait for its end, and return what it wrote to stdout and stderr, where they are pipes."""
+        """Write a text to its stdin, wait for its end, and return its stdout and stderr, as far as they are pipes."""
         if self.stdin is not None:
             with suppress(BrokenPipeError), self.stdin:
                 self.stdin.write(text)
@@ -127,7 +127,7 @@ class Process:
 
 
 def _connect(path: str) -> socket.socket:
-    """A connection to the server, which the first who needs it starts."""
+    """A connection to the server; the first caller starts it."""
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(path):
@@ -194,11 +194,11 @@ class Server:
         size, files, *_ = socket.recv_fds(connection, 4, 3)
         request = json.loads(connection.makefile("rb").read(int.from_bytes(size, "big")))
         pid = os.fork()
-        if pid == 0:
+        if pid == 0:  # the files and connections of the server and of other processes are none of its business
+            for key in list(self.selector.get_map().values()):
+                os.close(key.fileobj) if isinstance(key.fileobj, int) else key.fileobj.close()
             self.selector.close()
-            self.listener.close()
             connection.close()
-            os.close(self.owner)
             self.request = request | {"files": files}
             return
         for file in files:
@@ -219,7 +219,7 @@ class Server:
         connection.close()
 
     def hang_up(self, pid: int, connection: socket.socket) -> None:
-        """A client that is gone takes its process along."""
+        """Kill the process of a client that has closed its connection."""
         self.selector.unregister(connection)
         os.kill(pid, signal.SIGKILL)
 

@@ -146,7 +146,7 @@ QUESTION, ANSWER = {"role": "user", "content": "one"}, {"role": "assistant", "co
     "messages, settings, learned, notes",
     [
         ([QUESTION, ANSWER, QUESTION, ANSWER], {}, "two two", []),
-        ([QUESTION, ANSWER, QUESTION, ANSWER], {"last_only": True}, "two", []),
+        ([QUESTION, ANSWER | {"content": "three"}, QUESTION, ANSWER], {"last_only": True}, "two", []),
         ([QUESTION, ANSWER | {"train": False}, QUESTION, ANSWER], {}, "two", []),
         ([QUESTION, ANSWER | {"loss_weight": 0}], {}, None, [MASKED]),
         ([QUESTION, ANSWER, QUESTION], {}, "two", [UNANSWERED]),
@@ -326,6 +326,10 @@ def test_ids_outside_the_vocabulary_are_named(tmp_path, tiny):
     path = write(tmp_path / "a.json", [{"instruction": "a", "output": "zebra"}])
     with pytest.raises(ValueError, match=r"record 0: token .* has the id \d+, but the model's vocabulary ends at 63"):
         load(path, Tokenizer(tiny), 64)
+    largest = max(store.report.largest[0] for store in load(path, Tokenizer(tiny)).train.stores)
+    assert len(load(path, Tokenizer(tiny), largest + 1).train) == 1
+    with pytest.raises(ValueError, match=f"has the id {largest}, but the model's vocabulary ends at {largest - 1}"):
+        load(path, Tokenizer(tiny), largest)
 
 
 # ---- the cache ------------------------------------------------------------------------------------------------------

@@ -51,6 +51,14 @@ def test_every_format_gives_the_same_records(tmp_path, suffix):
     assert [record for _, record in read_records(write(tmp_path / f"a{suffix}", RECORDS))] == RECORDS
 
 
+def test_a_zst_file_of_several_frames_is_read_to_its_end(tmp_path):
+    """As pzstd and `cat a.zst b.zst` write them."""
+    compress = pytest.importorskip("zstandard").compress
+    frames = [compress(json.dumps(record).encode() + b"\n") for record in RECORDS]
+    (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
+    assert [record for _, record in read_records(tmp_path / "a.jsonl.zst")] == RECORDS
+
+
 def test_arrows_union_of_fields_is_taken_apart(tmp_path):
     """What one record's tools have, another's have not."""
     records = [{"tools": [{"name": "f", "arguments": {"x": 1}}]}, {"tools": [{"name": "g", "arguments": {"y": "a"}}]}]

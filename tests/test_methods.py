@@ -301,6 +301,21 @@ def test_a_new_tokens_logit_has_the_bias_it_had(make_model, tmp_path):
 
 
 @torch.no_grad()
+def test_adapter_v2_merges_scales_into_biases(make_model, tmp_path):
+    """Of a family all of whose Linears have biases: each output is scale * (W x + b + its own bias)."""
+    _, folder = make_model(transformers.PhiConfig, **ROWS["phi"][1]["partial"])
+    source, method = resolve(folder), AdapterV2(AdapterV2Args(prompt_length=0, bias=True))
+    method.choose(source.meta_model(), source.adapter_rules)
+    model = source.base_model("fp32")
+    method.attach(model)
+    shaken(method.parameters(model).values())
+    saved(model, method, source, tmp_path / "adapter")
+    merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
+    assert relative(litft.load(tmp_path / "merged")[0](TOKENS), model(TOKENS)) <= 1e-5
+    assert relative(theirs(tmp_path / "merged")(TOKENS).logits, model(TOKENS)) <= 1e-5
+
+
+@torch.no_grad()
 def test_a_tied_head_that_is_trained_whole_has_no_factors(make_model, tmp_path):
     _, folder = make_model(transformers.LlamaConfig, tie_word_embeddings=True)
     source = resolve(folder)

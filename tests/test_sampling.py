@@ -26,8 +26,9 @@ def distribution(settings: Sampling, prompt=(), made=(), logits=LOGITS):
         Sampling(1.3, top_p=0.6),
         Sampling(0.9, top_k=20, top_p=0.8),
         Sampling(1.0, top_k=1, top_p=0.1),
-        Sampling(1.1, min_p=0.2),
+        Sampling(2.5, min_p=0.2),
         Sampling(0.8, top_k=30, top_p=0.95, min_p=0.05),
+        Sampling(2.0, repetition_penalty=1.4),
         Sampling(0.8, repetition_penalty=1.4, top_p=0.9),
         Sampling(0.8, top_k=1000),
     ],
@@ -42,7 +43,8 @@ def test_it_is_transformers(settings):
         TopPLogitsWarper,
     )
 
-    held = [3, 7, 7, 9, 41]
+    held = [3, 23, 23, 9, 43]  # with logits of both signs, of which the largest is likely
+    assert LOGITS[held].min() < 0 < LOGITS[held].max()
     scores = RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))(torch.tensor([held]), LOGITS[None])
     scores = TemperatureLogitsWarper(settings.temperature)(None, scores) if settings.temperature != 1 else scores
     scores = TopKLogitsWarper(settings.top_k)(None, scores) if settings.top_k else scores

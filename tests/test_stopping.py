@@ -334,7 +334,6 @@ def test_memory_that_does_not_suffice_is_told_with_the_longest_row(large, tmp_pa
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param({}, id="first", marks=pytest.mark.slow),
         pytest.param({"at": 1}, id="later", marks=pytest.mark.slow),
         pytest.param({"rows": 1, "length": 8192, "packing": True}, id="packed", marks=pytest.mark.slow),
     ],

@@ -83,6 +83,7 @@ def test_a_logger_that_fails_ends_no_run():
     assert said == ["warning: the logger takes no rows from step 3 on (no answer); metrics.csv has all of them"]
 
 
+@pytest.mark.slow
 def test_a_logger_that_cannot_begin_is_told(args, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////dev/null/mlflow.db")
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)
@@ -135,6 +136,7 @@ def test_prompts_that_are_none(args):
     assert litft.finetune(args).metrics["step"] == 4
 
 
+@pytest.mark.slow
 def test_another_logger_takes_over(args, monkeypatch):
     """It begins a run of its own, and one that fails in the end is told of, not fallen over."""
     args.logger = "tensorboard"
