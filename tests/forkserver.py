@@ -133,9 +133,13 @@ def _connect(path: str) -> socket.socket:
         if not os.path.exists(path):
             owner = path.rpartition("-")[2]  # the process that chose the path
             command = [sys.executable, __file__, "serve", path, owner]
-            server = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            with open(
+                f"{path}.log", "w"
+            ) as log:  # not the caller's output: whoever reads that would wait for the server's end
+                files = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+                server = subprocess.Popen(command, **files, start_new_session=True)
             while not os.path.exists(path):
-                assert server.poll() is None, "the forkserver has not started"
+                assert server.poll() is None, Path(f"{path}.log").read_text()
                 time.sleep(0.02)
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
