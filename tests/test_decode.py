@@ -62,6 +62,10 @@ def case(request, checkpoints):
     return Case(checkpoints[request.param], PROMPTS[request.param])
 
 
+# what depends on no tokenizer, template or tied head is shown with the smaller model alone
+small = pytest.mark.parametrize("case", ["stories15M"], indirect=True)
+
+
 def capacity(case):
     return max(map(len, case.ids)) + case.new
 
@@ -76,17 +80,20 @@ def test_in_a_batch_of_two_where_the_third_waits(case):
     assert decoder.processed <= sum(map(len, case.ids)) + 3 * case.new
 
 
+@small
 def test_prompts_read_in_small_pieces(case, monkeypatch):
     monkeypatch.setattr(decode, "PIECE", 7)
     assert case.found(Decoder(case.model, 3, capacity(case)))[0] == case.expected
 
 
+@small
 def test_guessed_by_what_was_said_before(case):
     found, speeds = case.found(Decoder(case.model, 1, capacity(case)), Lookup())
     assert found == case.expected
     assert all(0 <= own.accepted <= own.guessed for own in speeds) and sum(own.accepted for own in speeds)
 
 
+@small
 def test_guessed_by_a_draft_model(case):
     """The model itself with its last layers left out, which is right now and then; and itself, which always is."""
     draft, _ = litft.load(case.folder, precision="fp32")
@@ -98,6 +105,7 @@ def test_guessed_by_a_draft_model(case):
     assert found == [tokens[:FEW] for tokens in case.expected] and 0 < speeds[0].accepted < speeds[0].guessed
 
 
+@small
 def test_joined_linears_compute_the_same(case):
     tokens = torch.tensor(case.ids[:1])
     model, _ = litft.load(case.folder, precision="fp32")
@@ -122,6 +130,7 @@ def test_packed_weights_compute_the_same(case):
     assert count == tokens.numel() and abs(total - expected) <= 1e-4 * expected
 
 
+@small
 @pytest.mark.parametrize("dora", [False, True])
 def test_weights_are_packed_beneath_an_adapter(case, dora):
     """But for those that the adapter reads: DoRA's rows have to have their lengths."""
@@ -141,6 +150,7 @@ def test_weights_are_packed_beneath_an_adapter(case, dora):
     assert relative(*found) <= 1e-3
 
 
+@small
 @pytest.mark.slow
 def test_compiled(case):
     assert case.found(Decoder(case.model, 2, capacity(case), compiled=True))[0] == case.expected
@@ -161,8 +171,9 @@ def plainly(model, ids, count):
     return ids[-count:]
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "compiled, ahead", [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)]
+)
 def test_rows_that_come_and_go(windowed, compiled, ahead):
     """Five answers of different lengths by two rows, each as without a cache."""
     prompts, counts = [[1, 2, 3], [9] * 30, [5, 6], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4]], [9, 20, 3, 14, 1]
