@@ -520,7 +520,7 @@ def test_plans_of_many_devices_on_paper(tiny, tmp_path):
 # ---- launchers
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
-FORKING = {**ENV, "PYTHON_EXEC": str(FORKS / "bin" / "python")}  # what the agents start is forked
+FORKING = {**ENV, "PYTHON_EXEC": str(FORKS / "bin" / "python")}  # the workers are forked, in this network namespace
 
 
 def children(pid):
@@ -591,7 +591,7 @@ def test_two_nodes_by_torchrun(tiny, examples, tmp_path, two_hosts):
         ]
         words += ["--rdzv_endpoint", f"{two_hosts[0][1]}:29400", "--rdzv_conf", f"is_host={int(number == 0)}"]
         command = list(map(str, [*inside, *TORCHRUN, *words, ROOT / "finetune" / "lora.py", *given]))
-        env = {**FORKING, "GLOO_SOCKET_IFNAME": wire, "OMP_NUM_THREADS": "1"}
+        env = {**ENV, "GLOO_SOCKET_IFNAME": wire, "OMP_NUM_THREADS": "1"}
         log = (tmp_path / f"{number}.log").open("w")
         agents.append(subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=subprocess.STDOUT))
     codes = [agent.wait(timeout=240) for agent in agents]
