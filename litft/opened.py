@@ -54,8 +54,7 @@ class Opened(NamedTuple):
 
     def limit_threads(self, rows: int) -> None:
         """For a process that only decodes so many texts at once: use no more threads than pay for a model of this size."""
-        if not self.model.embed.weight.is_cuda:
-            limit_threads(rows * sum(parameter.numel() for parameter in self.model.parameters()))
+        limit_threads(self.model, rows)
 
     def texts(self, requests: list[Request], rows: int, says: str, quiet: bool | None = None) -> list[str]:
         """Whole answers, of which so many are made at once. quiet: no bar, which `says` what it is; None: in a terminal."""

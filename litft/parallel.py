@@ -126,9 +126,11 @@ def pick_full_precision(precision: str, device: torch.device, parameters: int) -
     return "bf16" if 18 * parameters < 0.9 * memory_there(device) else "bf16-true"
 
 
-def limit_threads(multiplications: float) -> None:
-    """Let torch use one thread on the CPU from now on if a decoding step has too few multiplications for two to pay."""
-    if multiplications <= ONE_THREAD:
+def limit_threads(model: nn.Module, rows: int) -> None:
+    """Let torch use one thread on the CPU from now on if decoding `rows` texts at once is too little work for two."""
+    parameters = list(model.parameters())
+    on_cpu = not any(parameter.is_cuda for parameter in parameters)
+    if on_cpu and rows * sum(parameter.numel() for parameter in parameters) <= ONE_THREAD:
         torch.set_num_threads(1)
 
 

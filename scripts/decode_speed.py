@@ -79,8 +79,7 @@ def main(args: SpeedArgs) -> None:
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
     join(model, pack=not args.compile)
-    if device.type == "cpu":  # as the commands do, and for all contenders
-        limit_threads(args.rows * sum(parameter.numel() for parameter in model.parameters()))
+    limit_threads(model, args.rows)  # as the commands do, and for all contenders
     prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), generator=torch.Generator().manual_seed(0))
     contenders = {"litft": ours(model, prompt, args)}
     if not args.only_litft:
