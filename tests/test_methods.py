@@ -288,16 +288,21 @@ def test_merged_is_unmerged(folders, tmp_path, name, family, kind):
     assert relative(theirs(tmp_path / "merged")(tokens).logits, model(tokens)) <= 1e-5
 
 
+def merged(model, method, source, folder):
+    """The folder of a method with random values, merged into its base."""
+    shaken(method.parameters(model).values())
+    saved(model, method, source, folder / "adapter")
+    merge(MergeArgs(checkpoint_dir=str(folder / "adapter"), out_dir=str(folder / "merged")))
+    return folder / "merged"
+
+
 @torch.no_grad()
 def test_a_new_tokens_logit_has_the_bias_it_had(make_model, tmp_path):
     """Phi's head has one; the row of a token stands beside the scaled head."""
     _, folder = make_model(transformers.PhiConfig, **ROWS["phi"][1]["partial"])
     model, method, source = attached(folder, "adapter_v2, no prefix, new tokens", None)
-    shaken(method.parameters(model).values())
-    saved(model, method, source, tmp_path / "adapter")
-    merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
     tokens = tokens_for(method)
-    assert relative(litft.load(tmp_path / "merged")[0](tokens), model(tokens)) <= 1e-5
+    assert relative(litft.load(merged(model, method, source, tmp_path))[0](tokens), model(tokens)) <= 1e-5
 
 
 @torch.no_grad()
@@ -308,11 +313,9 @@ def test_adapter_v2_merges_scales_into_biases(make_model, tmp_path):
     method.choose(source.meta_model(), source.adapter_rules)
     model = source.base_model("fp32")
     method.attach(model)
-    shaken(method.parameters(model).values())
-    saved(model, method, source, tmp_path / "adapter")
-    merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
-    assert relative(litft.load(tmp_path / "merged")[0](TOKENS), model(TOKENS)) <= 1e-5
-    assert relative(theirs(tmp_path / "merged")(TOKENS).logits, model(TOKENS)) <= 1e-5
+    out = merged(model, method, source, tmp_path)
+    assert relative(litft.load(out)[0](TOKENS), model(TOKENS)) <= 1e-5
+    assert relative(theirs(out)(TOKENS).logits, model(TOKENS)) <= 1e-5
 
 
 @torch.no_grad()
@@ -324,7 +327,4 @@ def test_a_tied_head_that_is_trained_whole_has_no_factors(make_model, tmp_path):
     assert all(name.endswith("q_proj") for name in method.sites)
     model = source.base_model("fp32")
     method.attach(model)
-    shaken(method.parameters(model).values())
-    saved(model, method, source, tmp_path / "adapter")
-    merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
-    assert relative(litft.load(tmp_path / "merged")[0](TOKENS), model(TOKENS)) <= 1e-5
+    assert relative(litft.load(merged(model, method, source, tmp_path))[0](TOKENS), model(TOKENS)) <= 1e-5
