@@ -19,7 +19,10 @@ CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_"
 
 def run(words: list, cwd: Path, env: dict[str, str], code: int = 0) -> subprocess.CompletedProcess:
     """Run a script against a hub."""
-    return script(*words, cwd=cwd, env={**CLEAN, **env}, code=code)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ENV.keys() - CLEAN.keys():
+            patch.delitem(ENV, name)
+        return script(*words, cwd=cwd, env=env, code=code)
 
 
 @pytest.fixture(scope="module")
