@@ -17,7 +17,7 @@ import forkserver
 PROCESSES = {"single": 1, "ddp": 2, "fsdp": 2, "hsdp": 4}
 METHODS = ("full", "lora", "dora", "adapter", "adapter_v2")
 BASES = ("none", "nf4", "int8")
-STEPS = 10
+STEPS = 6
 
 
 def cases(strategy: str) -> list[str]:

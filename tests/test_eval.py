@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 
 import pytest
 import torch
@@ -363,6 +364,14 @@ def test_what_cannot_be_scored(folder, words, said, tmp_path):
     assert said in done.stderr
 
 
+@pytest.fixture(scope="module")
+def manager():
+    """What knows the harness's tasks, which takes seconds to find."""
+    from litft.harness import known_tasks
+
+    return known_tasks([], None)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "said"),
@@ -374,10 +383,13 @@ def test_what_cannot_be_scored(folder, words, said, tmp_path):
     ],
     ids=["yaml", "no data", "field", "template"],
 )
-def test_a_task_that_is_wrong(folder, tasks, text, said, tmp_path):
+def test_a_task_that_is_wrong(folder, tasks, manager, text, said, tmp_path):
+    from litft.harness import run_tasks
+
     (tmp_path / "wrong.yaml").write_text(text.format(name="wrong", folder=tasks))
-    _, done = evaluated(tmp_path, "--checkpoint_dir", folder, "--tasks", "wrong.yaml", code=2)
-    assert said in done.stderr and "look at the task's YAML" in done.stderr
+    opened = open_model(RunEvalArgs(tasks=["any"]).model(str(folder)))
+    with pytest.raises(ValueError, match=f"{re.escape(said)}.*look at the task's YAML"):
+        run_tasks(opened, [str(tmp_path / "wrong.yaml")], manager, 1, {})
 
 
 @pytest.mark.parametrize("package", ["lm_eval", "evaluate"])

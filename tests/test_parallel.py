@@ -38,7 +38,7 @@ REST = {  # with FAST and OTHERS, every pair of method, base and strategy that t
     "hsdp": ["full none --train.micro_batch_size 1", "lora none", "dora none", "adapter nf4", "adapter_v2 nf4"],
 }
 OTHERS = [  # what else a run may be told, sharded
-    "full none --train.optimizer sgd",
+    "full none --train.optimizer sgd --train.learning_rate 0.02",
     "full none --train.optimizer lion",
     "full none --train.optimizer schedule_free --train.lr_schedule constant",
     "full none --train.activation_checkpointing full --train.freeze blocks.0.*",
@@ -75,7 +75,7 @@ def compare(tiny, examples, folder, strategy, chosen, alone):
     expected, there = alone(chosen)
     found = losses(tiny, examples, folder, strategy, chosen)
     for case, values in found.items():
-        assert expected[case]["loss"][0] - expected[case]["loss"][9] > 0.15, case
+        assert expected[case]["loss"][0] - expected[case]["loss"][-1] > 0.15, case
         for name in ("loss", "val_loss"):
             assert values[name] == pytest.approx(expected[case][name], abs=1e-5), case
         assert values["grad_norm"] == pytest.approx(expected[case]["grad_norm"], rel=1e-3), case
@@ -532,13 +532,13 @@ def children(pid):
 @pytest.mark.parametrize("strategy", ["fsdp"])
 def test_a_killed_worker_is_started_again_and_the_run_ends_as_if_nothing_was(tiny, examples, tmp_path, strategy):
     """`kill -9`, twice; the third start goes on by itself."""
-    given = flags(tiny, examples, "--strategy", strategy, "--lora.dropout", "0.1", "--train.max_steps", "60")
+    given = flags(tiny, examples, "--strategy", strategy, "--lora.dropout", "0.1", "--train.max_steps", "30")
     given = list(map(str, [ROOT / "finetune" / "lora.py", *given, "--train.epochs", "99", "--save.keep_last", "2"]))
     command = [*TORCHRUN, "--standalone", "--nproc_per_node", "2", "--max-restarts", "2", *given]
     subprocess.run([*command, "--out_dir", "whole"], cwd=tmp_path, env=FORKING, check=True, capture_output=True)
     pipe = subprocess.PIPE
     agent = subprocess.Popen([*command, "--out_dir", "run"], cwd=tmp_path, env=FORKING, stdout=pipe, stderr=pipe, text=True)
-    for step, worker in ((12, 1), (33, 0)):
+    for step, worker in ((6, 1), (18, 0)):
         while not any((tmp_path / "run" / "checkpoints" / f"step-{n:06d}").is_dir() for n in range(step, step + 9)):
             assert agent.poll() is None, agent.communicate()
             time.sleep(0.01)
@@ -548,7 +548,7 @@ def test_a_killed_worker_is_started_again_and_the_run_ends_as_if_nothing_was(tin
     whole, found = tensors(tmp_path / "whole"), tensors(tmp_path / "run")
     assert all(torch.equal(found[name], whole[name]) for name in whole)
     one, two = ([row["loss"] for row in rows_of(tmp_path / name) if "loss" in row] for name in ("whole", "run"))
-    assert len(one) == 60 and one == two
+    assert len(one) == 30 and one == two
 
 
 @pytest.fixture

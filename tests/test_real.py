@@ -21,7 +21,7 @@ from litft.train import learning_rate
 pytestmark = pytest.mark.slow
 
 BATCH = int(os.environ.get("LITFT_TEST_BATCH", 4))
-STEPS, VALIDATION = 24, 10 * BATCH  # validation: samples, of which four are a micro-batch
+STEPS, VALIDATION = 6, 2 * BATCH  # validation: samples, of which four are a micro-batch
 ASK = [{"role": "user", "content": "Name three primary colours."}]
 
 

@@ -282,7 +282,7 @@ LARGE = """
 args = LoRAFinetuneArgs(
     checkpoint_dir={model!r}, out_dir={out!r},
     data=DataArgs(path=[{data!r}], val_fraction=0.0, packing={packing}, max_seq_length={length}),
-    train=TrainArgs(max_steps=2, global_batch_size=64, micro_batch_size={rows}, oom_retry={retry}),
+    train=TrainArgs(max_steps={at} + 1, global_batch_size=64, micro_batch_size={rows}, oom_retry={retry}),
     eval=EvalArgs(max_new_tokens=0))
 at = {at}
 if at == 0:
