@@ -33,10 +33,26 @@ def shard(model: GPT, mesh: DeviceMesh, rounded: torch.dtype | None = None, on_h
     as_kept = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False)
     norms = [module for module in model.modules() if isinstance(module, Normalize) and [*module.parameters()]]
-    for norm in norms if rounded is not None else ():  # they are used in fp32
-        fully_shard(norm, mp_policy=as_kept, **settings)
-    for unit in [*model.blocks, *([] if model.config.tied else [model.embed]), model]:
-        fully_shard(unit, mp_policy=cast, **settings)
+    with _frozen_integers():
+        for norm in norms if rounded is not None else ():  # they are used in fp32
+            fully_shard(norm, mp_policy=as_kept, **settings)
+        for unit in [*model.blocks, *([] if model.config.tied else [model.embed]), model]:
+            fully_shard(unit, mp_policy=cast, **settings)
+
+
+@contextmanager
+def _frozen_integers() -> Iterator[None]:
+    """Parameters of packed bits require no gradient: torch 2.11 asks for one before it reads their own flag, and fails."""
+    made = nn.Parameter.__new__
+
+    def frozen(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:
+        return made(cls, data, requires_grad and (data is None or data.is_floating_point()))
+
+    nn.Parameter.__new__ = frozen
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = made
 
 
 def placement(shape: tuple[int, ...], width: int) -> Shard:

@@ -205,8 +205,7 @@ def plan_script(shared, cwd, *flags, code=0):
 def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
     """More memory buys weights that stay, then bf16, then nothing recomputed; the least that is needed is told."""
     flags = {
-        size: plan_script(shared, tmp_path, "--budget", size).stdout.split("\n")[0]
-        for size in ("5GiB", "9GiB", "80GiB")
+        size: plan_script(shared, tmp_path, "--budget", size).stdout.split("\n")[0] for size in ("5GiB", "9GiB", "80GiB")
     }
     assert flags["5GiB"].endswith("--train.activation_checkpointing full --train.cpu_offload parameters")
     assert flags["9GiB"].endswith("--train.activation_checkpointing full --quantize nf4")

@@ -324,7 +324,7 @@ def limited(large, tmp_path, name, code=0, **settings):
 
 
 def test_memory_that_does_not_suffice_is_told_with_the_longest_row(large, tmp_path):
-    done = limited(large, tmp_path, "none", code=2, retry=False, more=600 << 20)
+    done = limited(large, tmp_path, "none", code=2, retry=False, at=1, more=600 << 20)
     assert "micro-batches of up to 64 x 256 tokens do not fit into cpu's memory" in done.stderr
     assert "the longest row has training example" in done.stderr and "with its 256 tokens" in done.stderr
     assert "lower --data.max_seq_length, or lower --train.micro_batch_size, or choose --quantize nf4" in done.stderr
