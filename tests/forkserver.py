@@ -267,4 +267,5 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     become(Server(sys.argv[2], int(sys.argv[3])).run())
+    atexit.register(gc.unfreeze)  # triton complains of what is never freed
     runpy.run_path(sys.argv[0], run_name="__main__")
