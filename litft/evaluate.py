@@ -58,24 +58,25 @@ def exact_match(
     model: GPT,
     tokenizer: Tokenizer,
     samples: Sequence[Sample],
+    rows: int = 1,
     pause: Callable[[], None] = lambda: None,
 ) -> float:
     """The part of the samples whose last answer is generated greedily to the letter, surrounding whitespace aside.
 
-    A text without answers, or with an answer cut off before it begins, counts as not right. pause: called before each
-    answer, by all ranks alike.
+    A text without answers, or with an answer cut off before it begins, counts as not right. rows: how many answers each
+    rank makes at once. pause: called before they are begun, by all ranks alike.
     """
     training = model.training
     model.eval()
     right = torch.zeros((), dtype=torch.float64, device=fabric.device)
-    for start in range(0, len(samples), fabric.world_size):
+    ranks, rank = fabric.world_size, fabric.global_rank
+    for start in range(0, len(samples), ranks * rows):
         pause()
-        index = start + fabric.global_rank
+        mine = [samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)]
+        asked = [[ids.tolist() for ids in sample.answer] for sample in mine if sample.answer]
         with in_step(model, hosts):
-            if index < len(samples) and (sample := samples[index]).answer:
-                prompt, expected = (ids.tolist() for ids in sample.answer)
-                found = answer(model, tokenizer, prompt, len(expected) + 8)
-                right += found == tokenizer.decode(expected).strip()
+            found = greedy_texts(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in asked])
+        right += sum(text == tokenizer.decode(ids).strip() for text, (_, ids) in zip(found, asked, strict=True))
     model.train(training)
     return float(fabric.all_reduce(right, reduce_op="sum")) / len(samples)
 
@@ -121,7 +122,7 @@ class Validation:
         values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
         if final and self.args.exact_match:
             values["exact_match"] = exact_match(
-                self.fabric, self.hosts, self.model, self.tokenizer, self.samples, self.pause
+                self.fabric, self.hosts, self.model, self.tokenizer, self.samples[:most], layout.rows, self.pause
             )
             self.matches[step] = values["exact_match"]
         return values
@@ -132,7 +133,7 @@ class Validation:
         self.model.eval()
         for text, ids in self.prompts:
             self.pause()
-            new = answer(self.model, self.tokenizer, ids, self.args.max_new_tokens)
+            (new,) = greedy_texts(self.model, self.tokenizer, [(ids, self.args.max_new_tokens)])
             self.answers.append({"step": step, "prompt": text, "answer": new})
             yield self.answers[-1]
         self.model.train(training)
@@ -188,11 +189,16 @@ def _texts(item: str) -> list[str]:
     return [item]
 
 
-def answer(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> str:
-    """The model's greedy answer to a prompt."""
-    request = greedy(model, tokenizer, prompt, max_new_tokens)
-    decoder = Decoder(model, capacity=len(request.ids) + max_new_tokens)
-    return "".join(piece for _, piece in answers(decoder, tokenizer, [request])).strip()
+def greedy_texts(model: GPT, tokenizer: Tokenizer, asked: list[tuple[list[int], int]]) -> list[str]:
+    """The model's greedy answers to prompts, each with the number of tokens that it may have; all are made at once."""
+    requests = [greedy(model, tokenizer, prompt, most) for prompt, most in asked]
+    if not requests:
+        return []
+    decoder = Decoder(model, len(requests), max(len(request.ids) + request.max_new_tokens for request in requests))
+    found = [""] * len(requests)
+    for number, piece in answers(decoder, tokenizer, requests):
+        found[number] += piece
+    return [text.strip() for text in found]
 
 
 def greedy(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> Request:

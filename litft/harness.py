@@ -145,6 +145,7 @@ class HarnessModel(TemplateLM):
 
     def _request(self, context: str, settings: dict[str, Any]) -> Request:
         given = normalize_gen_kwargs(settings, ANSWER)
+        given["temperature"] = given.get("temperature", 1.0) if given["do_sample"] else 0.0  # the harness's own defaults
         room = self.max_length - given["max_gen_toks"]
         if room < 1:
             raise ValueError(f"a task asks for {given['max_gen_toks']} tokens: the model's context is {self.max_length}")

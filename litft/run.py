@@ -18,6 +18,7 @@ from litft import checkpoint, runs
 from litft.args import seconds
 from litft.args.processes import launch_id, started_by
 from litft.blockwise import compile_blocks, recompute
+from litft.data.load import SPLIT
 from litft.evaluate import Validation
 from litft.flops import peak_flops
 from litft.folder import base_record, copy_tokenizer
@@ -120,7 +121,7 @@ class Run:
 
     def identity(self) -> dict[str, Any]:
         """What a run must share with the one it continues, or it would silently be another."""
-        own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest}
+        own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest, "split": SPLIT}
         return self.job.identity() | own
 
     @cached_property

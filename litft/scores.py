@@ -2,9 +2,10 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.data.steps import Layout
 from litft.evaluate import BLOCK, greedy, summed_loss
+from litft.examples import Name, chosen_data, readable_by_all, scored
 from litft.opened import Opened, open_model, source_of
 from litft.runs import write_whole
 from litft.tokenizer import Tokenizer
@@ -30,7 +32,7 @@ class Subject:
 
     name: str
     scores: dict[str, float] = field(default_factory=dict)
-    answers: list[str] = field(default_factory=list)  # to the examples' prompts
+    answers: dict[Name, str] = field(default_factory=dict)  # to the examples' prompts
     errors: dict[str, float] = field(default_factory=dict)  # standard errors of scores
     harness: dict[str, Any] = field(default_factory=dict)  # the harness's own results
 
@@ -39,6 +41,7 @@ class Subject:
 class Example:
     """An example that has an answer."""
 
+    name: Name
     prompt: list[int]
     expected: str
     tokens: int  # of the answer
@@ -46,20 +49,23 @@ class Example:
 
 def run_eval(args: RunEvalArgs) -> None:
     """Print the table, and answers to look at; write everything to --out."""
-    source_of(args.model(args.checkpoint_dir, args.base_dir))  # what is wrong is told before anything is loaded
+    source = source_of(args.model(args.checkpoint_dir, args.base_dir))  # what is wrong is told before anything is loaded
     if args.out and Path(args.out).exists() and not Path(args.out).is_file():
         raise ValueError(f"--out {args.out} is no file; name one")
     if args.out and not Path(args.out).parent.is_dir():
         raise ValueError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it, or name another file")
+    args = replace(args, data=chosen_data(args, source))
     ask = _harness(args) if args.tasks else None
-    subjects, shown = [], []
+    readable = readable_by_all(args, source) if args.data.path else set()
+    subjects, shown = [], {}
     for subject, opened, answering in _subjects(args):
         with answering:
-            shown = _measure(subject, opened, args) if args.data.path else shown
+            if args.data.path:
+                shown |= _measure(subject, opened, args, readable)
             if ask:
                 ask(subject, opened)
         subjects.append(subject)
-    _print(subjects, shown[: args.show])
+    _print(subjects, dict(islice(shown.items(), args.show)))
     if args.out:
         write_whole(
             Path(args.out), json.dumps(_everything(args, subjects, shown), indent=2, ensure_ascii=False, default=str) + "\n"
@@ -85,36 +91,36 @@ def _subjects(args: RunEvalArgs) -> Iterator[tuple[Subject, Opened, AbstractCont
 
 
 @torch.no_grad()
-def _measure(subject: Subject, opened: Opened, args: RunEvalArgs) -> list[tuple[str, str]]:
-    """The scores on --data; returns what is asked there, and what is expected."""
+def _measure(subject: Subject, opened: Opened, args: RunEvalArgs, names: set[Name]) -> dict[Name, tuple[str, str]]:
+    """The scores on --data, of the examples of these names; returns what each asks, and what is expected."""
     model, tokenizer = opened.model, opened.tokenizer
-    data = load_data(args.data, tokenizer, model.config.vocab_size, model.config.context)
-    chosen = data.val if len(data.val) else data.train
-    samples = [chosen[index] for index in range(min(len(chosen), args.limit or len(chosen)))]
+    chosen = scored(load_data(args.data, tokenizer, model.config.vocab_size, model.config.context))
+    of_all = [(name, index) for index, name in enumerate(chosen.names) if name in names or not name[0]][: args.limit]
+    samples = [chosen[index] for _, index in of_all]
     batches = tqdm(Layout(rows=args.batch_size).in_blocks(samples, BLOCK, 0), f"{subject.name}: loss", disable=None)
     loss, count = summed_loss(model, batches, model.embed.weight.device)
     mean = float(loss) / float(count)
     subject.scores |= {"examples": len(samples), "loss": mean, "perplexity": math.exp(min(mean, 700))}
-    examples = list(_examples(samples, tokenizer))
+    named = [(name, sample) for (name, _), sample in zip(of_all, samples, strict=True) if sample.answer]
+    examples = [_example(name, sample, tokenizer) for name, sample in named]
     if examples:
         subject.answers = _answers(subject.name, opened, examples, args)
-        right = [found == example.expected for found, example in zip(subject.answers, examples, strict=True)]
+        right = [subject.answers[example.name] == example.expected for example in examples]
         subject.scores["exact_match"] = sum(right) / len(right)
-    return [(tokenizer.decode(example.prompt, skip_special=False), example.expected) for example in examples]
+    return {each.name: (tokenizer.decode(each.prompt, skip_special=False), each.expected) for each in examples}
 
 
-def _examples(samples: Sequence[Sample], tokenizer: Tokenizer) -> Iterator[Example]:
-    for sample in samples:
-        if sample.answer:
-            prompt, expected = (ids.tolist() for ids in sample.answer)
-            yield Example(prompt, tokenizer.decode(expected).strip(), len(expected))
+def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> Example:
+    prompt, expected = (ids.tolist() for ids in sample.answer)
+    return Example(name, prompt, tokenizer.decode(expected).strip(), len(expected))
 
 
-def _answers(name: str, opened: Opened, examples: list[Example], args: RunEvalArgs) -> list[str]:
+def _answers(name: str, opened: Opened, examples: list[Example], args: RunEvalArgs) -> dict[Name, str]:
     """Greedy ones, as many at once as --batch_size."""
     lengths = [args.max_new_tokens or own.tokens + 8 for own in examples]
     asked = [greedy(opened.model, opened.tokenizer, own.prompt, most) for own, most in zip(examples, lengths, strict=True)]
-    return [text.strip() for text in opened.texts(asked, args.batch_size, f"{name}: answers")]
+    texts = opened.texts(asked, args.batch_size, f"{name}: answers")
+    return {example.name: text.strip() for example, text in zip(examples, texts, strict=True)}
 
 
 def _harness(args: RunEvalArgs) -> Callable[[Subject, Opened], None]:
@@ -141,7 +147,7 @@ def _harness(args: RunEvalArgs) -> Callable[[Subject, Opened], None]:
     return ask
 
 
-def _print(subjects: list[Subject], shown: list[tuple[str, str]]) -> None:
+def _print(subjects: list[Subject], shown: dict[Name, tuple[str, str]]) -> None:
     """A table in Markdown, and below it what was answered."""
     table = Table(box=box.MARKDOWN)
     table.add_column("")
@@ -153,8 +159,9 @@ def _print(subjects: list[Subject], shown: list[tuple[str, str]]) -> None:
     with console.capture() as captured:
         console.print(table)
     print(*filter(str.strip, captured.get().splitlines()), sep="\n")
-    for number, (prompt, expected) in enumerate(shown):
-        texts = {"prompt": prompt, "expected": expected} | {own.name: own.answers[number] for own in subjects if own.answers}
+    for example, (prompt, expected) in shown.items():
+        said = {own.name: own.answers[example] for own in subjects if example in own.answers}
+        texts = {"prompt": prompt, "expected": expected} | said
         wide = max(map(len, texts)) + 2
         print("", *(f"{name + ':':<{wide}}{json.dumps(text, ensure_ascii=False)}" for name, text in texts.items()), sep="\n")
 
@@ -165,11 +172,11 @@ def _cell(score: float, error: float | None) -> str:
     return text if error is None else f"{text} ± {error:.4f}"
 
 
-def _everything(args: RunEvalArgs, subjects: list[Subject], shown: list[tuple[str, str]]) -> dict[str, Any]:
+def _everything(args: RunEvalArgs, subjects: list[Subject], shown: dict[Name, tuple[str, str]]) -> dict[str, Any]:
     """For --out."""
     asked = [
-        {"prompt": prompt, "expected": expected} | {own.name: own.answers[number] for own in subjects}
-        for number, (prompt, expected) in enumerate(shown)
+        {"prompt": prompt, "expected": expected} | {own.name: own.answers.get(example) for own in subjects}
+        for example, (prompt, expected) in shown.items()
     ]
     scores = {own.name: {name: None if math.isnan(v) else v for name, v in own.scores.items()} for own in subjects}
     return {

@@ -4,17 +4,20 @@ import importlib.util
 import json
 import math
 import re
+from shutil import copyfile
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import adapted, script
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 import litft
-from litft.args import LoRAArgs, RunEvalArgs
+from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, RunEvalArgs, TrainArgs
+from litft.data.load import load_data
 from litft.opened import open_model
 from litft.peft import LoRA
+from litft.tokenizer import Tokenizer
 
 if importlib.util.find_spec("lm_eval") is None:  # its import takes seconds, which only these tests wait for
     pytest.skip("needs lm-eval, of the extra 'eval'", allow_module_level=True)
@@ -178,6 +181,9 @@ def test_answers_end_where_a_task_says(ours, folder):
     settings = {"until": ["."], "max_gen_toks": 40, "do_sample": False}
     prompts = ["Once upon a time", "Lily saw", "a " * 500]
     found = ours.generate_until(asked(*((prompt, settings) for prompt in prompts), kind="generate_until"), disable_tqdm=True)
+    unsaid = {"until": ["."], "max_gen_toks": 40}  # a task that says no more is answered greedily
+    again = ours.generate_until(asked(*((prompt, unsaid) for prompt in prompts), kind="generate_until"), disable_tqdm=True)
+    assert again == found
     for prompt, text in zip(prompts[:2], found[:2], strict=True):
         whole = "".join(litft.stream(*model, prompt, max_new_tokens=40, temperature=0))
         assert text == whole.partition(".")[0]
@@ -290,11 +296,46 @@ def test_plain_texts_have_a_perplexity_alone(folder, tmp_path):
     assert found["scores"][folder.name].keys() == {"examples", "loss", "perplexity"} and not found["answers"]
 
 
-def test_the_held_out_part_is_the_trainings(folder, examples, tmp_path):
-    found, _ = evaluated(
-        tmp_path, "--checkpoint_dir", folder, "--data.path", examples, "--data.val_fraction", "0.3", "--limit", "2"
+def test_a_run_is_scored_on_what_it_held_out(folder, tmp_path):
+    """By its own flags, whether its file is named or not; any other file is scored whole."""
+    records = [{"q": f"Number {n}?", "completion": "Lily " * (n % 4 + 1)} for n in range(60)]
+    for name in ("mine", "other"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = DataArgs(path=[str(tmp_path / "mine.jsonl")], columns=["prompt=q"], val_fraction=0.2, seed=3, template="chatml")
+    train = TrainArgs(max_steps=1, global_batch_size=2)
+    run = litft.finetune(
+        LoRAFinetuneArgs(checkpoint_dir=str(folder), data=data, train=train, out_dir=str(tmp_path / "run"))
+    ).folder
+    tokenizer = Tokenizer(run / "final")
+    held = load_data(data, tokenizer, 512, 256).val
+    own = [tokenizer.decode(sample.answer[0].tolist(), skip_special=False) for sample in held]
+    assert 3 < len(own) < 25
+    for words in ([], ["--data.path", "mine.jsonl"]):
+        found, done = evaluated(tmp_path, "--checkpoint_dir", run, "--max_new_tokens", "1", *words)
+        assert [answer["prompt"] for answer in found["answers"]] == own
+        assert "scoring the part that was held out (--data.val_fraction 0.2, --data.seed 3)" in done.stderr
+    words = ["--data.path", "other.jsonl", "--data.columns", "prompt=q", "--max_new_tokens", "1"]
+    found, done = evaluated(tmp_path, "--checkpoint_dir", run / "final", *words)
+    assert len(found["answers"]) == 60 and "held out" not in done.stderr
+
+
+def test_models_are_scored_on_what_all_can_read(folder, checkpoints, make_model, tmp_path):
+    """Each skips records of its own where tokenizers or contexts differ: answers stand beside those to the same question."""
+    short = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=160)[1]
+    for path in folder.glob("*token*"):
+        copyfile(path, short / path.name)
+    records = [{"prompt": "word " * (n * 7 % 60) + f"Number {n}?", "completion": "Lily."} for n in range(24)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    words = ["--data.path", "own.jsonl", "--max_new_tokens", "2"]
+    found, done = evaluated(tmp_path, "--checkpoint_dir", folder, "--against", short, *words)
+    count = len(found["answers"])
+    assert (
+        4 < count < 24 and f"scoring the {count} examples that all models can read, not {24 - count} others" in done.stderr
     )
-    assert found["scores"][folder.name]["examples"] == 2
+    assert {own["examples"] for own in found["scores"].values()} == {count}
+    alone, _ = evaluated(tmp_path, "--checkpoint_dir", folder, *words)
+    said = {answer["prompt"]: answer[folder.name] for answer in alone["answers"]}
+    assert all(said[answer["prompt"]] == answer[folder.name] for answer in found["answers"]) and len(said) == 24
 
 
 @pytest.mark.slow
@@ -349,7 +390,7 @@ def test_quantized(checkpoints, examples, quantize, tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "give --tasks"),
+        ([], "give --data.path or --tasks"),
         pytest.param(["--tasks", "hellaswagg"], "did you mean hellaswag?", marks=pytest.mark.slow),
         (["--tasks", "nowhere.yaml"], "no such file"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),

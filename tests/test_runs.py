@@ -162,6 +162,15 @@ def test_resume_with_another_base_or_data_is_refused(folder, capsys):
     assert "base model" in lora("--resume", "--out_dir", "a", capsys=capsys)
 
 
+def test_a_run_that_divided_its_examples_in_another_way_is_not_resumed(folder, capsys):
+    """design.md 4.16: one of litft before examples were divided by their content."""
+    for path in (folder / "a" / "checkpoints").glob("*/progress.json"):
+        progress = json.loads(path.read_text())
+        assert progress["identity"].pop("split")
+        path.write_text(json.dumps(progress))
+    assert "would now learn some that it was measured on" in lora("--resume", "--out_dir", "a", capsys=capsys)
+
+
 @pytest.mark.parametrize(
     "given", [["--checkpoint_dir", "a/final"], ["--checkpoint_dir", "a/model"], ["--data.path", "a/data.json"]]
 )

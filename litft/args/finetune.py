@@ -199,7 +199,7 @@ class EvalArgs:
     max_new_tokens: int = 64
     """Answers to them end after so many tokens. 0: nothing is asked."""
     exact_match: bool = False
-    """Before and after, answer every validation question greedily and count the answers that are right to the letter."""
+    """Before and after, answer the validation questions greedily and count the answers that are right to the letter."""
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""

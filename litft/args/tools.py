@@ -347,8 +347,6 @@ class RunEvalArgs(OpenArgs):
         for name in ("new_tokens", "weights"):
             if getattr(self.data, name):
                 found.append(f"--data.{name} is of training; leave it out")
-        if not (self.tasks or self.data.path):
-            found.append("give --tasks NAMES, or --data.path FILE")
         if self.devices > 1 and not self.layers_per_device:
             found.append(
                 f"--devices {self.devices}: texts are scored whole; spread the layers with --layers_per_device auto"

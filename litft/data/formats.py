@@ -20,6 +20,7 @@ SHAREGPT = {
     "system": "system",
 }
 WEIGHTS = ("train", "loss_weight", "weight")  # a turn's fields that say whether the loss counts it
+BOOK = 65_536  # characters of a record's text from which on it is divided
 KEPT = ("name", "tool_call_id", "reasoning_content", "thinking")  # texts of a message that templates may show
 # what some files put behind every answer: the chat template ends it with the model's own token
 ENDS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
@@ -32,6 +33,7 @@ class Example:
     """What is learned from: a conversation with the tools it may call, or, where `text` is not None, a text as it is.
 
     A message with `train` false is read and not learned from. A text may be a part of one: without its beginning, or end.
+    One of a text file, or as long as a book, is divided between training and validation; other records are not.
     """
 
     messages: list[Message]
@@ -39,6 +41,7 @@ class Example:
     text: str | None = None
     begins: bool = True
     ends: bool = True
+    divided: bool = False
 
 
 class Format(NamedTuple):
@@ -266,7 +269,7 @@ def _text(record: Record, where: str, template: str) -> Example:
     before, *found = _GUANACO.split(text)
     speakers, said = found[::2], found[1::2]
     if not (text.lstrip().startswith("###") and "Assistant" in speakers):
-        return Example([], text=text, begins=begins, ends=ends)
+        return Example([], text=text, begins=begins, ends=ends, divided="begins" in record or len(text) > BOOK)
     roles = {"Human": "user", "Assistant": "assistant"}
     system = re.sub(r"^\s*#+\s*System\s*:", "", before).strip()
     messages = [{"role": "system", "content": system}] if system else []

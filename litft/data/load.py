@@ -10,7 +10,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from litft.args import DataArgs
 from litft.data.cache import prepare
@@ -21,6 +20,8 @@ from litft.data.steps import Order
 from litft.data.store import Report, Samples, Store
 from litft.prompts import STYLES
 from litft.tokenizer import Tokenizer
+
+SPLIT = "by content"  # how it is decided what is held out; a run that is resumed has to share it
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Data:
     def digest(self) -> str:
         """Which training samples these are, in which order."""
         found = hashlib.sha256(json.dumps([self.weights, *(s.report.content for s in self.train.stores)]).encode())
-        found.update(self.train.which.tobytes() + self.train.chosen.tobytes())
+        found.update(self.train.digest)
         return found.hexdigest()
 
 
@@ -77,12 +78,18 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     stores = {file: prepare(file, encoder, args.skip_bad, timeout) for file in dict.fromkeys([*train, *val])}
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
-    halves = [(stores[file], *split(stores[file], 0.0 if val else args.val_fraction, args.seed)) for file in train]
+    halves = split([stores[file] for file in train], 0.0 if val else args.val_fraction, args.seed)
     held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [(s, out) for s, _, out in halves]
     weights = args.weights or [1.0] * len(train)
     reports = {file.label: store.report for file, store in stores.items()}
     data = Data(
-        Samples.of([(s, kept) for s, kept, _ in halves]), Samples.of(held_out), weights, reports, limit, template, context
+        Samples.of([(s, kept) for s, kept, _ in halves], limit),
+        Samples.of(held_out, limit),
+        weights,
+        reports,
+        limit,
+        template,
+        context,
     )
     if len(data.train) and not Order(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
@@ -144,13 +151,27 @@ def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
     return [text for text in written if tokenizer.token_id(text) is None]
 
 
-def split(store: Store, fraction: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """The numbers of a store's samples that are kept, and of those held out: a part of its units, chosen by the seed."""
-    units = int(store.units[-1]) + 1 if len(store.units) else 0
-    count = max(0, min(round(units * fraction), units - 1))
-    order = torch.randperm(units, generator=torch.Generator().manual_seed(seed)).numpy()
-    out = np.isin(store.units, order[:count])
-    return np.flatnonzero(~out), np.flatnonzero(out)
+def split(stores: list[Store], fraction: float, seed: int) -> list[tuple[Store, np.ndarray, np.ndarray]]:
+    """Each store, the numbers of its entries that are kept, and of those held out: about this part of what is different.
+
+    An entry's side is decided by its own content and the seed alone, whatever else is in the file and however it is read.
+    Where that holds out nothing, the entry with the lowest place is; where it would leave nothing, the highest stays.
+    """
+    places = [_places(store.units, seed) for store in stores]
+    known = np.sort(np.concatenate(places))
+    most = 0.0
+    if fraction and len(known):  # the lowest is below it, the highest is not
+        most = min(max(fraction, np.nextafter(known[0], 1.0)), known[-1])
+    outs = [place < most for place in places]
+    return [(store, np.flatnonzero(~out), np.flatnonzero(out)) for store, out in zip(stores, outs, strict=True)]
+
+
+def _places(units: np.ndarray, seed: int) -> np.ndarray:
+    """A place from 0 to 1 of each unit's hash, by the finalizer of SplitMix64 (Steele et al., OOPSLA 2014)."""
+    x = units + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))) / 2.0**64
 
 
 def _check_vocabulary(report: Report, tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -5,6 +5,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -42,6 +43,9 @@ CONTROL = "with the text of a control token inside, which is read as that token"
 END_TEXT = "with an end token written behind an answer, which is left out"
 
 
+SPAN = 2048  # characters of a text file that fall into a split together
+
+
 # a sample is kept as its token ids (T + 1,), uint32, whose highest bits say what a token is
 LEARNED, SAID = np.uint32(1 << 31), np.uint32(1 << 30)  # the loss counts it; it belongs to an answer
 IDS = np.uint32((1 << 30) - 1)
@@ -54,9 +58,10 @@ class Encoded:
     where: str
     form: str = ""
     samples: list[np.ndarray] = field(default_factory=list)
+    units: list[int] = field(default_factory=list)  # of each sample: the hash by which it falls into a split
+    text: bool = False  # the samples are a text's spans, one behind the other
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that close its answers
-    whole: bool = True  # all its samples are one thing, which no split takes apart
     error: str | None = None
 
 
@@ -86,17 +91,21 @@ class Encoder:
             record = renamed(record, self.columns)
             encoded.form = self.form or recognise(record, where)
             self._encode(to_example(record, where, self.tokenizer.chat_template, encoded.form), encoded)
+            if not encoded.text:  # without a template's way of joining an instruction and its input
+                encoded.units = [unit_of(to_example(record, where, "", encoded.form))] * len(encoded.samples)
         except ValueError as error:
             message = str(error)
             encoded.error = message if message.startswith(where) else f"{where}: {message}"
-            encoded.samples = []
+            encoded.samples, encoded.units = [], []
         return encoded
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
         if example.text is not None:
             self._note_controls([example.text], encoded)
-            encoded.whole = False
-            encoded.samples = list(self._windows(example))
+            encoded.text = True
+            for span, ids in self._spans(example):
+                encoded.units.append(hashed(span))
+                encoded.samples.append(np.array(ids, np.uint32) | LEARNED)
             if not encoded.samples:
                 encoded.notes.append(BLANK)
             return
@@ -124,15 +133,24 @@ class Encoder:
         if self.tokenizer.control_text and any(map(self.tokenizer.control_text.search, texts)):
             encoded.notes.append(CONTROL)
 
-    def _windows(self, example: Example) -> Iterator[np.ndarray]:
-        """A text as consecutive samples of full length; each of its tokens is a target once."""
-        if not example.text.strip():
+    def _spans(self, example: Example) -> Iterator[tuple[str, list[int]]]:
+        """A text and its tokens, cut where the text of a file has so many characters, whatever the length limit is."""
+        text = example.text
+        if not text.strip():
             return
-        ids = self.tokenizer.encode(example.text, bos=None if example.begins else False)
-        if example.ends and ids[-1] not in self.tokenizer.stop_ids:  # the text has neither where it brings its own
+        cuts = [*range(SPAN, len(text), SPAN)] if example.divided else []
+        ids, places = self.tokenizer.encode_to(text, cuts)
+        opening = self.tokenizer.encode("") if example.begins else []
+        front = 0 if ids[: len(opening)] == opening else len(opening)
+        if example.ends and ids[-1:] and ids[-1] not in self.tokenizer.stop_ids:
             ids.append(self.tokenizer.eos_id if self.tokenizer.eos_id is not None else self.tokenizer.stop_ids[-1])
-        for start in range(0, len(ids) - 1, self.limit):
-            yield np.array(ids[start : start + self.limit + 1], np.uint32) | LEARNED
+        ids = opening[:front] + ids  # a BOS and an end token, unless the text brings its own
+        if len(ids) < 2:
+            return
+        bounds = [0, *(front + place for place in places), len(ids)]
+        for number, (start, end) in enumerate(pairwise(bounds)):
+            if end > start:
+                yield text[number * SPAN : (number + 1) * SPAN] if cuts else text, ids[start:end]
 
     def _chosen(self, example: Example, encoded: Encoded) -> tuple[list[Message], set[int]]:
         """The messages up to the last answer, and which of them are learned; ValueError where there is no answer."""
@@ -171,6 +189,17 @@ class Encoder:
                 ids = [*self.tokenizer.encode(turns[-1].text[: turns[-1].end], bos=False), self.tokenizer.stop_ids[-1]]
                 spans[-1] = (index, start, len(ids))
             yield ids, spans
+
+
+def unit_of(example: Example) -> int:
+    """The hash of a conversation, whichever of its turns are learned."""
+    messages = [{name: value for name, value in message.items() if name != "train"} for message in example.messages]
+    return hashed(json.dumps([messages, example.tools], sort_keys=True))
+
+
+def hashed(text: str) -> int:
+    """64 bits that differ where texts do."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
 def to_sample(kept: np.ndarray) -> Sample:

@@ -1,21 +1,25 @@
 """Tokenized samples on disk: written once, mapped into memory by every process, read one at a time.
 
-A folder holds tokens.bin, the samples one behind the other, an index of four arrays, and report.json, which is written
-last. Samples may be more than memory holds: only the index is loaded.
+A folder holds tokens.bin, its entries one behind the other, an index of five arrays, and report.json, which is written
+last. An entry is an example, or a span of a text, over which samples are laid when it is known on which side of the split
+each lies. They may be more than memory holds: only the index is loaded.
 """
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from litft.data.samples import IDS, LEARNED, Encoded, Sample, to_sample
 
+EXAMPLE, TEXT, FOLLOWS = range(3)  # an entry's kind: as it is; a text, or its first span; a further span
+ARRAYS = {"supervised": np.int32, "units": np.uint64, "digests": np.uint64, "kinds": np.uint8}  # a value of each entry
 NAMED = 10  # records of a kind that a report names, besides their count
 
 
@@ -63,36 +67,37 @@ class Writer:
         self._supervised: list[int] = []
         self._units: list[int] = []
         self._digests: list[int] = []
-        self._unit, self._ends, self._found = 0, set(), set()
+        self._kinds: list[int] = []
+        self._ends, self._found = set(), set()
 
     def add(self, encoded: Encoded) -> None:
-        """Append a record's samples. What belongs together is one unit, and goes into one split."""
+        """Append a record's samples. Those of equal units go into one split."""
         self.report.add(encoded)
         self._ends |= encoded.ends
-        for number, kept in enumerate(encoded.samples):
+        for number, (kept, unit) in enumerate(zip(encoded.samples, encoded.units, strict=True)):
+            kind = (TEXT if number == 0 else FOLLOWS) if encoded.text else EXAMPLE
             data, ids = kept.tobytes(), kept & IDS
             self._file.write(data)
             self._hash.update(len(kept).to_bytes(8, "little") + data)
             self._lengths.append(len(kept))
-            self._supervised.append(int(np.count_nonzero(kept[1:] & LEARNED)))  # the first is never a target
-            self._unit += number > 0 and not encoded.whole
-            self._units.append(self._unit)
+            first = 0 if kind == FOLLOWS else 1  # which is never a target
+            self._supervised.append(int(np.count_nonzero(kept[first:] & LEARNED)))
+            self._units.append(unit)
+            self._kinds.append(kind)
             self._digests.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"))
             self._found.update(np.intersect1d(ids, self.special).tolist())
             if (largest := int(ids.max())) > self.report.largest[0]:
                 self.report.largest = [largest, encoded.where]
-        self._unit += bool(encoded.samples)
 
     def close(self) -> None:
         """Write the index and the report."""
         self._file.close()
         offsets = np.concatenate(([0], np.cumsum(np.array(self._lengths, np.int64))))
-        arrays = {"supervised": np.int32, "units": np.int64, "digests": np.uint64}
         np.save(self.folder / "offsets.npy", offsets.astype(np.int64))
-        for name, kind in arrays.items():
+        for name, kind in ARRAYS.items():
             np.save(self.folder / f"{name}.npy", np.array(getattr(self, f"_{name}"), kind))
         self.report.samples, self.report.supervised = len(self._lengths), sum(self._supervised)
-        self.report.tokens = int(offsets[-1]) - len(self._lengths)
+        self.report.tokens = int(offsets[-1]) - sum(kind != FOLLOWS for kind in self._kinds)
         self.report.ends, self.report.special = sorted(map(int, self._ends)), sorted(self._found)
         self.report.content = self._hash.hexdigest()
         (self.folder / "report.json").write_text(json.dumps(asdict(self.report)), "utf-8")
@@ -104,9 +109,8 @@ class Store:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.report = Report(**json.loads((folder / "report.json").read_text("utf-8")))
-        self.offsets, self.supervised, self.units, self.digests = (
-            np.load(folder / f"{name}.npy") for name in ("offsets", "supervised", "units", "digests")
-        )
+        self.offsets = np.load(folder / "offsets.npy")
+        self.supervised, self.units, self.digests, self.kinds = (np.load(folder / f"{name}.npy") for name in ARRAYS)
 
     @classmethod
     def opened(cls, folder: Path) -> "Store | None":
@@ -115,7 +119,8 @@ class Store:
             store = cls(folder)
             count, size = store.report.samples, (folder / "tokens.bin").stat().st_size
             whole = size == 4 * store.offsets[-1] and len(store.offsets) == count + 1
-            return store if whole and all(len(a) == count for a in (store.supervised, store.units, store.digests)) else None
+            arrays = (getattr(store, name) for name in ARRAYS)
+            return store if whole and all(len(array) == count for array in arrays) else None
         except (OSError, ValueError, TypeError, EOFError, IndexError):
             return None
 
@@ -124,28 +129,56 @@ class Store:
         path = self.folder / "tokens.bin"
         return np.memmap(path, np.uint32, "r") if self.offsets[-1] else np.zeros(0, np.uint32)
 
-    def sample(self, index: int) -> Sample:
-        """Read one."""
-        return to_sample(np.array(self._tokens[self.offsets[index] : self.offsets[index + 1]]))
+    def sample(self, start: int, size: int) -> Sample:
+        """Read one that lies there."""
+        return to_sample(np.array(self._tokens[start : start + size]))
+
+    def laid_out(self, chosen: np.ndarray, limit: int) -> "Places":
+        """The samples of these entries, in ascending order: an example as it is, of neighbouring spans of a text windows.
+
+        A window feeds `limit` tokens at most; each token of a run of neighbours is a target once, but for the first.
+        """
+        opens = (self.kinds[chosen] != FOLLOWS) | (np.diff(chosen, prepend=-2) != 1)
+        heads, lasts = np.flatnonzero(opens), np.flatnonzero(np.roll(opens, -1))
+        begins, ends = self.offsets[chosen[heads]], self.offsets[chosen[lasts] + 1]
+        text = self.kinds[chosen[heads]] != EXAMPLE
+        windows = np.where(text, -(-(ends - begins - 1) // limit), 1)
+        of = np.repeat(np.arange(len(heads)), windows)
+        number = np.arange(len(of)) - np.repeat(np.cumsum(windows) - windows, windows)
+        starts = begins[of] + number * limit * text[of]
+        sizes = np.where(text[of], np.minimum(limit + 1, ends[of] - starts), ends[of] - starts)
+        head = chosen[heads][of]
+        supervised = np.where(text[of], sizes - 1, self.supervised[head])
+        digests = self.digests[head] + number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+        return Places(starts, sizes, supervised, digests, np.where(text[of], np.uint64(0), self.units[head]))
+
+
+class Places(NamedTuple):
+    """Where samples lie in a store, their tokens, those that are learned, a hash of each, and one of what it was made of."""
+
+    starts: np.ndarray
+    sizes: np.ndarray
+    supervised: np.ndarray
+    digests: np.ndarray
+    units: np.ndarray  # 0 of a text's window
 
 
 class Samples(Sequence):
     """Some samples of some stores, read when they are asked for."""
 
-    def __init__(self, stores: list[Store], which: np.ndarray, chosen: np.ndarray) -> None:
-        self.stores, self.which, self.chosen = stores, which, chosen  # sample i is number chosen[i] of stores[which[i]]
+    def __init__(self, stores: list[Store], which: np.ndarray, places: Places) -> None:
+        self.stores, self.which, self.places = stores, which, places  # sample i lies at places[i] of stores[which[i]]
 
     @classmethod
-    def of(cls, parts: list[tuple[Store, np.ndarray]]) -> "Samples":
-        """Of each store the samples of these numbers."""
-        which = [np.full(len(chosen), number, np.int16) for number, (_, chosen) in enumerate(parts)]
-        chosen = [numbers for _, numbers in parts]
-        return cls(
-            [s for s, _ in parts], *(np.concatenate([np.zeros(0, np.int64), *p]).astype(int) for p in (which, chosen))
-        )
+    def of(cls, parts: list[tuple[Store, np.ndarray]], limit: int) -> "Samples":
+        """Of each store the samples of these entries, a text's of so many tokens at most."""
+        places = [store.laid_out(chosen, limit) for store, chosen in parts]
+        which = [np.full(len(each.starts), number, np.int64) for number, each in enumerate(places)]
+        together = Places(*(np.concatenate(arrays) for arrays in zip(*places, strict=True)))
+        return cls([store for store, _ in parts], np.concatenate(which), together)
 
     def __len__(self) -> int:
-        return len(self.chosen)
+        return len(self.which)
 
     @property
     def sizes(self) -> list[int]:
@@ -154,29 +187,35 @@ class Samples(Sequence):
 
     def __getitem__(self, index: Any) -> "Sample | Samples":
         if isinstance(index, slice):
-            return Samples(self.stores, self.which[index], self.chosen[index])
-        return self.stores[self.which[index]].sample(int(self.chosen[index]))
+            return Samples(self.stores, self.which[index], Places(*(array[index] for array in self.places)))
+        return self.stores[self.which[index]].sample(int(self.places.starts[index]), int(self.places.sizes[index]))
 
-    def _gather(self, values: Callable[[Store], np.ndarray]) -> np.ndarray:
-        """One value a sample, out of the stores' own arrays."""
-        tables = [values(store) for store in self.stores]
-        found = np.zeros(len(self), tables[0].dtype if tables else np.int64)
-        for number, table in enumerate(tables):
-            mine = self.which == number
-            found[mine] = table[self.chosen[mine]]
-        return found
-
-    @cached_property
+    @property
     def lengths(self) -> np.ndarray:
         """Tokens of each that are fed to the network."""
-        return self._gather(lambda store: np.diff(store.offsets) - 1)
+        return self.places.sizes - 1
 
-    @cached_property
+    @property
     def supervised(self) -> np.ndarray:
         """Tokens of each that the loss counts."""
-        return self._gather(lambda store: store.supervised)
+        return self.places.supervised
 
-    @cached_property
+    @property
     def digests(self) -> np.ndarray:
         """A hash of each."""
-        return self._gather(lambda store: store.digests)
+        return self.places.digests
+
+    @property
+    def names(self) -> list[tuple[int, int]]:
+        """Of each its unit, and how many of it came before: the same, whatever the tokens are. The unit of text is 0."""
+        seen: Counter[int] = Counter()
+        names = []
+        for unit in self.places.units.tolist():
+            names.append((unit, seen[unit]))
+            seen[unit] += 1
+        return names
+
+    @property
+    def digest(self) -> bytes:
+        """Which samples of the stores these are, in which order."""
+        return b"".join(array.tobytes() for array in (self.which, self.places.starts, self.places.sizes))
