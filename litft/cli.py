@@ -22,6 +22,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from litft import args as flags
 from litft import runs
+from litft.args.processes import global_rank, local_rank
 
 DEMO = Path(__file__).parent / "demo"
 
@@ -87,7 +88,7 @@ def user_errors() -> Iterator[None]:
         fail(str(error), alone=isinstance(error, runs.Alone))
     except runs.Stopped as stopped:
         # of several processes the first one speaks, and the others' ends are no failures
-        first = os.environ.get("LOCAL_RANK", "0") == "0"
+        first = local_rank() == "0"
         if first:
             print(stopped, file=sys.stderr)
         sys.exit(stopped.code if first else 0)
@@ -114,14 +115,15 @@ def main() -> None:
 
 def fail(message: str, alone: bool = False) -> NoReturn:
     """End as a user's mistake does; of several processes the first one speaks, and one whose own the mistake is."""
-    local = os.environ.get("LOCAL_RANK", "0")
+    local = local_rank()
     if local != "0" and not alone and "TORCHELASTIC_RUN_ID" in os.environ:
         time.sleep(5)  # where the first has made the same mistake torchrun has ended this process by then
         alone = True
     if local == "0" or alone:
-        who = "" if local == "0" else f"process {os.environ.get('RANK', local)}: "
+        who = "" if local == "0" else f"process {global_rank()}: "
         print(f"{who}error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
-    if alone and "LOCAL_RANK" in os.environ:  # at a usual exit gloo's threads, which wait for the others, may abort
+    # at a usual exit gloo's threads, which wait for the others, may abort
+    if alone and ("LOCAL_RANK" in os.environ or local != "0"):
         sys.stdout.flush()
         os._exit(2)
     sys.exit(2)

@@ -33,7 +33,7 @@ class Decoder:
     """A network and `rows` texts, of up to `capacity` tokens each; what texts have in common is read once."""
 
     def __init__(self, model: GPT, rows: int = 1, capacity: int | None = None, compiled: bool = False) -> None:
-        self.model, self.compiled, self.device = model, compiled, model.embed.weight.device
+        self.model, self.compiled, self.device = model, compiled, model.device
         # what a network that is trained, and sharded maybe, gathers in inference mode could not be trained with afterwards
         trained = any(parameter.requires_grad for parameter in model.parameters())
         self._quietly = torch.no_grad if trained else torch.inference_mode

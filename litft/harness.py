@@ -41,7 +41,7 @@ class HarnessModel(TemplateLM):
         super().__init__()
         self.opened, self.batch_size, self.words = opened, batch_size, opened.tokenizer
         self.max_length = opened.model.config.context
-        self._device = opened.model.embed.weight.device
+        self._device = opened.model.device
 
     @property
     def eot_token_id(self) -> int:

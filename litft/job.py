@@ -126,6 +126,7 @@ class Job:
         parameters = self.method.parameters(model)
         for name, value in (self.begin or {}).items():
             put(parameters[name], value.__getitem__)
+        model.computes_on = device if on_host else None
         model.label_smoothing, model.neftune_alpha = self.args.train.label_smoothing, self.args.train.neftune_alpha
         return model, parameters
 

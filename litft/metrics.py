@@ -43,17 +43,23 @@ class Metrics:
         if self.path is None:
             return
         kept = [row for row in self._rows_there() if int(row["step"]) <= step]
-        text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
-        writer.writeheader()
-        writer.writerows(kept)
-        write_whole(self.path, text.getvalue())
+        self._rewrite(kept)
         self.before = [{name: float(value) for name, value in row.items()} for row in kept]
         for row in self.before:
             self.newest |= row
         if kept:
             self.seconds, self.tokens = self.before[-1].get("seconds", 0.0), int(self.before[-1].get("tokens", 0))
             self._earlier = self.seconds
+
+    def _rewrite(self, rows: list[dict[str, str]]) -> None:
+        """Have the file hold these rows, or the old ones."""
+        if self.path is None:
+            return
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+        write_whole(self.path, text.getvalue())
 
     def _rows_there(self) -> Iterator[dict[str, str]]:
         """The rows of an older file, without what a crash has made of some; ValueError for a file of another kind."""
@@ -92,6 +98,12 @@ class Metrics:
         """Add values to the row of `step` if it is not written yet, or make it a row of its own."""
         if self.rows and self.rows[-1]["step"] == step:
             self.rows[-1].update(values)
+        elif self.before and self.before[-1]["step"] == step:  # a run was interrupted in this validation
+            self.before[-1] |= values
+            self.newest |= values
+            self._rewrite([{name: _text(value) for name, value in row.items()} for row in self.before])
+            for sink in self.sinks:
+                sink(self.before[-1])
         else:
             row = {"step": step, "epoch": 0.0, "samples": 0, "tokens": self.tokens, "seconds": self.seconds}
             self.rows.append({**row, **values})

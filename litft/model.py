@@ -212,6 +212,7 @@ class GPT(nn.Module):
         self.rotaries = nn.ModuleList(Rotary(rope) for rope in ropes)
         self.rotary_of = [ropes.index(layer.rope) if layer.rope else None for layer in config.layers]
         self.label_smoothing = self.neftune_alpha = 0.0  # of training: the loop sets them
+        self.computes_on: torch.device | None = None  # set where weights wait in the host's memory: None: where they lie
 
     @property
     def dtype(self) -> torch.dtype:
@@ -219,9 +220,14 @@ class GPT(nn.Module):
         return getattr(self.embed, "dtype", self.embed.weight.dtype)
 
     @property
+    def device(self) -> torch.device:
+        """Where tokens are given to the network."""
+        return self.computes_on or self.embed.weight.device
+
+    @property
     def places(self) -> list[torch.device]:
-        """Where each block lies."""
-        return [next(block.parameters()).device for block in self.blocks]
+        """Where each block computes."""
+        return [self.computes_on or next(block.parameters()).device for block in self.blocks]
 
     def set_vocabulary(self, size: int) -> None:
         """Say that embedding and head know `size` tokens now."""

@@ -208,7 +208,7 @@ def make_guesser(args: GuessArgs, opened: Opened, capacity: int) -> Guesser | No
         return Lookup()
     if args.draft_dir is None:
         return None
-    device = opened.model.embed.weight.device
+    device = opened.model.device
     source = resolve(args.draft_dir)
     if _tokenizer(source).vocabulary() != opened.tokenizer.vocabulary():
         raise ValueError(

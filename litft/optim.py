@@ -21,7 +21,8 @@ from litft.quantize import bitsandbytes
 from litft.sharding import like, local
 
 BETAS = (0.9, 0.95)
-VECTORS = ("bias", "adapter_scale", "lora_m")  # of stacked experts they have two dimensions, and are vectors all the same
+# of stacked experts, and of norms with a weight for each head, they have two dimensions, and are vectors all the same
+VECTORS = ("bias", "adapter_scale", "lora_m", "norm.weight")
 LOOKED_UP = ("embed", "lm_head", "token_rows", "adaption_prompt")  # matrices whose rows stand for themselves
 
 Groups = list[dict[str, Any]]
@@ -166,13 +167,15 @@ class InBackward(Rounded):
 
     def __init__(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> None:
         super().__init__(groups, make)
-        self.steps, self.squares = False, []
+        self.steps, self.forgets, self.squares = False, False, []
         for group in self.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(partial(self._arrived, group))
 
     def _arrived(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        if self.steps:
+        if self.forgets:
+            parameter.grad = None
+        elif self.steps:
             self.squares.append(parameter.grad.float().square().sum())
             self.step_one(parameter, group["lr"])
             parameter.grad = None
@@ -185,6 +188,15 @@ class InBackward(Rounded):
             yield
         finally:
             self.steps = False
+
+    @contextmanager
+    def forgetting(self) -> Iterator[None]:
+        """Inside, a backward pass takes the memory of a step, and changes nothing."""
+        self.forgets = True
+        try:
+            yield
+        finally:
+            self.forgets = False
 
     def norm(self) -> Tensor:
         """Of the gradients of the last step."""

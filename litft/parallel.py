@@ -152,7 +152,27 @@ def memory_there(device: torch.device, processes: int = 1) -> int:
     """Bytes of the device's memory; of a machine's that so many processes share, one's part."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min(machine, cgroup_limit()) // processes
+
+
+def cgroup_limit(proc: Path = Path("/proc/self/cgroup"), mounted: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that a container, or a job of SLURM, may use: the least that the process's control groups allow.
+
+    Both versions' are read (docs.kernel.org/admin-guide/cgroup-v2.html): memory.max, and memory.limit_in_bytes.
+    """
+    found = [1 << 62]
+    for line in proc.read_text().splitlines() if proc.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = (mounted / "memory", "memory.limit_in_bytes") if controllers else (mounted, "memory.max")
+        own = top / path.lstrip("/")
+        for folder in (own, *own.parents):
+            if folder.is_relative_to(top) and (folder / name).is_file():
+                text = (folder / name).read_text().strip()
+                found += [int(text)] if text.isdecimal() else []
+    return min(found)
 
 
 def peak_memory(device: torch.device) -> float:

@@ -23,6 +23,7 @@ from litft.args import (
     TrainArgs,
     size,
 )
+from litft.args.processes import global_rank
 from litft.blockwise import RECOMPUTED
 from litft.data.load import Data, length_limit, load_data, unknown_tokens
 from litft.data.samples import Sample
@@ -81,6 +82,11 @@ class Preview:
         several = any(len(self.layout.plan(self._lengths(step).tolist())) > self.layout.ranks for step in steps)
         return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several)
 
+    def _first_of_several(self) -> int | None:
+        """The first step of the run that is several micro-batches; None: there is none."""
+        steps = range(self.origin[0], self.steps)
+        return next((n for n in steps if len(self.layout.plan(self._lengths(n).tolist())) > self.layout.ranks), None)
+
     def longest(self) -> tuple[int, int]:
         """The longest example of the largest micro-batch, and its tokens."""
         number = max((number for row in self.heaviest for number in row), key=lambda n: self.data.train.lengths[n])
@@ -129,8 +135,8 @@ class Preview:
             self.lay_out(replace(self.layout, rows=chosen.rows))
         if clashes := args.clashes(self.strategy):
             raise ValueError("\n".join(clashes) + (f" ({self.strategy}: {self.reason})" if args.strategy == "auto" else ""))
-        if args.train.optimizer_in_backward and self.shape().accumulated:
-            reason = f"steps of {args.train.global_batch_size} examples are several micro-batches"
+        if args.train.optimizer_in_backward and (step := self._first_of_several()) is not None:
+            reason = f"the {args.train.global_batch_size} examples of step {step + 1} are several micro-batches"
             remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
             raise ValueError(f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}")
 
@@ -335,7 +341,7 @@ def duration(seconds: float) -> str:
 
 def dry_run(job: Job, preview: Preview) -> None:
     """What a run would do, said by the first process."""
-    if os.environ.get("RANK", "0") != "0":
+    if global_rank() != "0":
         return
     for line in data_report(preview, job.tokenizer, count=3):
         print(line)

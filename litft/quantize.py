@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
@@ -191,10 +191,29 @@ class Quantized(nn.Module):
         put(self.weight, packed.data.view(self.weight.dtype).view(self.weight.shape).__getitem__)
         self.state = packed.state
 
+    def _apply(self, fn: Callable, recurse: bool = True) -> "Quantized":
+        """Statistics go where the bits go, and keep their dtypes."""
+        super()._apply(fn, recurse)
+        if self.state is not None:
+            self.state = _moved(self.state, self.weight.device)
+        return self
+
     @property
     def packed(self) -> Packed:
         """Bits and statistics."""
         return Packed(self.weight.data, self.state)
+
+
+def _moved(state: Any, device: torch.device) -> Any:
+    """A copy of the statistics on a device."""
+    if isinstance(state, Tensor):
+        return state.to(device)
+    state = copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, Tensor):
+            setattr(state, name, value.to(device))
+    state.state2 = None if state.state2 is None else _moved(state.state2, device)
+    return state
 
 
 class QuantizedLinear(Quantized, nn.Linear):

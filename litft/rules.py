@@ -271,6 +271,12 @@ def their_name(rule: Rule, numbers: tuple[str, ...]) -> str:
     return _fill(rule.theirs, numbers)
 
 
+def their_module(rule: Rule, numbers: tuple[str, ...]) -> str:
+    """The module that a rule gives a tensor of theirs; of a stack's tensors the list of their modules."""
+    pattern = rule.theirs.rpartition(".{}")[0] if isinstance(rule, Stack) else rule.theirs.rpartition(".")[0]
+    return _fill(pattern, numbers)
+
+
 def our_names(rule: Rule, numbers: tuple[str, ...]) -> tuple[str, ...]:
     """The names of all of ours that a rule makes from one tensor of theirs."""
     return tuple(_fill(pattern, numbers) for pattern in _ours(rule))

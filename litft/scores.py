@@ -98,7 +98,7 @@ def _measure(subject: Subject, opened: Opened, args: RunEvalArgs, names: set[Nam
     of_all = [(name, index) for index, name in enumerate(chosen.names) if name in names or not name[0]][: args.limit]
     samples = [chosen[index] for _, index in of_all]
     batches = tqdm(Layout(rows=args.batch_size).in_blocks(samples, BLOCK, 0), f"{subject.name}: loss", disable=None)
-    loss, count = summed_loss(model, batches, model.embed.weight.device)
+    loss, count = summed_loss(model, batches, model.device)
     mean = float(loss) / float(count)
     subject.scores |= {"examples": len(samples), "loss": mean, "perplexity": math.exp(min(mean, 700))}
     named = [(name, sample) for (name, _), sample in zip(of_all, samples, strict=True) if sample.answer]

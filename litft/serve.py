@@ -32,6 +32,7 @@ except ModuleNotFoundError as error:
     raise ValueError(f"serving needs the package {error.name}; pip install 'litft[serve]'") from None
 
 from litft.args import ServeArgs
+from litft.args.processes import local_rank
 from litft.blockwise import in_short
 from litft.decode import BrokenModel
 from litft.engine import Engine, Overloaded, Stopping
@@ -57,7 +58,7 @@ HEADERS = {
 def serve(args: ServeArgs) -> None:
     """Answer until SIGTERM or Ctrl-C; then finish what has begun."""
     # of several processes the first one listens; the others stay in `_open`
-    first = os.environ.get("LOCAL_RANK", "0") == "0"
+    first = local_rank() == "0"
     with _listening(args.host, args.port) if first else nullcontext() as listener:
         engine = _engine(args, _open(args))
         settings = uvicorn.Config(Endpoint(engine, args).app(), server_header=False, lifespan="off", log_config=_logs())
@@ -82,7 +83,7 @@ def _engine(args: ServeArgs, models: dict[str, Opened]) -> Engine:
         raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context is {context}; lower it")
     engine = Engine(models, args.batch_size, args.max_seq_length or min(CAPACITY, context), args.max_waiting)
     remedy = f"lower --batch_size {engine.rows} or --max_seq_length {engine.capacity}"
-    if (asked := engine.memory * len(models)) > memory_there(model.embed.weight.device):
+    if (asked := engine.memory * len(models)) > memory_there(model.device):
         raise ValueError(f"{asked / 2**30:,.0f} GiB for the texts are more than there are; {remedy}")
     engine.start()
     try:

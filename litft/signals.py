@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from litft.args.processes import local_rank
+
 NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what a cluster's scheduler warns with
 
 
@@ -50,9 +52,7 @@ class Signals:
     def _note(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.caught == signal.SIGINT:
             raise KeyboardInterrupt
-        if (
-            self.promise and not self.caught and os.environ.get("LOCAL_RANK", "0") == "0"
-        ):  # of several processes the first one speaks
+        if self.promise and not self.caught and local_rank() == "0":  # of several processes the first one speaks
             # print is not safe here: the signal may have come in the middle of one
             os.write(2, f"\n{signal.Signals(number).name}: {self.promise}\n".encode())
         self.caught = int(number)

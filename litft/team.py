@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from litft.args.processes import counted, started_by
+from litft.args.processes import counted, local_rank, started_by
 from litft.cli import fail
 from litft.config import Config
 from litft.decode import Decoder
@@ -45,7 +45,7 @@ class Team:
     """The processes; ValueError where there cannot be so many."""
 
     def __init__(self, devices: int, accelerator: str, config: Config) -> None:
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        if local_rank() == "0":
             os.environ[LEADER] = str(os.getpid())
         elif LEADER in os.environ:
             _end_with(int(os.environ[LEADER]))

@@ -125,7 +125,7 @@ def in_step(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
         yield
     finally:
         hook.remove()
-    token = torch.zeros(1, 1, dtype=torch.int64, device=model.embed.weight.device)
+    token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
     while any(hosts.most(0.0)):
         model(token)
 
@@ -133,6 +133,9 @@ def in_step(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
 def lost(error: BaseException, timeout: str) -> str | None:
     """What a library's error says of the other processes, in words; None: nothing."""
     text = str(error)
+    of_them = (distributed.DistBackendError, distributed.DistNetworkError, distributed.DistStoreError)
+    if not isinstance(error, of_them) and not any(name in text.lower() for name in ("gloo", "nccl", "process group")):
+        return None  # such as "the launch timed out", which is a GPU's
     if "onnection" in text:  # gloo's word for a process that is gone
         return "another process of the run has ended"
     silent = "imed out" in text or "imeout" in text

@@ -5,6 +5,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -423,7 +424,7 @@ class Training(Run):
         while True:
             reason = None
             try:
-                self._probe(model)
+                self._probe(model, optimizer)
             except Exception as error:  # compilers raise many kinds
                 if not is_out_of_memory(error) and not is_compiled(self.model):
                     raise
@@ -437,8 +438,9 @@ class Training(Run):
                 return
             self._halve(reason or "in another process")
 
-    def _probe(self, model: nn.Module) -> None:
+    def _probe(self, model: nn.Module, optimizer: Optimizer) -> None:
         """One micro-batch, and where a step has several another beside its gradients."""
+        in_backward = self.args.train.optimizer_in_backward
         rows = [[self.data.train[number] for number in row] for row in self.preview.heaviest]
         batch = self.preview.layout.collated(rows).to(self.fabric.device)
         held, passes = 0, 1
@@ -448,7 +450,10 @@ class Training(Run):
             passes += self.preview.shape().accumulated
         state = torch.empty(held, dtype=torch.uint8, device=self.fabric.device)
         model.train()
-        with synced(self.fabric, model, last=self.mesh is not None):
+        with (
+            synced(self.fabric, model, last=self.mesh is not None),
+            optimizer.optimizer.forgetting() if in_backward else nullcontext(),
+        ):
             for _ in range(passes):
                 self.fabric.backward(model(batch.tokens, **batch.inputs())[0])
         del state

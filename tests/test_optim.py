@@ -1,5 +1,8 @@
 """The optimizer: no update of a bf16 weight is lost, rates by kind of parameter, decay of matrices."""
 
+import json
+from dataclasses import replace
+
 import pytest
 import torch
 import transformers
@@ -8,11 +11,14 @@ from lightning_fabric import Fabric
 from parity import ROWS, draw
 from safetensors.torch import load_file
 
+import litft
 from litft import checkpoint
-from litft.args import AdapterV2Args, DataArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
+from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
 from litft.folder import resolve
+from litft.model import Normalize
 from litft.optim import OPTIMIZERS, Rounded, Together, averaged, is_hidden, make_optimizer, set_rate, stochastically_rounded
 from litft.peft import AdapterV2, Full, LoRA
+from litft.train import Training, prepared
 
 TOKENS = draw(2, 17, seed=4)
 PROGRESS = {"identity": {}, "samples": 0, "elapsed": 0.0}
@@ -120,6 +126,20 @@ def test_vectors_of_stacked_experts_do_not_decay(make_model):
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
     decayed = {id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]}
     assert {name.rpartition(".")[2] for name, p in parameters.items() if id(p) in decayed} == {"adaption_prompt"}
+
+
+@pytest.mark.parametrize("family, variation", [("cohere", "q/k norms, biases"), ("stablelm", "q/k norms, biases")])
+def test_what_norms_multiply_by_is_no_matrix(make_model, family, variation):
+    """Though it has two dimensions, of heads with a norm each: it does not decay, and is not Muon's."""
+    kind, variations = ROWS[family]
+    model, method, parameters = trainable(make_model(getattr(transformers, kind), **variations[variation])[1])
+    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Normalize)}
+    norms &= parameters.keys()
+    assert any(parameters[name].dim() == 2 for name in norms)
+    optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
+    decayed = {id(p) for group in optimizer.param_groups for p in group["params"] if group["weight_decay"]}
+    assert {name for name, p in parameters.items() if id(p) not in decayed and not name.endswith("bias")} == norms
+    assert not any(is_hidden(name, parameters[name]) for name in norms)
 
 
 def trainable(folder, precision="fp32"):
@@ -345,4 +365,51 @@ def test_what_cannot_be_stepped_in_the_backward_pass(tiny, examples, tmp_path):
         "--train.max_steps", "1", "--train.max_grad_norm", "0", "--train.optimizer_in_backward", "--data.packing", "false",
         cwd=tmp_path, code=2,
     )  # fmt: skip
-    assert "steps of 16 examples are several micro-batches" in done.stderr
+    assert "the 16 examples of step 1 are several micro-batches" in done.stderr
+
+
+def in_backward(tiny, path, **train):
+    """Arguments of a run that steps each weight in the backward pass."""
+    settings = dict(optimizer_in_backward=True, max_grad_norm=0.0, micro_batch_size=1, global_batch_size=4)
+    return FullFinetuneArgs(
+        checkpoint_dir=str(tiny),
+        data=DataArgs(path=[str(path)], val_fraction=0.0),
+        train=TrainArgs(**settings | train),
+        eval=EvalArgs(max_new_tokens=0),
+    )
+
+
+def test_no_step_of_the_run_may_be_several_micro_batches(tiny, tmp_path):
+    """Of 60 steps one has long examples: its weights would be stepped twice."""
+    records = [{"text": "once upon a time " * 90 if n == 7 else f"{n}"} for n in range(240)]
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(records))
+    args = next(args for seed in range(99) if step_of_the_longest(args := replace(in_backward(tiny, path), seed=seed)) > 30)
+    step = step_of_the_longest(args)
+    with pytest.raises(ValueError, match=f"the 4 examples of step {step + 1} are several micro-batches"):
+        prepared(args)
+    prepared(replace(args, train=replace(args.train, max_steps=step)))
+
+
+def step_of_the_longest(args):
+    """In which step the longest example is."""
+    plain = replace(args, train=replace(args.train, optimizer_in_backward=False))
+    preview = prepared(plain)[1]
+    number = int(preview.data.train.lengths.argmax())
+    return next(step for step in range(preview.steps) if number in preview.of_step(step))
+
+
+def test_the_largest_micro_batch_is_tried_without_gradients_that_stay(tiny, examples, tmp_path, monkeypatch):
+    """As in a step: a model that fits only because of that would be refused else. Nothing is stepped."""
+    seen, probe = [], Training._probe
+
+    def watched(self, model, optimizer):
+        before = [parameter.detach().clone() for parameter in self.trained.values()]
+        probe(self, model, optimizer)
+        seen.append(all(parameter.grad is None for parameter in self.trained.values()))
+        assert all(torch.equal(a, b) for a, b in zip(before, self.trained.values(), strict=True))
+
+    monkeypatch.setattr(Training, "_probe", watched)
+    args = in_backward(tiny, examples, micro_batch_size=16, max_steps=1)
+    litft.finetune(replace(args, out_dir=str(tmp_path / "run")))
+    assert seen == [True]

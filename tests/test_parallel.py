@@ -25,9 +25,11 @@ from litft.args.processes import as_started
 from litft.data.load import load_data
 from litft.folder import resolve
 from litft.job import Job
+from litft.parallel import cgroup_limit, memory_there
 from litft.plan import predict
 from litft.preview import Preview, on_paper
 from litft.sharding import part, placement
+from litft.together import lost
 from litft.traffic import Cluster, traffic
 
 FAST = {"ddp": ["lora nf4"], "fsdp": ["full none", "lora nf4"]}
@@ -394,6 +396,44 @@ def test_processes_that_were_started_are_counted(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(ValueError, match="not by torchrun or srun"):
         as_started(LoRAFinetuneArgs())
+
+
+@pytest.mark.parametrize("number, says", [("0", True), ("1", False)])
+def test_of_processes_that_srun_has_started_the_first_speaks(tmp_path, number, says):
+    """srun names the others by variables of its own."""
+    env = {"SLURM_NTASKS": "2", "SLURM_NNODES": "1", "SLURM_LOCALID": number, "SLURM_PROCID": number}
+    done = script("finetune/lora.py", "--seed", "x", cwd=tmp_path, env=env, code=2)
+    assert ("error: " in done.stderr) is says
+
+
+def test_another_process_is_lost_only_where_a_librarys_error_is_about_it():
+    """A GPU's kernels have timeouts, too."""
+    there = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
+    silent = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"
+    watched = "NCCL: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 5000 milliseconds"
+    assert lost(RuntimeError(there), "5s") == "another process of the run has ended"
+    assert all("has not answered for 5s" in lost(RuntimeError(text), "5s") for text in (silent, watched))
+    assert "not answered" in lost(torch.distributed.DistBackendError("wait timeout after 5000ms"), "5s")
+    for text in ("CUDA error: the launch timed out and was terminated", "unexpected connection of operators"):
+        assert lost(RuntimeError(text), "5s") is None
+
+
+def test_a_containers_memory_is_what_it_may_use(tmp_path):
+    """The least of all groups that the process is in, of either version."""
+
+    def limit(lines):
+        (tmp_path / "cgroup").write_text(lines)
+        return cgroup_limit(tmp_path / "cgroup", tmp_path / "mounted")
+
+    none = limit("0::/a/b\n")
+    assert none > 2**60
+    for path, text in (("a/b/memory.max", "max"), ("a/memory.max", "5000000"), ("memory/c/memory.limit_in_bytes", "3000")):
+        (tmp_path / "mounted" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "mounted" / path).write_text(f"{text}\n")
+    assert limit("0::/a/b\n") == 5_000_000
+    assert limit("4:cpu:/c\n12:memory,pids:/c\n") == 3000
+    assert limit("4:cpu:/c\n") == none
+    assert memory_there(torch.device("cpu")) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # ---- failures

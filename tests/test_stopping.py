@@ -425,6 +425,8 @@ def test_a_signal_in_a_validation_saves_at_once(args, tmp_path, monkeypatch, ste
     assert weights(run) == weights(whole) and losses(run) == losses(whole)
     found, expected = ({r["step"]: r["val_loss"] for r in rows_of(path) if "val_loss" in r} for path in (run, whole))
     assert found == expected
+    steps = [(row["step"], row["epoch"], row["samples"]) for row in rows_of(run)]
+    assert steps == [(row["step"], row["epoch"], row["samples"]) for row in rows_of(whole)]
     assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
 
 

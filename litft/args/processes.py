@@ -16,7 +16,7 @@ def started_by() -> tuple[str, int, int] | None:
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
         return "torchrun", *_per_node("torchrun", _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE"))
-    if env.get("SLURM_JOB_NAME") not in ("bash", "interactive") and env.get("SLURM_NTASKS", "1") != "1":
+    if _by_srun():
         everywhere = _number("SLURM_NTASKS")
         nodes = _number("SLURM_NNODES") if "SLURM_NNODES" in env else 1
         return "srun", *_per_node("srun", everywhere, everywhere // nodes)
@@ -24,6 +24,23 @@ def started_by() -> tuple[str, int, int] | None:
         reason = f"RANK {env['RANK']} and WORLD_SIZE {env['WORLD_SIZE']} are set, and not by torchrun or srun"
         raise ValueError(f"{reason}; start the processes with torchrun, or unset both")
     return None
+
+
+def _by_srun() -> bool:
+    """Whether srun has started this process among others, as torchrun has not."""
+    env = os.environ
+    others = env.get("SLURM_NTASKS", "1") != "1" and env.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    return others and "TORCHELASTIC_RUN_ID" not in env
+
+
+def local_rank() -> str:
+    """This process's number on its node, of which the first speaks for the others; 0 where it is alone."""
+    return os.environ.get("LOCAL_RANK") or (os.environ.get("SLURM_LOCALID", "0") if _by_srun() else "0")
+
+
+def global_rank() -> str:
+    """This process's number among all; 0 where it is alone."""
+    return os.environ.get("RANK") or (os.environ.get("SLURM_PROCID", "0") if _by_srun() else "0")
 
 
 def counted(devices: int, nodes: int) -> tuple[int, int]:
@@ -35,6 +52,11 @@ def counted(devices: int, nodes: int) -> tuple[int, int]:
         asked, started = f"--devices {devices} --num_nodes {nodes}", f"{there[0]} processes on {there[1]} nodes"
         raise ValueError(f"{asked}: {who} has started {started}; leave the flags out, or start as many")
     return there[0], there[1]
+
+
+def cores() -> int:
+    """The CPU's cores that this process may use; macOS does not say, and means all of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _per_node(who: str, everywhere: int, local: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
+from litft.args.processes import cores
 from litft.data.files import Records
 from litft.data.locate import File, HubSplit
 from litft.data.samples import Encoded, Encoder
@@ -135,7 +136,7 @@ def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded
     """What becomes of each record, in order; many records are shared out among processes."""
     chunks = iter(lambda: list(islice(records, CHUNK)), [])
     first = list(islice(chunks, 9))
-    workers = min(len(os.sched_getaffinity(0)), PROCESSES)
+    workers = min(cores(), PROCESSES)
     if len(first) < 9 or workers == 1:
         yield from (encoder(where, record) for chunk in chain(first, chunks) for where, record in chunk)
     else:

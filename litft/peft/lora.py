@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685) and its kin: rsLoRA, DoRA, LoRA+, PiSSA, OLoRA; on Linears, embeddings and experts."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ from litft.peft.method import Base, Method, Values, matching, means, siblings
 from litft.peft.parts import Part, train_parameters
 from litft.peft.tokens import ROWS
 from litft.quantize import KINDS, dense, is_quantizable, rounded
-from litft.rules import Rule, rule_of, their_name
+from litft.rules import Rule, rule_of, their_module
 
 # E experts, R rank
 
@@ -84,6 +84,13 @@ class LoRALinear(Part):
     def matrix(self) -> Tensor:
         """The base's weight as (out, in)."""
         return dense(self)
+
+    def _apply(self, fn: Callable, recurse: bool = True) -> "LoRALinear":
+        """DoRA's lengths of the frozen rows go where these go; in fp32."""
+        super()._apply(fn, recurse)
+        if getattr(self, "squares", None) is not None:
+            self.squares = self.squares.to(self.weight.device)
+        return self
 
     def remove(self) -> None:
         """Undo `add_factors`."""
@@ -409,5 +416,5 @@ def _their_modules(model: GPT, rules: list[Rule]) -> dict[str, str]:
     found = {}
     for name, _ in model.named_parameters():
         rule, numbers = rule_of(rules, name)
-        found.setdefault(name.rpartition(".")[0], their_name(rule, numbers).rpartition(".")[0])
+        found.setdefault(name.rpartition(".")[0], their_module(rule, numbers))
     return found
