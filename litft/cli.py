@@ -24,6 +24,7 @@ from litft import args as flags
 from litft import runs
 from litft.args.processes import global_rank, local_rank
 
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's C++ frames are no message; read when torch is imported
 DEMO = Path(__file__).parent / "demo"
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -252,6 +253,8 @@ def load(
     if quantize not in (None, "none", *KINDS):
         raise ValueError(f"quantize {quantize!r} is not known; use {', '.join(KINDS)}")
     source = resolve(folder, base_dir)
+    if warning := source.another_quantization(source.quantization(quantize)):
+        warnings.warn(warning.removeprefix("warning: "), stacklevel=2)
     return source.model(precision, device, quantize), source.tokenizer()
 
 

@@ -26,11 +26,14 @@ def check_logger(name: str) -> None:
         raise ValueError(f"--logger {name}: {error}; pip install 'litft[{name}]'") from None
 
 
-def make_logger(name: str, folder: Path, flags: dict[str, Any], begun: int, logged_as: list[str] | None) -> Any:
+def make_logger(
+    name: str, folder: Path, flags: dict[str, Any], begun: int, logged_as: list[str] | None, project: str | None = None
+) -> Any:
     """A logger of the run in `folder` that has got the run's flags; None for csv.
 
-    logged_as: who logged this run until now, and what they called it, to go on with after `begun` steps. ValueError where
-    a server cannot be had.
+    project: what the run is listed under; else the packages' own variables say it, and its name: WANDB_PROJECT,
+    WANDB_ENTITY, WANDB_NAME, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME. logged_as: who logged this run until now, and what
+    they called it, to go on with after `begun` steps. ValueError where a server cannot be had.
     """
     if name == "csv":
         return None
@@ -39,8 +42,10 @@ def make_logger(name: str, folder: Path, flags: dict[str, Any], begun: int, logg
     home, cls, _ = LOGGERS[name]
     settings = {
         "tensorboard": dict(root_dir=folder, name="", version="tensorboard", purge_step=begun + 1 if begun else None),
-        "wandb": dict(name=folder.name, save_dir=folder, project="litft", id=version),
-        "mlflow": dict(run_name=folder.name, experiment_name="litft", run_id=version, tracking_uri=_mlflow_uri()),
+        "wandb": dict(name=_given("WANDB_NAME", folder.name), save_dir=folder, id=version)
+        | dict(project=project or _given("WANDB_PROJECT", "litft"), entity=os.environ.get("WANDB_ENTITY")),
+        "mlflow": dict(run_name=_given("MLFLOW_RUN_NAME", folder.name), run_id=version, tracking_uri=_mlflow_uri())
+        | dict(experiment_name=project or _given("MLFLOW_EXPERIMENT_NAME", "litft")),
     }[name]
     try:
         logger = getattr(import_module(home), cls)(**settings)
@@ -59,6 +64,11 @@ def finish(logger: Any, status: str, say: Callable[[str], None]) -> None:
             end()
     except Exception as error:
         say(f"warning: the logger was not told of the end ({error})")
+
+
+def _given(variable: str, usual: str) -> str:
+    """What the environment says, or else what we do."""
+    return os.environ.get(variable) or usual
 
 
 def _mlflow_uri() -> str:

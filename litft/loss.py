@@ -28,7 +28,7 @@ def summed_cross_entropy(
     target's probability is spread over the whole vocabulary (label smoothing, arXiv 1512.00567, section 7). kept: (N,),
     where the targets are among the flattened positions; without it a GPU has to be waited for to know. Returns the
     *sum* over target tokens (fp32 scalar) and their count (int64 scalar): means over micro-batches, packs and ranks are
-    wrong unless they divide by the global count (design.md 4.1). Positions without a target are dropped before the head; a
+    wrong unless they divide by the global count. Positions without a target are dropped before the head; a
     frozen head gets no gradient buffer. The unchunked form stands in the tests.
     """
     count = (targets != IGNORED).sum()

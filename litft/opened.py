@@ -15,6 +15,7 @@ from tqdm import tqdm
 from litft import runs
 from litft.args import GuessArgs, ModelArgs, Sampling
 from litft.args.processes import started_by
+from litft.args.sampling import USUAL
 from litft.config import read_object
 from litft.decode import Decoder
 from litft.folder import Source, networks, resolve
@@ -194,7 +195,9 @@ def _stored(source: Source) -> dict[str, Any]:
     if stored.get("do_sample") is False:
         found["temperature"] = 0.0
     elif stored.get("do_sample"):  # what it leaves out is transformers' own then
-        found = {"temperature": 1.0, "top_k": 50} | found
+        found = {"top_k": 50} | found
+    elif not found.keys() & {"temperature", "top_k", "top_p", "min_p"}:
+        found |= USUAL
     found["top_k"] = found.get("top_k") or None  # 0: all
     sampled = {item.name: found[item.name] for item in fields(Sampling) if item.name in found}
     if problems := Sampling(**sampled).problems():

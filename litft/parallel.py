@@ -10,7 +10,9 @@ import os
 import platform
 import re
 import resource
+import sys
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from litft.args import FinetuneArgs, PlanArgs, seconds
-from litft.args.processes import started_by
+from litft.args.processes import cores, global_rank, started_by
 
 if TYPE_CHECKING:  # its import takes a second, which those who only generate or convert need not wait for
     from lightning_fabric import Fabric
@@ -27,6 +29,7 @@ if TYPE_CHECKING:  # its import takes a second, which those who only generate or
 # Multiplications of a decoding step up to which one thread is as fast as two. Two threads wait for each other after every
 # operation, and stall when another program takes one of their cores: tutorials/inference.md has the measurements.
 ONE_THREAD = 64e6
+MOST_OF_A_CORE = 4  # processes
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
@@ -75,8 +78,15 @@ def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabri
     return Fabric(accelerator=accelerator, strategy=strategy, plugins=environment, devices=devices, num_nodes=nodes)
 
 
+@cache
 def check_there(accelerator: str, devices: int) -> None:
-    """ValueError where the machine does not have so many GPUs."""
+    """ValueError where the machine does not have so many GPUs, or far fewer cores; a warning where it has fewer."""
+    if accelerator == "cpu" and devices > 1 and global_rank() == "0":
+        reason = f"--devices {devices}: on a CPU each is a process, and there are {cores()} cores"
+        if devices > MOST_OF_A_CORE * cores():
+            raise ValueError(f"{reason}; give at most {MOST_OF_A_CORE * cores()}")
+        if devices > cores():
+            print(f"warning: {reason}; they will wait for each other", file=sys.stderr)
     if accelerator == "cuda" and devices > torch.cuda.device_count():
         raise ValueError(f"--devices {devices}: this machine has {torch.cuda.device_count()} GPUs")
 

@@ -121,7 +121,7 @@ class Preview:
         args, self.device, self.reason = job.args, device, "as asked for"
         self.there = memory_there(device, args.devices)
         for strategy in self._strategies():
-            width = shards(args, strategy)
+            self.width = width = shards(args, strategy)
             self.strategy, self.precision = strategy, job.precision(device, width)
             found, smallest = self._fastest(job, device, width)
             if args.strategy == "auto" and strategy == "ddp":
@@ -205,11 +205,6 @@ class Preview:
             f"{_count(self.layout.ranks, 'device')}"
         )
         yield self.packing_line()
-        if data.limit > data.context and data.train.lengths.max() > data.context:
-            reason = (
-                f"the longest example has {data.train.lengths.max():,} tokens, and the model was made for {data.context:,}"
-            )
-            yield f"warning: {reason}; lower --data.max_seq_length"
         if not len(data.val):
             yield "nothing is held out for validation; --data.val_fraction or --data.val_path changes that"
         if self.unknown:

@@ -109,7 +109,9 @@ class Run:
         self.place_best(self.begun)
         for path in self.folder.glob("best-*.partial"):
             shutil.rmtree(path)
-        self.logger = make_logger(self.args.logger, self.folder, stored, self.begun, self.logged_as)
+        self.logger = make_logger(
+            self.args.logger, self.folder, stored, self.begun, self.logged_as, self.args.logger_project
+        )
         if self.logger:
             self.metrics.sinks.append(row_sink(self.logger, self.say))
 

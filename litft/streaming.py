@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from litft.args.sampling import USUAL
 from litft.decode import NOT_A_NUMBER, BrokenModel, Decoder, check_prompt
 from litft.model import GPT
 from litft.prompts import Message
@@ -348,7 +349,7 @@ def stream(
     stop: texts that end the answer. ValueError for settings that cannot be, and a prompt that is empty, longer than the
     context or outside the vocabulary.
     """
-    settings = Sampling(**sampling)
+    settings = Sampling(**USUAL | sampling)
     if problems := settings.problems():
         raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))
     ids = prompt_ids(tokenizer, prompt)

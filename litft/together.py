@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 from torch import distributed, nn
 
 from litft.args import seconds
+from litft.args.processes import local_rank, started_by
 from litft.runs import Alone
 from litft.sharding import is_sharded
 
@@ -25,6 +27,8 @@ def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not distributed.is_initialized():
             _meet_anew(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), seconds(timeout))
+        if fabric.world_size > 1 and started_by() is None and local_rank() == "0":
+            print(f"starting {fabric.world_size} processes", file=sys.stderr, flush=True)
         fabric.launch()
         return HostGroup(fabric.world_size, timeout)
     except (distributed.DistStoreError, distributed.DistNetworkError) as error:

@@ -32,9 +32,10 @@ from litft.job import Job
 from litft.loggers import check_logger, finish
 from litft.metrics import Row
 from litft.optim import averaged, make_optimizer, set_rate, state_bytes
-from litft.parallel import is_out_of_memory, make_fabric, pick_accelerator
+from litft.parallel import check_there, is_out_of_memory, make_fabric, pick_accelerator
 from litft.preview import Preview, dry_run, duration
 from litft.quantize import bitsandbytes
+from litft.remedies import remedies
 from litft.run import Run
 from litft.sharding import gathered, local
 from litft.signals import Signals
@@ -103,6 +104,7 @@ def prepared(args: FinetuneArgs) -> tuple[Job, Preview]:
     if job.quantize != "none":
         bitsandbytes()  # where it is missing, that is said before the data is read
     device, offload = torch.device(pick_accelerator(args.accelerator)), args.train.cpu_offload
+    check_there(device.type, args.devices)
     if offload != "none" and device.type == "cpu":
         raise ValueError(f"--train.cpu_offload {offload}: without a GPU all is in the host's memory; leave it out")
     one, full = args.devices * args.num_nodes == 1, job.method.name == "full"
@@ -365,7 +367,7 @@ class Training(Run):
         """Say which samples a step would have learned from; ValueError where that happens again and again."""
         self.left_out += 1
         if self.left_out >= MOST_LEFT_OUT:
-            raise ValueError(f"step {step + 1}: {MOST_LEFT_OUT} steps in a row are not finite; lower --train.learning_rate")
+            raise ValueError(f"step {step + 1}: {MOST_LEFT_OUT} steps in a row are not finite; {self._slower()}")
         examples = ", ".join(map(str, self.preview.of_step(step)))
         self.say(f"step {step + 1} is left out: its loss or gradient is not finite; its training examples: {examples}")
 
@@ -413,8 +415,14 @@ class Training(Run):
         if row["loss"] > EXPLODED * max(math.log(self.source.config.vocab_size), first):
             raise ValueError(self._not_finite(step, "loss", row["loss"], f" and was {first:.3g}"))
 
+    def _slower(self) -> str:
+        """What to do where a run has diverged, which --resume would repeat."""
+        kept = self.folder / "best"
+        onward = f", from {kept} as its --checkpoint_dir" if kept.is_dir() else ""
+        return f"begin another run{onward} with a lower --train.learning_rate (now {self.args.train.learning_rate:g})"
+
     def _not_finite(self, step: int, name: str, value: float, more: str = "") -> str:
-        remedy = "lower --train.learning_rate" if step else "look for NaN or infinity in its weights and config.json"
+        remedy = self._slower() if step else "look for NaN or infinity in its weights and config.json"
         examples = ", ".join(map(str, self.preview.of_step(step - 1))) if step and "validation" not in name else ""
         whose = f"; the step's training examples: {examples} (--train.skip_nan leaves such steps out)" if examples else ""
         return f"step {step}: the {name} is {value:.4g}{more}, so nothing more can be learned; {remedy}{whose}"
@@ -473,11 +481,9 @@ class Training(Run):
     def _too_large(self, reason: str) -> str:
         number, tokens = self.preview.longest()
         what = f"micro-batches of up to {self.preview.shape()} do not fit into {self.fabric.device}'s memory"
-        remedies = ["lower --data.max_seq_length", "lower --train.micro_batch_size"]
-        remedies += [] if self.method.whole or self.job.quantize != "none" else ["choose --quantize nf4"]
-        remedies += [] if self.args.train.oom_retry else ["add --train.oom_retry"]
         longest = f"the longest row has training example {number} with its {tokens:,} tokens"
-        return f"{what} ({reason.split('. ')[0][:200]}); {longest}; {', or '.join(remedies)}"
+        less = ", or ".join(remedies(self.job, self.preview)) or "choose a smaller model"
+        return f"{what} ({reason.split('. ')[0][:200]}); {longest}; {less}"
 
 
 def _one_line(text: str, width: int = 100) -> str:

@@ -12,6 +12,7 @@ import pytest
 import yaml
 from conftest import ROOT, script
 
+import litft
 from litft import args as flags
 from litft.cli import COMMANDS, _flags, parse, run
 
@@ -149,6 +150,24 @@ def test_all_mistakes_at_once(words, messages, capsys):
     assert ended.value.code == 2
     said = capsys.readouterr().err
     assert all(message in said for message in messages), said
+
+
+@pytest.mark.parametrize(
+    "values, said",
+    [
+        (dict(data=flags.DataArgs(path="mine.json")), "--data.path 'mine.json': expected list[str], found str; give a list"),
+        (dict(train=flags.TrainArgs(learning_rate="1e-4")), "--train.learning_rate '1e-4': expected float, found str"),
+        (dict(precision="fp8"), "--precision 'fp8': expected one of auto, bf16, fp32, found str"),
+        (dict(devices=True), "--devices True: expected int, found bool"),
+        (dict(train={"max_steps": 3}), "--train {'max_steps': 3}: expected TrainArgs, found dict"),
+    ],
+)
+def test_values_given_from_python_are_checked_as_flags_are(values, said):
+    with pytest.raises(ValueError) as found:
+        litft.finetune(flags.LoRAFinetuneArgs(checkpoint_dir="model", **values))
+    assert str(found.value).startswith(said)
+    for cls in (flags.LoRAFinetuneArgs, flags.AdapterFinetuneArgs, flags.AdapterV2FinetuneArgs, flags.FullFinetuneArgs):
+        assert not cls().problems()
 
 
 def test_text_is_taken_as_it_stands():

@@ -219,6 +219,22 @@ def test_splits(tmp_path, tiny):
     assert (len(data.train), len(data.val)) == (12, 8)
 
 
+@pytest.mark.parametrize("name, text", [("a.txt", "once upon a time there was a girl " * 90), ("a.json", None)])
+def test_examples_longer_than_the_models_context_are_refused(tmp_path, tiny, name, text):
+    """Rows of packed examples may be longer; no example in them is."""
+    tokenizer = Tokenizer(tiny)
+    if text:
+        (tmp_path / name).write_text(text)
+    else:
+        write(tmp_path / name, [{"instruction": "Count.", "output": "one two three " * n} for n in (1, 2, 70)])
+    with pytest.raises(
+        ValueError, match=r"max_seq_length 4000: the longest example has .* was made for 256; give 256"
+    ):
+        load(tmp_path / name, tokenizer, max_seq_length=4000)
+    write(tmp_path / "short.json", [{"instruction": "Count.", "output": "one two " * n} for n in (1, 2, 3)])
+    assert load(tmp_path / "short.json", tokenizer, max_seq_length=4000).limit == 4000
+
+
 def numbers(samples, tokenizer):
     """The records that samples are of, each of which says its number first."""
     return {int(re.search(r"No (\d+)", tokenizer.decode(sample.tokens.tolist()))[1]) for sample in samples}

@@ -162,6 +162,13 @@ def windowed(make_model):
     return litft.load(make_model(MistralConfig, vocab_size=64, sliding_window=8, max_position_embeddings=200)[1])[0]
 
 
+def test_the_cache_lies_where_the_network_computes(windowed):
+    """Its weights may wait in the host's memory meanwhile."""
+    windowed.computes_on = torch.device("meta")
+    cache = Decoder(windowed, 1, 20).cache
+    assert all(layer.keys.is_meta for layer in cache.layers)
+
+
 @torch.no_grad()
 def plainly(model, ids, count):
     """Greedy tokens without any cache."""

@@ -7,7 +7,7 @@ import pytest
 from conftest import script
 
 import litft
-from litft.args import GenerateArgs, Sampling
+from litft.args import GenerateArgs, ModelArgs, Sampling
 from litft.opened import open_model
 
 
@@ -88,6 +88,25 @@ def test_samples_share_one_reading_of_the_prompt(folder, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n")
     generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", *flags, greedy=False)
     assert lines(tmp_path / "out.jsonl")[0]["completions"] == done.stdout.split("\n")[:3]
+
+
+@pytest.mark.parametrize(
+    "stored, expected",
+    [
+        ({}, Sampling(0.7, top_p=0.9)),
+        ({"max_new_tokens": 9}, Sampling(0.7, top_p=0.9)),
+        ({"do_sample": True}, Sampling(1.0, top_k=50)),
+        ({"do_sample": False}, Sampling(0.0)),
+        ({"temperature": 0.6}, Sampling(0.6)),
+        ({"top_p": 0.5}, Sampling(1.0, top_p=0.5)),
+    ],
+    ids=str,
+)
+def test_what_nobody_says_of_sampling_is_as_chat_programs_have_it(tiny, tmp_path, stored, expected):
+    """And where the folder says something, what it leaves out is transformers'."""
+    own = shutil.copytree(tiny, tmp_path / "model")
+    (own / "generation_config.json").write_text(json.dumps(stored))
+    assert open_model(ModelArgs(checkpoint_dir=str(own))).sampling == expected
 
 
 @pytest.mark.slow

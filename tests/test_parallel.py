@@ -21,16 +21,17 @@ from strategies import free_port, losses, torchrun_env
 import litft.preview
 from litft import checkpoint
 from litft.args import DataArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, TrainArgs
-from litft.args.processes import as_started
+from litft.args.processes import as_started, cores
 from litft.data.load import load_data
 from litft.folder import resolve
 from litft.job import Job
-from litft.parallel import cgroup_limit, memory_there
+from litft.parallel import cgroup_limit, check_there, memory_there
 from litft.plan import predict
 from litft.preview import Preview, on_paper
 from litft.sharding import part, placement
 from litft.together import lost
 from litft.traffic import Cluster, traffic
+from litft.train import prepared
 
 FAST = {"ddp": ["lora nf4"], "fsdp": ["full none", "lora nf4"]}
 REST = {  # with FAST and OTHERS, every pair of method, base and strategy that there is
@@ -416,6 +417,16 @@ def test_another_process_is_lost_only_where_a_librarys_error_is_about_it():
     assert "not answered" in lost(torch.distributed.DistBackendError("wait timeout after 5000ms"), "5s")
     for text in ("CUDA error: the launch timed out and was terminated", "unexpected connection of operators"):
         assert lost(RuntimeError(text), "5s") is None
+
+
+def test_more_processes_than_cores_are_told_at_once(tiny, examples, tmp_path, capsys):
+    count = cores()
+    with pytest.raises(ValueError, match=f"--devices {4 * count + 1}: .* there are {count} cores; give at most {4 * count}"):
+        prepared(LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=["nowhere"]), devices=4 * count + 1))
+    check_there("cpu", count + 1)
+    assert f"there are {count} cores; they will wait for each other" in capsys.readouterr().err
+    check_there("cpu", count)
+    assert not capsys.readouterr().err
 
 
 def test_a_containers_memory_is_what_it_may_use(tmp_path):

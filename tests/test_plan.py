@@ -9,7 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from conftest import ENV, script
+from parity import ROWS, TINY
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
 from torch.utils.hooks import RemovableHandle
@@ -23,6 +25,7 @@ from litft.args import (
     FullFinetuneArgs,
     LoRAArgs,
     LoRAFinetuneArgs,
+    PlanArgs,
     TrainArgs,
 )
 from litft.blockwise import recompute
@@ -35,7 +38,7 @@ from litft.model import GPT
 from litft.optim import make_optimizer
 from litft.peft import LoRA, method_of
 from litft.plan import Shape, predict
-from litft.preview import Preview
+from litft.preview import Preview, on_paper
 from litft.quantize import QuantizedLinear
 
 
@@ -186,6 +189,21 @@ def test_memory_is_that_of_real_tensors(checkpoints, args, recomputed):
     expected = tracked(source, method, args, "fp32", shape, recomputed, nullcontext)
     print(f"{found / 2**20:,.1f} MiB predicted, {expected / 2**20:,.1f} tracked, {found / expected - 1:+.2%}")
     assert found == pytest.approx(expected, rel=0.03)
+
+
+METHODS = ("lora", "full", "adapter", "adapter_v2")
+ROWS_AND_METHODS = [  # each variation of each family once, each family with several methods
+    pytest.param(family, variation, METHODS[number % 4], id=f"{family}, {variation}: {METHODS[number % 4]}")
+    for number, (family, variation) in enumerate((family, v) for family, (_, rows) in ROWS.items() for v in rows)
+]
+
+
+@pytest.mark.parametrize("family, variation, method", ROWS_AND_METHODS)
+def test_every_family_has_a_plan(family, variation, method, tmp_path):
+    """From its config.json alone."""
+    kind, variations = ROWS[family]
+    getattr(transformers, kind)(**{**TINY, **variations[variation]}, dtype="float32").save_pretrained(tmp_path)
+    assert on_paper(PlanArgs(str(tmp_path), method, max_seq_length=16)).fit.plan.memory.peak > 0
 
 
 def test_gradients_that_are_forgotten_take_no_room(tiny):

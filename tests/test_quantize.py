@@ -13,11 +13,12 @@ from conftest import ENV, ROOT, script
 from parity import ROWS, draw, relative
 
 import litft
-from litft.args import ConvertArgs, LoRAFinetuneArgs
+from litft.args import ConvertArgs, LoRAArgs, LoRAFinetuneArgs
 from litft.convert import convert
 from litft.folder import resolve
 from litft.job import Job
 from litft.linear import Linear
+from litft.peft import LoRA
 from litft.quantize import KINDS, Packed, QuantizedLinear, rounded
 
 TOKENS = draw(2, 23, seed=8)
@@ -112,6 +113,21 @@ def test_what_such_a_folder_leaves_plain_stays_so(make_model, tmp_path, kind):
     assert type(model.blocks[0].attention.q_proj) is Linear
     assert isinstance(model.blocks[0].attention.k_proj, QuantizedLinear)
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["nf4-dq", "int8"])
+def test_statistics_go_where_the_bits_go(tiny, kind):
+    """Of quantized weights, and DoRA's lengths of frozen rows; in the dtypes that they have."""
+    source, method = resolve(tiny), LoRA(LoRAArgs(dora=True))
+    method.choose(source.meta_model(), source.adapter_rules)
+    model = source.base_model("fp32", quantize=kind)
+    method.attach(model)
+    before = model(TOKENS)
+    assert torch.equal(model.to(torch.device("cpu"))(TOKENS), before)
+    q = model.to("meta").blocks[0].attention.q_proj
+    state, found = q.state, [q.weight, q.squares]
+    found += [state] if kind == "int8" else [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    assert all(tensor.is_meta for tensor in found) and q.squares.dtype == torch.float32
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.slow
 
 BATCH = int(os.environ.get("LITFT_TEST_BATCH", 4))
 STEPS, VALIDATION = 6, 2 * BATCH  # validation: samples, of which four are a micro-batch
+RATE = 5e-4
 ASK = [{"role": "user", "content": "Name three primary colours."}]
 
 
@@ -30,7 +31,7 @@ def run(checkpoints, shared, tmp_path_factory):
     """out/smol of the issue's command."""
     folder = tmp_path_factory.mktemp("real")
     command = f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir out/smol "
-    command += f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} "
+    command += f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} --train.learning_rate {RATE} "
     command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH}"
     script(*command.split(), cwd=folder)
     return folder / "out" / "smol"
@@ -66,7 +67,7 @@ def train_with_peft(folder, data) -> tuple[float, float]:
     order = Order([len(data.train)], 42)
     for step in range(STEPS):
         samples = [data.train[i] for i in order.indices(step * BATCH, (step + 1) * BATCH)]
-        optimizer.param_groups[0]["lr"] = learning_rate(TrainArgs(), step, STEPS)
+        optimizer.param_groups[0]["lr"] = learning_rate(TrainArgs(learning_rate=RATE), step, STEPS)
         for start in range(0, BATCH, 4):
             (peft_loss(model, samples[start : start + 4]) / sum(sample.supervised for sample in samples)).backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)

@@ -138,7 +138,7 @@ def test_resume_writes_into_no_strangers_folder(folder, capsys):
 @pytest.mark.parametrize(
     "flags, what",
     [
-        ("--train.learning_rate 0.1", "train.learning_rate 0.0005, now 0.1"),
+        ("--train.learning_rate 0.1", "train.learning_rate 0.0002, now 0.1"),
         ("--seed 7", "seed 42, now 7"),
         ("--lora.alpha 3", "lora.alpha 16, now 3.0"),
         ("--train.global_batch_size 4", "train.global_batch_size 8, now 4"),
@@ -234,7 +234,10 @@ def test_nan_is_found_before_training(folder, capsys):
 
 def test_a_run_that_diverges_stops(folder, capsys):
     said = lora(*FRESH, *FLAGS, "--train.learning_rate", "2e9", "--out_dir", "b", capsys=capsys)
-    assert "so nothing more can be learned; lower --train.learning_rate" in said and not Path("b/final").exists()
+    assert (
+        "so nothing more can be learned; begin another run with a lower --train.learning_rate (now " in said
+        and not Path("b/final").exists()
+    )
 
 
 def test_an_unfinished_run_says_so(folder, tmp_path):

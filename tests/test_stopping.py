@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import time
@@ -327,8 +328,9 @@ def test_memory_that_does_not_suffice_is_told_with_the_longest_row(large, tmp_pa
     done = limited(large, tmp_path, "none", code=2, retry=False, at=1, more=600 << 20)
     assert "micro-batches of up to 64 x 256 tokens do not fit into cpu's memory" in done.stderr
     assert "the longest row has training example" in done.stderr and "with its 256 tokens" in done.stderr
-    assert "lower --data.max_seq_length, or lower --train.micro_batch_size, or choose --quantize nf4" in done.stderr
-    assert "add --train.oom_retry" in done.stderr
+    saving = dict(re.findall(r"(--[\w.]+ \w+) saves about ([\d.]+ [MG]iB)", done.stderr))
+    assert saving.keys() == {"--train.activation_checkpointing full", "--train.micro_batch_size 32"}
+    assert "--train.oom_retry halves micro-batches by itself" in done.stderr
 
 
 @pytest.mark.parametrize(

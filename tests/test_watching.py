@@ -11,7 +11,7 @@ from conftest import rows_of, script
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
-from litft.loggers import row_sink
+from litft.loggers import make_logger, row_sink
 from litft.report import POINTS, Report, chart, points, ticks, write_report
 
 
@@ -63,12 +63,25 @@ def test_mlflow_goes_on_with_the_same_run(args, monkeypatch):
 
 
 def test_wandb_goes_on_with_the_same_run(args, monkeypatch):
-    monkeypatch.setenv("WANDB_MODE", "offline")
+    for name, value in (("MODE", "offline"), ("PROJECT", "theirs"), ("ENTITY", "they"), ("NAME", "a-run")):
+        monkeypatch.setenv(f"WANDB_{name}", value)
     args.logger = "wandb"
     half_again(args)
+    stored = b"".join(path.read_bytes() for path in Path("run/wandb").glob("offline-run-*/*.wandb"))
+    assert b"theirs" in stored and b"they" in stored and b"a-run" in stored
     names = {path.name.rpartition("-")[2] for path in Path("run/wandb").glob("offline-run-*")}
     progress = json.loads(Path("run/checkpoints/step-000004/progress.json").read_text())
     assert ["wandb", *names] == progress["logger"]
+
+
+@pytest.mark.parametrize("given, expected", [(None, "theirs"), ("mine", "mine")])
+def test_a_flag_names_the_project_before_the_environment(tmp_path, monkeypatch, given, expected):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    logger = make_logger("mlflow", tmp_path / "run", {"a": 1}, 0, None, given)
+    assert logger.experiment.get_experiment(logger.experiment_id).name == expected
+    assert LoRAFinetuneArgs(logger_project="mine").problems()[0].startswith("--logger_project mine: add --logger wandb")
 
 
 def test_a_logger_that_fails_ends_no_run():

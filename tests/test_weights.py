@@ -214,6 +214,10 @@ BROKEN = [
     (no_config, "has no config.json"),
     (torn_config, "config.json is no valid JSON"),
     (config(model_type="mamba"), "'mamba' is not a family that litft knows; known: cohere, cohere2, ernie4_5, falcon"),
+    (
+        config(model_type="gemma9", moe_intermediate_size=None, hidden_size="x"),
+        "^config.json: model_type 'gemma9' is not a ",
+    ),
     (config(model_type=...), "lacks the field 'model_type'"),
     (config(hidden_size=...), "lacks the field 'hidden_size'"),
     (config(hidden_act="swish9"), "activation 'swish9' is not supported; known: silu"),

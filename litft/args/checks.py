@@ -4,7 +4,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
-from typing import Any
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 LARGEST_SIZE = 2**14  # of a rank or a prefix: beyond it memory would run out before a message
 LARGEST = 2**31 - 1  # of any whole number here: beyond it seeds overflow, and nothing else is meant
@@ -31,6 +33,44 @@ def impossible_numbers(args: Any) -> list[str]:
         elif name.endswith("seed") and value < 0:
             found.append(f"--{name} {value}: must not be negative")
     return found
+
+
+def wrong_types(args: Any, group: str = "") -> list[str]:
+    """Problems with values that are not of their fields' types, which Python's callers may give."""
+    found = []
+    for name, kind in get_type_hints(type(args)).items():
+        value, flag = getattr(args, name), f"{group}{name}"
+        if is_dataclass(kind):
+            wrong = not isinstance(value, kind)
+            found += wrong_types(value, f"{flag}.") if not wrong else []
+        else:
+            wrong = not _fits(value, kind)
+        if wrong:
+            remedy = f"; give a list, [{value!r}]" if get_origin(kind) is list and isinstance(value, str) else ""
+            found.append(f"--{flag} {value!r}: expected {_named(kind)}, found {type(value).__name__}{remedy}")
+    return found
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return any(value == choice and type(value) is type(choice) for choice in inner)
+    if origin in (Union, UnionType):
+        return any(_fits(value, each) for each in inner)
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, inner[0]) for item in value)
+    if kind is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, origin or kind) and not (kind is int and isinstance(value, bool))
+
+
+def _named(kind: Any) -> str:
+    """A type in words."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) in (Union, UnionType):
+        return " or ".join(map(_named, get_args(kind)))
+    return "nothing" if kind is type(None) else str(kind) if get_origin(kind) else kind.__name__
 
 
 def below(args: Any, group: str, least: int, *names: str) -> list[str]:

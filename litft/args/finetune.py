@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
 
-from litft.args.checks import below, impossible_numbers, seconds
+from litft.args.checks import below, impossible_numbers, seconds, wrong_types
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
 from litft.args.processes import as_started
 
@@ -121,7 +121,7 @@ class TrainArgs:
     optimizer_in_backward: bool = False
     """Step each weight as soon as its gradient is there, which is then forgotten: full fine-tuning without room for all
     gradients. A step must be one micro-batch, and max_grad_norm 0."""
-    learning_rate: float = 5e-4
+    learning_rate: float = 2e-4
     """The peak learning rate."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate falls after the warm-up. wsd: not before the last part of the run."""
@@ -259,6 +259,9 @@ class FinetuneArgs:
     """Seeds initialization, order and dropout."""
     logger: Literal["csv", "tensorboard", "wandb", "mlflow"] = "csv"
     """Who gets the rows of metrics.csv besides (pip install 'litft[tensorboard]', 'litft[wandb]', 'litft[mlflow]')."""
+    logger_project: str | None = None
+    """The project of Weights & Biases, or the experiment of MLflow. Default: what WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME
+    say, else litft; WANDB_ENTITY, WANDB_NAME and MLFLOW_RUN_NAME are heard, too."""
     dry_run: bool = False
     """Prepare the data, show it and what the run will need, and end before the weights are read."""
     deterministic: bool = False
@@ -270,7 +273,11 @@ class FinetuneArgs:
 
     def problems(self) -> list[str]:
         """Everything wrong with the values that can be seen before anything is loaded."""
+        if found := wrong_types(self):
+            return found
         found = impossible_numbers(self) + below(self, "", 1, "devices", "num_nodes", "shard_size")
+        if self.logger_project and self.logger not in ("wandb", "mlflow"):
+            found.append(f"--logger_project {self.logger_project}: add --logger wandb or mlflow, which have projects")
         if self.resume and self.overwrite:
             found.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
         if not 0 < (seconds(self.timeout) or 0) <= 365 * 86400:

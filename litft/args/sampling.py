@@ -9,8 +9,8 @@ LARGEST_NUMBER = 1e6  # beyond it sums overflow, and nothing else is meant
 class Sampling:
     """How tokens are drawn. As transformers and vLLM: bias, penalties, temperature, top k, top p, min p, in this order."""
 
-    temperature: float = 0.8
-    """Higher is more varied; 0 always takes the likeliest token."""
+    temperature: float = 1.0
+    """Higher is more varied, 1 is what the network says; 0 always takes the likeliest token."""
     top_k: int | None = None
     """Choose among the k likeliest tokens."""
     top_p: float = 1.0
@@ -43,5 +43,7 @@ class Sampling:
         return [f"--{name} {getattr(self, name)}: {reason}" for name, (holds, reason) in wanted.items() if not holds]
 
 
+# where neither the folder nor a flag says how to draw: a small model's vocabulary has a long tail of nonsense
+USUAL = {"temperature": 0.7, "top_p": 0.9}
 # the fields that are one number each, as a flag is
 NUMBERS = tuple(item.name for item in fields(Sampling) if item.name != "logit_bias")

@@ -160,11 +160,12 @@ class ModelArgs(OpenArgs):
     max_new_tokens: int | None = None
     """Stop an answer after so many tokens. Default: generation_config.json's, else 256."""
     temperature: float | None = None
-    """Higher is more varied; 0 always takes the likeliest token. Default: generation_config.json's, else 0.8."""
+    """Higher is more varied; 0 always takes the likeliest token. Default: generation_config.json's, else 0.7."""
     top_k: int | None = None
     """Choose among the k likeliest tokens only."""
     top_p: float | None = None
-    """Choose among the likeliest tokens that together have this probability."""
+    """Choose among the likeliest tokens that together have this probability. Default: generation_config.json's; 0.9 where
+    that says nothing of sampling."""
     min_p: float | None = None
     """Choose among tokens that have at least this part of the likeliest one's probability."""
     repetition_penalty: float | None = None

@@ -95,6 +95,10 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
     if not len(data.train):
         raise ValueError(_nothing_left(data, context))
+    if (longest := max(int(half.lengths.max()) for half in (data.train, data.val) if len(half))) > context:
+        reason = f"the longest example has {longest:,} tokens, and the model was made for {context:,}"
+        remedy = f"give {context}, or say in the model's config.json how its positions are scaled (rope_scaling)"
+        raise ValueError(f"--data.max_seq_length {limit}: {reason}; {remedy}")
     # generation must stop at the special tokens that close a turn here, also where no file names them
     ends = {token for report in reports.values() for token in report.ends}
     tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))

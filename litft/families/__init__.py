@@ -99,7 +99,7 @@ def family(model_type: str) -> ModuleType:
     if model_type not in families():
         known = f"known: {', '.join(sorted(families()))}"
         reason = f"config.json: model_type {model_type!r} is not a family that litft knows"
-        raise ValueError(f"{reason}; {known}; name the folder of one of these")
+        raise ValueError(f"{reason}; {known}; name the folder of one of these, or see tutorials/add_a_family.md")
     return families()[model_type]
 
 
@@ -124,9 +124,10 @@ def peft_rules(config: Config) -> list[Rule]:
 
 def read_config(hf: dict[str, Any]) -> Config:
     """config.json's content as a Config; ValueError naming the field where one is missing or unsupported."""
-    _check_fields(hf)
     try:
-        return family(hf["model_type"]).config(hf)
+        module = family(str(hf["model_type"]))  # what is unknown is said alone: its fields may mean other things
+        _check_fields(hf)
+        return module.config(hf)
     except KeyError as missing:
         raise ValueError(f"config.json lacks the field {missing}; is it the folder of a causal language model?") from None
 
