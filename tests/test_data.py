@@ -227,9 +227,7 @@ def test_examples_longer_than_the_models_context_are_refused(tmp_path, tiny, nam
         (tmp_path / name).write_text(text)
     else:
         write(tmp_path / name, [{"instruction": "Count.", "output": "one two three " * n} for n in (1, 2, 70)])
-    with pytest.raises(
-        ValueError, match=r"max_seq_length 4000: the longest example has .* was made for 256; give 256"
-    ):
+    with pytest.raises(ValueError, match=r"max_seq_length 4000: the longest example has .* was made for 256; give 256"):
         load(tmp_path / name, tokenizer, max_seq_length=4000)
     write(tmp_path / "short.json", [{"instruction": "Count.", "output": "one two " * n} for n in (1, 2, 3)])
     assert load(tmp_path / "short.json", tokenizer, max_seq_length=4000).limit == 4000

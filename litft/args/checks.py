@@ -37,9 +37,9 @@ def impossible_numbers(args: Any) -> list[str]:
 
 def wrong_types(args: Any, group: str = "") -> list[str]:
     """Problems with values that are not of their fields' types, which Python's callers may give."""
-    found = []
-    for name, kind in get_type_hints(type(args)).items():
-        value, flag = getattr(args, name), f"{group}{name}"
+    found, kinds = [], get_type_hints(type(args))
+    for name in (item.name for item in dataclasses.fields(args)):
+        value, kind, flag = getattr(args, name), kinds[name], f"{group}{name}"
         if is_dataclass(kind):
             wrong = not isinstance(value, kind)
             found += wrong_types(value, f"{flag}.") if not wrong else []
