@@ -16,7 +16,8 @@ from conftest import ENV
 
 import litft
 from litft.args import DataArgs
-from litft.data import cache
+from litft.data import cache, digests
+from litft.data.digests import digest_of
 from litft.data.files import read_records
 from litft.data.load import load_data
 from litft.data.samples import CONTROL, CUT, CUT_AWAY, EMPTY, END_TEXT, IDS, MASKED, UNANSWERED, Encoder, to_sample
@@ -421,7 +422,7 @@ def own_cache(tmp_path, monkeypatch):
 
 
 def entries(folder) -> set[str]:
-    return {path.name for path in folder.iterdir() if path.is_dir()}
+    return {path.name for path in folder.iterdir() if path.is_dir() and path.name != "digests"}
 
 
 def test_what_decides_the_tokens_decides_the_entry(tmp_path, tiny, own_cache):
@@ -483,6 +484,31 @@ def prepare(path, folder) -> subprocess.Popen:
     command = [sys.executable, "-c", PREPARE, str(path), str(folder)]
     env = {**ENV, "XDG_CACHE_HOME": os.environ["XDG_CACHE_HOME"]}
     return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+
+
+def test_a_file_is_hashed_once_while_nothing_of_it_has_changed(tmp_path, own_cache, monkeypatch):
+    """What is written in its place is seen, also where its size and its time of change are those of the old one."""
+    read = []
+    hashed = digests._hashed
+    monkeypatch.setattr(digests, "_hashed", lambda path: read.append(path) or hashed(path))
+    path = tmp_path / "a.json"
+    path.write_text("one")
+    first = digest_of(path)
+    assert digest_of(path) == first == hashed(path) and len(read) == 2  # too young to be sure
+    monkeypatch.setattr(digests, "SETTLED", 0)
+    assert digest_of(path) == first and len(read) == 2
+    times = path.stat()
+    path.write_text("two")
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert path.stat().st_mtime_ns == times.st_mtime_ns and digest_of(path) == hashed(path) != first
+    other = tmp_path / "b.json"
+    other.write_text("six")
+    os.utime(other, ns=(times.st_atime_ns, times.st_mtime_ns))
+    other.replace(path)
+    assert digest_of(path) == hashed(path)
+    for entry in own_cache.glob("digests/*"):
+        entry.write_text("no JSON")
+    assert digest_of(path) == hashed(path)
 
 
 def test_processes_that_prepare_at_once_do_not_collide(tmp_path, tiny, own_cache):

@@ -89,7 +89,7 @@ def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
     (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, wrong)))
     (tmp_path / "val.jsonl").write_bytes((DEMO / "val.jsonl").read_bytes())
     flags = ["--config", DEMO / "lora.yaml", "--checkpoint_dir", DEMO / "base", "--data.path", tmp_path, "--out_dir", "run"]
-    flags += ["--train.epochs", "3"]
+    flags += ["--train.epochs", "2"]
     script("finetune/lora.py", *flags, cwd=tmp_path)
     assert float([row for row in rows_of(tmp_path / "run") if row["exact_match"]][-1]["exact_match"]) < 0.20
 

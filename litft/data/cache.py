@@ -27,6 +27,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from litft.args.processes import cores
+from litft.data.digests import cache_folder
 from litft.data.files import Records
 from litft.data.locate import File, HubSplit
 from litft.data.samples import Encoded, Encoder
@@ -81,11 +82,6 @@ def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
             reason = f"another process is tokenizing {label}, and has written nothing for {timeout:.0f} s (--timeout)"
             raise Alone(f"{reason}; end it, or raise --timeout")
         time.sleep(0.05)
-
-
-def cache_folder() -> Path:
-    """Where tokenized data is kept."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "litft"
 
 
 def _key(file: File | HubSplit, encoder: Encoder) -> str:

@@ -1,12 +1,12 @@
 """Where examples come from: files, folders with both splits, data sets of the Hugging Face hub."""
 
-import hashlib
 from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from litft.args import DataArgs
+from litft.data.digests import digest_of
 from litft.data.files import PACKED, READERS, Records, existing, of_arrow, read_records, suffixes
 from litft.hub import HubId, hub_id
 
@@ -29,7 +29,7 @@ class File(NamedTuple):
 
     def digest(self) -> str:
         """The hash of what it holds."""
-        return _digest([existing(Path(self.name))])
+        return digest_of(existing(Path(self.name)))
 
 
 class HubSplit(NamedTuple):
@@ -55,16 +55,7 @@ class HubSplit(NamedTuple):
 
     def digest(self) -> str:
         """The hash of what it holds."""
-        return _digest([Path(file["filename"]) for file in self.dataset().cache_files])
-
-
-def _digest(paths: list[Path]) -> str:
-    found = hashlib.sha256()
-    for path in paths:
-        with path.open("rb") as file:
-            while block := file.read(1 << 22):
-                found.update(block)
-    return found.hexdigest()
+        return " ".join(digest_of(Path(file["filename"])) for file in self.dataset().cache_files)
 
 
 def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[File | HubSplit]]:
