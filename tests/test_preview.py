@@ -4,7 +4,9 @@ import json
 import os
 import pty
 import re
+import shutil
 import time
+from pathlib import Path
 
 import conftest
 import numpy as np
@@ -33,7 +35,9 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tiny, data, tmp_path):
     assert "42 records (alpaca 40, messages 2)" in text
     assert "6 skipped: the answer is empty" in text and "line 1, line 8, line 15" in text
     assert "2 with an end token written behind an answer" in text and "1 ended by a turn without an answer" in text
-    assert "32 training and 4 validation examples; 6 steps of 16, 3 epochs of 32, on 1 device" in text
+    counts = r"(\d+) training and (\d+) validation examples; (\d+) steps of 16, 3 epochs of (\d+), on 1 device"
+    kept, held_out, steps, epoch = map(int, re.search(counts, text).groups())
+    assert kept + held_out == 36 and 1 <= held_out <= 9 and epoch == kept and steps == -(-3 * kept // 16)
     assert "a row for each example: 16.0 rows a step" in text and "% padding" in text  # no two of them fit into 128
     assert text.count("--- training example") == 3 and "once upon a time</s>⟧" in text
     assert "58,336 parameters; lora trains 11,712 (20.08%)" in text
@@ -184,7 +188,10 @@ def test_the_largest_micro_batch_comes_at_step_1(tiny, tmp_path):
     """One example of thirty is forty times as long, and the order puts it late: memory peaks at the first step."""
     records = [{"instruction": "a", "output": "b" * (2 if n != 7 else 1500)} for n in range(30)]
     write(tmp_path / "a.json", records)
-    words = ["--checkpoint_dir", tiny, "--data.path", "a.json", "--data.val_fraction", "0", "--data.max_seq_length", "1600"]
+    longer = Path(shutil.copytree(tiny, tmp_path / "model")) / "config.json"
+    longer.write_text(json.dumps(json.loads(longer.read_text()) | {"max_position_embeddings": 2048}))
+    words = ["--checkpoint_dir", "model", "--data.path", "a.json", "--data.val_fraction", "0"]
+    words += ["--data.max_seq_length", "1600"]
     words += ["--train.global_batch_size", "1", "--train.epochs", "1", "--out_dir", "run"]
     script("finetune/full.py", *words, cwd=tmp_path)
     rows = rows_of(tmp_path / "run")
