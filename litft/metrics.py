@@ -37,6 +37,7 @@ class Metrics:
         self.last: Row = {}  # the newest row of a step that is written
         self.newest: Row = {}  # of every column
         self._first: Row = {}
+        self._on_cpu = False
 
     def cut(self, step: int) -> None:
         """Continue an older file after `step`: what was written beyond it never happened."""
@@ -118,6 +119,7 @@ class Metrics:
     def flush(self, device: torch.device) -> list[Row]:
         """Write the rows collected, and return them; their speed is that of the whole window since the last flush."""
         self.settle(device)
+        self._on_cpu = device.type == "cpu"
         steps = [row for row in self.rows if "loss" in row]
         if steps:
             self.seconds += self._window
@@ -148,14 +150,21 @@ class Metrics:
         """The last window in words."""
         row = self.last
         parts = [f"loss {row['loss']:.4g}", f"norm {row['grad_norm']:.3g}", f"rate {row['learning_rate']:.3g}"]
-        parts.append(_speeds(row["tokens_per_second"], row.get("mfu"), row["memory_gib"]))
+        parts.append(self._speeds(row["tokens_per_second"], row.get("mfu"), row["memory_gib"]))
         return ", ".join([*parts, f"waiting for data {row['data_share']:.1%}"])
 
     def summary(self, device: torch.device) -> str:
         """Speed over all steps; MFU over those of this process, which alone knows what chip they ran on."""
         spent = self.seconds - self._earlier
         mfu = self._flops / spent / self.peak if self.peak and spent else None
-        return _speeds(self.tokens / self.seconds if self.seconds else 0.0, mfu, peak_memory(device))
+        self._on_cpu = device.type == "cpu"
+        return self._speeds(self.tokens / self.seconds if self.seconds else 0.0, mfu, peak_memory(device))
+
+    def _speeds(self, tokens_per_second: float, mfu: float | None, memory_gib: float) -> str:
+        """In words; MFU is left out where the chip is not known. On a CPU memory is the process's, Python's own with it."""
+        whose = " of the process" if self._on_cpu else ""
+        memory = f"peak memory{whose} {memory_gib:.2f} GiB"
+        return ", ".join(filter(None, [f"{tokens_per_second:,.0f} tokens/s", f"MFU {mfu:.0%}" if mfu else "", memory]))
 
     def _write(self, rows: list[Row]) -> None:
         if self.path is None or not rows:
@@ -169,12 +178,6 @@ class Metrics:
         for sink in self.sinks:
             for row in rows:
                 sink(row)
-
-
-def _speeds(tokens_per_second: float, mfu: float | None, memory_gib: float) -> str:
-    """In words; MFU is left out where the chip is not known."""
-    parts = [f"{tokens_per_second:,.0f} tokens/s", f"MFU {mfu:.0%}" if mfu else "", f"peak memory {memory_gib:.2f} GiB"]
-    return ", ".join(part for part in parts if part)
 
 
 def _number(value: Any) -> float:

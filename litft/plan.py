@@ -28,6 +28,9 @@ from litft.optim import state_bytes
 from litft.parallel import DTYPES
 from litft.peft import Method
 from litft.quantize import is_quantizable
+from litft.residence import residence
+
+FILLED = 0.9  # of the memory there is that a plan may take: CUDA itself and the allocator's gaps take some
 
 
 class Shape(NamedTuple):
@@ -54,22 +57,32 @@ class Memory:
     gathered: int  # of a sharded network: blocks that are whole for the moment, and the network's own
     backward: int  # that the activations and gradients exceed `activations` by, at the heaviest place of the backward pass
     rounding: int  # all that `optim.Rounded` makes of the largest weight to step it
+    host: int = 0  # what waits in the host's memory
 
     @property
     def peak(self) -> int:
         """The most at once: when the loss is made, within the backward pass, or when the optimizer steps."""
-        before = self.gradients * self.shape.accumulated
-        passing = max(before + self.activations + self.loss, before + self.activations + self.backward)
-        passing += self.gathered
-        return self.weights + self.optimizer + max(passing, self.gradients + self.rounding)
+        return sum(self.parts.values())
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """What there is at that moment."""
+        stays = {"weights": self.weights, "optimizer": self.optimizer}
+        before = {"gradients": self.gradients * self.shape.accumulated, "activations": self.activations}
+        gathered = {"gathered": self.gathered}
+        moments = (
+            before | {"loss": self.loss} | gathered,
+            before | {"backward pass": self.backward} | gathered,
+            {"gradients": self.gradients, "rounding": self.rounding},
+        )
+        return stays | max(moments, key=lambda moment: sum(moment.values()))
 
     def line(self) -> str:
-        """In words, in GiB, or in MiB where it is little."""
+        """In words, in GiB, or in MiB where it is little; the parts add up to the peak."""
         unit, size = unit_of(self.peak)
-        kinds = ("weights", "gradients", "optimizer", "activations", "loss")
-        kinds += ("gathered",) if self.gathered else ()
-        parts = ", ".join(f"{kind} {getattr(self, kind) / size:.2f}" for kind in kinds)
-        return f"{self.peak / size:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts})"
+        parts = ", ".join(f"{kind} {part / size:.2f}" for kind, part in self.parts.items() if part)
+        host = f"; {in_words(self.host)} wait in the host's memory" if self.host else ""
+        return f"{self.peak / size:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts}){host}"
 
 
 def unit_of(size: int) -> tuple[str, int]:
@@ -118,7 +131,7 @@ def predict(
     OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: whether gradients are forgotten as
     soon as they are used. cpu_offload: none, parameters, or activations, of which the plan counts all as if they stayed.
     shards: into how many parts FSDP2 cuts weights, gradients and moments; then `parameters` means all of these.
-    CUDA itself and the caching of torch's allocator take half a GiB to one besides.
+    CUDA itself and the caching of torch's allocator take half a GiB to one besides, which FILLED leaves room for.
     """
     method = copy.copy(method)
     method.tokens = {}  # some rows, which are too few to matter and want real ids
@@ -135,25 +148,30 @@ def predict(
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         weights = _weights(model, method, quantize)
         dequantized = compute.itemsize * max((w.numbers for w in weights.values() if w.packed), default=0)
-        every, gathered, resident = 0, 0, sum(w.bytes for w in weights.values())
+        every, gathered, resident, host = 0, 0, sum(w.bytes for w in weights.values()), 0
         if shards > 1:
             every, gathered, resident = _sharded(model, weights, shards, compute if method.whole else None)
         elif cpu_offload == "parameters":
             waiting = [sum(p.nbytes for p in block.parameters() if waits(p)) for block in model.blocks]
-            resident += min(sum(waiting), 2 * max(waiting)) - sum(waiting)
+            host = sum(waiting)
+            resident += min(host, 2 * max(waiting)) - host
         recompute(model.train(), recomputed)
-        activations, backward = _blocks(model, shape, compute, in_backward, shards)
-        here = 0 if shards > 1 and cpu_offload == "parameters" else 1  # or all that is sharded waits on the host
+        place = residence(optimizer, cpu_offload, shards > 1, device)
+        activations, backward, kept = _blocks(model, shape, compute, in_backward, shards, place.activations)
+        gradients = 0 if in_backward else sum(p.nbytes for p in named.values()) // shards
+        state = state_bytes(optimizer, named) // shards
+        host += kept + (0 if place.weights else resident + gradients) + (0 if place.state else state)
         memory = Memory(
             shape,
-            weights=resident * here,
-            gradients=0 if in_backward else here * sum(p.nbytes for p in named.values()) // shards,
-            optimizer=here * state_bytes(optimizer, named) // shards,
+            weights=resident * place.weights,
+            gradients=gradients * place.weights,
+            optimizer=state * place.state,
             activations=activations,
             loss=max(_loss(model, shape, compute, device), dequantized),
             gathered=gathered,
             backward=backward + dequantized,
             rounding=max((20 * p.numel() for p in named.values() if p.dtype == torch.bfloat16), default=0),
+            host=host,
         )
     return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory, every, len(model.blocks))
 
@@ -327,10 +345,13 @@ def _passage(run: Callable[[Tensor], Tensor], like: Tensor, own: list[nn.Paramet
     return Passage(kept if grows else 0, sum(p.nbytes for p in trained), passing if grows else 0, grows)
 
 
-def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool, shards: int) -> tuple[int, int]:
-    """Bytes that the blocks and the last norm keep, and those beyond at the heaviest place of the backward pass.
+def _blocks(
+    model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool, shards: int, stay_here: bool
+) -> tuple[int, int, int]:
+    """Bytes that blocks and the last norm keep, those beyond at the heaviest place of the backward pass, and on the host.
 
     Blocks that are alike are run once. Of a sharded network, a block's gradient is there whole, and in fp32 to be reduced.
+    stay_here: else what blocks keep is on its way to the host when the next one runs, or fetched before its turn.
     """
     angles = model.angles(torch.arange(shape.tokens)[None], None, dtype)
     embedding = model.embed.weight
@@ -348,7 +369,8 @@ def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool, sha
         passages.append(alike[key])
         x = x.detach().requires_grad_(passages[-1].grows)
     passages.append(_passage(model.norm, x, [*model.norm.parameters()], shape.accumulated))
-    activations = alive = sum(passage.kept for passage in passages)
+    every, largest = sum(passage.kept for passage in passages), max(passage.kept for passage in passages)
+    activations = alive = every if stay_here else min(every, 2 * largest)
     most, head = alive, model.lm_head.weight
     stay = not (shape.accumulated or in_backward)  # gradients that are made now
     tied = model.config.tied  # then autograd holds the head's until the embedding's is there, and adds them up
@@ -356,10 +378,10 @@ def _blocks(model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool, sha
     for passage in reversed(passages):
         reduced = passage.gradients if shards > 1 else 0
         most = max(most, alive + done + passage.passing + reduced)
-        alive, done = alive - passage.kept, done + passage.gradients * stay // shards
+        alive, done = alive - passage.kept * stay_here, done + passage.gradients * stay // shards
     if embedding.requires_grad:  # its gradient is made whole
         most = max(most, done + embedding.nbytes * (1 + tied))
-    return activations, most - activations
+    return activations, most - activations, 0 if stay_here else every
 
 
 def _loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str) -> int:

@@ -35,13 +35,12 @@ from litft.job import Job
 from litft.loss import IGNORED
 from litft.parallel import memory_there, shards
 from litft.peft import Method, method_of
-from litft.plan import Fit, Plan, Shape, fastest, in_words, predict
+from litft.plan import FILLED, Fit, Plan, Shape, fastest, in_words, predict
 from litft.tokenizer import Tokenizer
 from litft.traffic import SHARE, Cluster, Traffic, traffic
 
 MOST_TOKENS = 32768  # of a micro-batch that --budget looks at: larger ones are no faster
 BARS = 10  # of the histogram
-FILLED = 0.9  # of the memory there is that a plan may take: the allocator's gaps take some
 STRATEGIES = {
     "ddp": "each device holds all of the weights",
     "fsdp": "each device holds a part of the weights and of the optimizer's state",
@@ -371,9 +370,9 @@ def within_budget(args: PlanArgs, tokens: int, planned: Callable[[int, str, str,
     held = [(args.quantize, args.cpu_offload)]
     if held == [("none", "none")] and args.method != "full" and args.strategy == "ddp":
         held += [("nf4", "none")] + ([("none", "parameters")] if "full" in kinds else [])
-    fit, smallest = fastest(planned, rows, kinds, held, size(args.budget))
+    fit, smallest = fastest(planned, rows, kinds, held, int(FILLED * size(args.budget)))
     if fit is None:
-        least = f"{in_words(smallest.plan.memory.peak)} with {setting_flags(smallest)}"
+        least = f"{in_words(round(smallest.plan.memory.peak / FILLED))} with {setting_flags(smallest)}"
         remedy = "shorten --max_seq_length, or choose another method"
         raise ValueError(f"--budget {args.budget}: the least that this needs is {least}; {remedy}")
     return fit
@@ -427,7 +426,8 @@ def plan(args: PlanArgs) -> None:
     """Say what a method needs for a model, from its config.json alone."""
     source, method, tokens, fit, peak, moved = on_paper(args)
     if args.budget:
-        print(f"the fastest that fits into {args.budget}: {setting_flags(fit)}")
+        room = in_words(size(args.budget) - int(FILLED * size(args.budget)))
+        print(f"the fastest that fits into {args.budget}, of which {room} are left to CUDA: {setting_flags(fit)}")
     found, everywhere = fit.plan, args.devices * args.num_nodes
     flops = found.flops.of([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all of them learned, in examples of {tokens:,}"

@@ -36,6 +36,7 @@ from litft.parallel import check_there, is_out_of_memory, make_fabric, pick_acce
 from litft.preview import Preview, dry_run, duration
 from litft.quantize import bitsandbytes
 from litft.remedies import remedies
+from litft.residence import residence
 from litft.run import Run
 from litft.sharding import gathered, local
 from litft.signals import Signals
@@ -454,7 +455,9 @@ class Training(Run):
         held, passes = 0, 1
         if self.fabric.device.type == "cuda":
             mine = {name: local(parameter) for name, parameter in self.trained.items()}
-            held = 0 if self.begun else state_bytes(self.args.train.optimizer, mine)
+            train = self.args.train
+            place = residence(train.optimizer, train.cpu_offload, self.mesh is not None, self.fabric.device.type)
+            held = state_bytes(train.optimizer, mine) if place.state and not self.begun else 0
             passes += self.preview.shape().accumulated
         state = torch.empty(held, dtype=torch.uint8, device=self.fabric.device)
         model.train()

@@ -206,6 +206,53 @@ def test_every_family_has_a_plan(family, variation, method, tmp_path):
     assert on_paper(PlanArgs(str(tmp_path), method, max_seq_length=16)).fit.plan.memory.peak > 0
 
 
+LARGE = "llama-3-8b"
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        dict(),
+        dict(recomputed="full"),
+        dict(recomputed="full", shards=2),
+        dict(recomputed="full", cpu_offload="parameters"),
+        dict(cpu_offload="activations"),
+    ],
+    ids=str,
+)
+def test_what_is_printed_adds_up(shared, values):
+    """To the peak, whichever moment of the step that is."""
+    source, method = cut(shared, 2), method_of(LoRAFinetuneArgs())
+    method.choose(source.meta_model(), source.adapter_rules)
+    memory = predict(source, method, "bf16", "none", Shape(8, 512, True), **values).memory
+    printed = re.search(r"^([\d.]+) GiB at its peak, .*\((.*?)\)", memory.line())
+    parts = [float(part.rpartition(" ")[2]) for part in printed[2].split(", ")]
+    assert sum(parts) == pytest.approx(float(printed[1]), abs=0.006 * len(parts))
+    assert ("wait in the host's memory" in memory.line()) == bool(values.get("cpu_offload"))
+
+
+def cut(shared, layers):
+    """The first layers of a large model."""
+    source = resolve(shared / "configs" / LARGE)
+    return replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
+
+
+def test_the_plan_knows_what_waits_on_the_host(shared):
+    source, method = cut(shared, 4), method_of(FullFinetuneArgs())
+    kinds = dict(stays={}, paged=dict(optimizer="paged_adamw"), offloaded=dict(cpu_offload="activations"))
+    kinds |= dict(sharded=dict(shards=2), waiting=dict(shards=2, cpu_offload="parameters"))
+    found = {name: predict(source, method, "bf16", "none", Shape(4, 512), **given).memory for name, given in kinds.items()}
+    assert found["stays"].host == 0 and found["paged"].optimizer == 0 < found["stays"].optimizer == found["paged"].host
+    assert found["offloaded"].host == found["stays"].activations  # of four blocks, of which two are on the GPU
+    assert found["stays"].activations == pytest.approx(2 * found["offloaded"].activations, rel=0.02)
+    assert found["offloaded"].peak < found["stays"].peak
+    waiting, sharded = found["waiting"], found["sharded"]
+    assert (waiting.weights, waiting.gradients, waiting.optimizer) == (0, 0, 0)
+    assert waiting.host == sharded.weights + sharded.gradients + sharded.optimizer
+    on_cpu = predict(source, method, "bf16", "none", Shape(4, 512), optimizer="paged_adamw", device="cpu").memory
+    assert on_cpu.host == 0 < on_cpu.optimizer
+
+
 def test_gradients_that_are_forgotten_take_no_room(tiny):
     source, method = resolve(tiny), method_of(FullFinetuneArgs())
     kept, forgotten = (
@@ -234,7 +281,7 @@ def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
         again = plan_script(
             shared, tmp_path, *(word for name, value in named.items() for word in (f"--{name}", value))
         ).stdout
-        assert float(re.search(r"memory: ([\d.]+) GiB", again)[1]) <= float(size.removesuffix("GiB"))
+        assert float(re.search(r"memory: ([\d.]+) GiB", again)[1]) <= 0.9 * float(size.removesuffix("GiB")) + 0.005
     given = plan_script(
         shared, tmp_path, "--budget", "20GiB", "--micro_batch_size", "4", "--activation_checkpointing", "full"
     )
