@@ -131,7 +131,6 @@ def predict(
     OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: whether gradients are forgotten as
     soon as they are used. cpu_offload: none, parameters, or activations, of which the plan counts all as if they stayed.
     shards: into how many parts FSDP2 cuts weights, gradients and moments; then `parameters` means all of these.
-    CUDA itself and the caching of torch's allocator take half a GiB to one besides, which FILLED leaves room for.
     """
     method = copy.copy(method)
     method.tokens = {}  # some rows, which are too few to matter and want real ids
@@ -152,9 +151,8 @@ def predict(
         if shards > 1:
             every, gathered, resident = _sharded(model, weights, shards, compute if method.whole else None)
         elif cpu_offload == "parameters":
-            waiting = [sum(p.nbytes for p in block.parameters() if waits(p)) for block in model.blocks]
-            host = sum(waiting)
-            resident += min(host, 2 * max(waiting)) - host
+            host, here = _waiting(model)
+            resident += here - host
         recompute(model.train(), recomputed)
         place = residence(optimizer, cpu_offload, shards > 1, device)
         activations, backward, kept = _blocks(model, shape, compute, in_backward, shards, place.activations)
@@ -174,6 +172,12 @@ def predict(
             host=host,
         )
     return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory, every, len(model.blocks))
+
+
+def _waiting(model: GPT) -> tuple[int, int]:
+    """Bytes of frozen weights that wait on the host, and of those that are fetched at once: a block's and the next one's."""
+    waiting = [sum(p.nbytes for p in block.parameters() if waits(p)) for block in model.blocks]
+    return sum(waiting), min(sum(waiting), 2 * max(waiting))
 
 
 class Weight(NamedTuple):

@@ -23,6 +23,7 @@ TIERS = [
         "optim",
         "flops",
         "metrics",
+        "residence",
         "loggers",
         "report",
         "parallel",
@@ -35,9 +36,9 @@ TIERS = [
         "speculate",
         "streaming",
     },
-    {"job", "plan", "traffic", "preview", "run", "train", "evaluate", "convert", "gguf", "card", "publish"},
+    {"job", "plan", "traffic", "preview", "remedies", "run", "train", "evaluate", "convert", "gguf", "card", "publish"},
     {"team", "opened", "generate", "chat", "terminal", "engine", "harness"},
-    {"api", "serve", "scores"},
+    {"api", "serve", "examples", "scores"},
 ]
 TIER = {name: level for level, names in enumerate(TIERS) for name in names}
 TORCHLESS = {"config", "args", "runs", "signals", "cli"}

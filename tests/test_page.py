@@ -117,6 +117,7 @@ def test_an_adapter_is_chosen(page, folders):
     say(page, "Hello")
     page.locator("article.assistant p:not(:empty)").wait_for()
     page.wait_for_timeout(300)
+    page.get_by_label("Model", exact=True).select_option("stories")  # the next is asked of; the note names who was asked
     page.get_by_role("button", name="Stop").click()
     settled(page)
     talk = [{"role": "user", "content": "Hello"}]

@@ -250,7 +250,7 @@ def test_when_every_step_is_no_number_the_run_ends(poisoned):
     poisoned.train.skip_nan, poisoned.train.max_steps = True, 40
     path = Path(poisoned.data.path[0])
     path.write_text(json.dumps([{"instruction": "Z", "output": "Z"}] * 30))
-    with pytest.raises(ValueError, match="step 10: 10 steps in a row are not finite; lower"):
+    with pytest.raises(ValueError, match="step 10: 10 steps in a row are not finite; begin another run with a lower"):
         litft.finetune(poisoned)
 
 
@@ -258,7 +258,7 @@ def test_a_loss_that_explodes_ends_the_run(args, shared):
     args.checkpoint_dir = str(shared / "checkpoints" / "stories260K")
     train = TrainArgs(max_steps=12, global_batch_size=4, learning_rate=1.0)
     full = FullFinetuneArgs(checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train)
-    with pytest.raises(ValueError, match=r"the loss is [\d.e+]+ and was [\d.]+, so nothing more can be learned; lower"):
+    with pytest.raises(ValueError, match=r"the loss is [\d.e+]+ and was [\d.]+, so nothing more can be learned; begin another run with a lower"):
         litft.finetune(full)
 
 
