@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from litft.optim import averaged
+from litft.optim import Rounded, averaged
 from litft.runs import put_in_place
 
 _PROGRESS = "progress.json"
@@ -319,4 +319,8 @@ def _set_numbers(saved: dict[str, Any], parameters: dict[str, nn.Parameter], opt
         group.update({name: values[name] for name in _plain(group)})
     for name, parameter in parameters.items():
         state = optimizer.state[parameter]
-        state.update({kind: saved["parameters"][name][kind] for kind in _plain(state)})
+        numbers = {kind: saved["parameters"][name][kind] for kind in _plain(state)}
+        state.update(numbers)
+        if isinstance(optimizer, Rounded):  # of a part of a parameter `state` is a copy: tensors are shared, numbers are not
+            for own in optimizer.inner[parameter].state.values():
+                own.update({kind: value for kind, value in numbers.items() if kind in own})

@@ -81,6 +81,13 @@ def exact_match(
     return float(fabric.all_reduce(right, reduce_op="sum")) / len(samples)
 
 
+def spread(samples: Sequence[Sample], most: int | None) -> Sequence[Sample]:
+    """So many samples at most, taken evenly from all: of several files each has its part."""
+    if most is None or most >= len(samples):
+        return samples
+    return [samples[number * len(samples) // most] for number in range(most)]
+
+
 class Validation:
     """A run's validations one after the other: losses by step, and the model's answers to the same prompts each time."""
 
@@ -115,14 +122,14 @@ class Validation:
 
     def measure(self, step: int, layout: Layout, size: int, final: bool) -> Row:
         """The scores after `step` steps; `size` samples are a batch. Exact match is only measured at the `final` ones."""
-        most = self.args.max_batches and self.args.max_batches * size
+        samples = spread(self.samples, self.args.max_batches and self.args.max_batches * size)
         if step not in self.losses:
-            self.losses[step] = validation_loss(self.fabric, self.model, self.samples[:most], layout, self.pause)
+            self.losses[step] = validation_loss(self.fabric, self.model, samples, layout, self.pause)
         loss = self.losses[step]
         values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
         if final and self.args.exact_match:
             values["exact_match"] = exact_match(
-                self.fabric, self.hosts, self.model, self.tokenizer, self.samples[:most], layout.rows, self.pause
+                self.fabric, self.hosts, self.model, self.tokenizer, samples, layout.rows, self.pause
             )
             self.matches[step] = values["exact_match"]
         return values

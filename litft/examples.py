@@ -8,6 +8,7 @@ from litft import runs
 from litft.args import DataArgs, RunEvalArgs
 from litft.cli import finetune_args
 from litft.data.load import Data, load_data
+from litft.data.locate import File, locate
 from litft.data.store import Samples
 from litft.folder import Source
 from litft.opened import source_of
@@ -17,38 +18,63 @@ ANY = 1 << 30  # more tokens than any vocabulary has: what does not fit a model 
 
 
 def chosen_data(args: RunEvalArgs, source: Source) -> DataArgs:
-    """What to score, and how it is read: of a run its held-out part by its own flags, which is said; another file whole."""
-    above = (source.folder.parent, source.folder.parent.parent)
-    run = next((folder for folder in above if runs.is_run(folder)), None)
+    """What to score, and how it is read: of a run its held-out part by its own flags, which is said; another file whole.
+
+    ValueError where some of the files are a run's, and others are not.
+    """
     if args.tasks and not args.data.path:
         return args.data
-    if run is None and not args.data.path:
+    folders = [source.folder] + ([source_of(args.model(args.against)).folder] if args.against not in (None, "none") else [])
+    asked = _files(args.data)
+    for run in filter(None, map(_run_of, folders)):
+        trained = finetune_args(run).data
+        try:
+            theirs = _files(trained)
+        except ValueError:
+            if not asked:
+                raise
+            reason = f"{run} was trained on {', '.join(trained.path)}, which is not found from here"
+            print(f"warning: {reason}; start where it was trained, or these may be the same examples", file=sys.stderr)
+            continue
+        if asked and not asked & theirs:
+            continue
+        if not asked <= theirs:
+            raise ValueError(f"--data.path {','.join(args.data.path)}: {run} was trained on a part of it; score that alone")
+        usual = asdict(RunEvalArgs().data)
+        given = {name: value for name, value in asdict(args.data).items() if value != usual[name]}
+        chosen = replace(trained, **given | {"weights": [], "new_tokens": []})
+        print(f"reading {', '.join(chosen.path)} as {run} did: {_part(chosen)}", file=sys.stderr)
+        return chosen
+    if not asked:
         raise ValueError(f"{source.folder} belongs to no run, which would have examples; give --data.path or --tasks")
-    trained = finetune_args(run).data if run else None
-    if trained is None or not _resolved(args.data) <= _resolved(trained):
-        return args.data
-    usual = asdict(RunEvalArgs().data)
-    given = {name: value for name, value in asdict(args.data).items() if value != usual[name]}
-    chosen = replace(trained, **given, weights=[], new_tokens=[])
-    print(f"reading {', '.join(chosen.path)} as {run} did: {_part(chosen)}", file=sys.stderr)
-    return chosen
+    return args.data
 
 
-def _resolved(data: DataArgs) -> set[Path]:
-    return {Path(path).resolve() for path in data.path}
+def _run_of(folder: Path) -> Path | None:
+    """The run that has left a model's folder, final/ or one below it."""
+    return next((above for above in (folder.parent, folder.parent.parent) if runs.is_run(above)), None)
+
+
+def _files(data: DataArgs) -> set[str]:
+    """The training files, wherever they are named from: a local one by what it holds."""
+    if not data.path:
+        return set()
+    return {file.digest() if isinstance(file, File) else file.label for file in locate(data)[0]}
 
 
 def _part(data: DataArgs) -> str:
     """Which part of the data is scored."""
-    if data.val_path:
-        return f"scoring its validation file, {data.val_path}"
-    if all(Path(path).is_file() for path in data.path) and not data.val_fraction:
+    if files := locate(data)[1]:
+        return f"scoring its validation examples, {', '.join(file.label for file in files)}"
+    if not data.val_fraction:
         return "nothing was held out, so these are examples that it was trained on"
     return f"scoring the part that was held out (--data.val_fraction {data.val_fraction}, --data.seed {data.seed})"
 
 
-def scored(data: Data) -> Samples:
-    """The held-out part where there is one, else all."""
+def scored(data: Data, args: DataArgs) -> Samples:
+    """The held-out part where there is one, else all; ValueError where nothing of a held-out part can be read."""
+    if not len(data.val) and (args.val_fraction or locate(args)[1]):
+        raise ValueError(f"{','.join(args.path)}: nothing is left of what was held out; raise --data.max_seq_length")
     return data.val if len(data.val) else data.train
 
 
@@ -62,7 +88,7 @@ def readable_by_all(args: RunEvalArgs, source: Source) -> set[Name]:
         sources.append(source_of(args.model(args.against)))
     elif args.against is None and _adds_tokens(source):
         sources.append(source_of(args.model(str(source.base))))
-    found = [set(scored(_read(args.data, each)).names) for each in sources]
+    found = [set(scored(_read(args.data, each), args.data).names) for each in sources]
     shared = set.intersection(*found)
     if not shared:
         raise ValueError(f"{', '.join(args.data.path)}: no example that all models can read; raise --data.max_seq_length")

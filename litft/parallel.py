@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from litft.args import FinetuneArgs, PlanArgs, seconds
-from litft.args.processes import cores, global_rank, started_by
+from litft.args.processes import cores, local_rank, started_by
 
 if TYPE_CHECKING:  # its import takes a second, which those who only generate or convert need not wait for
     from lightning_fabric import Fabric
@@ -81,7 +81,7 @@ def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabri
 @cache
 def check_there(accelerator: str, devices: int) -> None:
     """ValueError where the machine does not have so many GPUs, or far fewer cores; a warning where it has fewer."""
-    if accelerator == "cpu" and devices > 1 and global_rank() == "0":
+    if accelerator == "cpu" and devices > 1 and started_by() is None and local_rank() == "0":
         reason = f"--devices {devices}: on a CPU each is a process, and there are {cores()} cores"
         if devices > MOST_OF_A_CORE * cores():
             raise ValueError(f"{reason}; give at most {MOST_OF_A_CORE * cores()}")

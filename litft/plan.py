@@ -8,7 +8,7 @@ whole training steps.
 
 import copy
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from litft.flops import Flops
 from litft.folder import Source
 from litft.loss import AT_ONCE, CHUNK, summed_cross_entropy
 from litft.model import GPT, built_in
-from litft.offload import waits
+from litft.offload import SMALLEST, waits
 from litft.optim import state_bytes
 from litft.parallel import DTYPES
 from litft.peft import Method
@@ -168,10 +168,15 @@ def predict(
             loss=max(_loss(model, shape, compute, device), dequantized),
             gathered=gathered,
             backward=backward + dequantized,
-            rounding=max((20 * p.numel() for p in named.values() if p.dtype == torch.bfloat16), default=0),
+            rounding=place.weights * _rounding(named.values()) // shards,
             host=host,
         )
     return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory, every, len(model.blocks))
+
+
+def _rounding(trained: Iterable[nn.Parameter]) -> int:
+    """Bytes that `optim.Rounded` makes of the largest bf16 weight to step it."""
+    return max((20 * parameter.numel() for parameter in trained if parameter.dtype == torch.bfloat16), default=0)
 
 
 def _waiting(model: GPT) -> tuple[int, int]:
@@ -361,6 +366,7 @@ def _blocks(
     embedding = model.embed.weight
     grows = any(parameter.requires_grad for parameter in model.embed.parameters())
     x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=grows)
+    stay_here |= x.nbytes < SMALLEST  # what is worth no copy
     passages, alike = [], {}
     for layer, block, rotary in zip(model.config.layers, model.blocks, model.rotary_of, strict=True):
         key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)

@@ -81,6 +81,11 @@ class Preview:
         several = any(len(self.layout.plan(self._lengths(step).tolist())) > self.layout.ranks for step in steps)
         return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several)
 
+    def planned_shape(self) -> Shape:
+        """The same as the plan counts it: DDP's buckets hold all gradients from the beginning."""
+        shape = self.shape()
+        return shape._replace(accumulated=shape.accumulated or self.strategy == "ddp")
+
     def _first_of_several(self) -> int | None:
         """The first step of the run that is several micro-batches; None: there is none."""
         steps = range(self.origin[0], self.steps)
@@ -166,7 +171,7 @@ class Preview:
                 job.method,
                 self.precision,
                 quantize,
-                self.shape(),
+                self.planned_shape(),
                 train.optimizer,
                 kind,
                 device.type,
@@ -190,7 +195,8 @@ class Preview:
         yield f"memory{'' if self.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
         yield time_line(self.flops(plan), self.slower, "the run", chip, peak, self.layout.ranks)
         if plan.memory.peak > self.there:
-            yield f"warning: that is more than the {in_words(self.there)} there are; lower --train.micro_batch_size"
+            flag = "--train.micro_batch_size" if self.layout.rows > 1 else "--data.max_seq_length"
+            yield f"warning: that is more than the {in_words(self.there)} there are; lower {flag}"
 
     def lines(self) -> Iterator[str]:
         """The data, in a line a file and a line on how they are laid out."""

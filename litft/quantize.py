@@ -198,6 +198,14 @@ class Quantized(nn.Module):
             self.state = _moved(self.state, self.weight.device)
         return self
 
+    def pieces(self, device: torch.device) -> tuple[list[Tensor], list[int], str]:
+        """As `Packed.pieces`; the statistics of bits that wait in the host's memory are fetched once, and stay."""
+        found = self.packed.pieces()
+        if found[0][0].device != device:
+            self.state = _moved(self.state, device)
+            found = self.packed.pieces()
+        return found
+
     @property
     def packed(self) -> Packed:
         """Bits and statistics."""
@@ -220,7 +228,7 @@ class QuantizedLinear(Quantized, nn.Linear):
     """A frozen Linear in 4 or 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = packed_product(x, self.weight, *self.packed.pieces(), None, False)
+        y = packed_product(x, self.weight, *self.pieces(x.device), None, False)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
@@ -233,7 +241,7 @@ class QuantizedExpertLinear(Quantized, ExpertLinear):
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """As ExpertLinear's."""
-        y = packed_product(x, self.weight, *self.packed.pieces(), grouping.ends, False)
+        y = packed_product(x, self.weight, *self.pieces(x.device), grouping.ends, False)
         return y if self.bias is None else y + by_expert(self.bias.to(y.dtype), grouping)
 
 

@@ -23,7 +23,8 @@ def remedies(job: Job, preview: Preview) -> list[str]:
         return ["lower --data.max_seq_length", "lower --train.micro_batch_size"]
     worth = sorted((flag for flag in saved if saved[flag] > WORTH * now), key=lambda flag: -saved[flag])
     found = [f"{flag} saves about {in_words(saved[flag])}" for flag in worth[:NAMED]]
-    retry = preview.layout.rows > 1 and not job.args.train.oom_retry and preview.strategy in ("single", "ddp")
+    train = job.args.train
+    retry = preview.strategy == "single" and preview.layout.rows > 1 and not (train.oom_retry or train.optimizer_in_backward)
     return found + (["--train.oom_retry halves micro-batches by itself"] if retry else [])
 
 
@@ -34,7 +35,7 @@ def _peak(job: Job, preview: Preview, **changed: Any) -> int:
         "method": job.method,
         "precision": preview.precision,
         "quantize": job.quantize,
-        "shape": preview.shape(),
+        "shape": preview.planned_shape(),
         "optimizer": train.optimizer,
         "recomputed": preview.recomputed,
         "device": preview.device.type,
@@ -47,22 +48,25 @@ def _peak(job: Job, preview: Preview, **changed: Any) -> int:
 
 def _options(job: Job, preview: Preview) -> Iterator[tuple[str, dict[str, Any]]]:
     """What could be another way, as a flag and as the plan's values."""
-    shape, args, whole = preview.shape(), job.args, job.method.whole
-    if shape.rows > 1:
+    shape, args, whole = preview.planned_shape(), job.args, job.method.whole
+    alone = preview.strategy == "single" and args.train.cpu_offload == "parameters"  # whose weights may not be packed
+    if shape.rows > 1 and not args.train.optimizer_in_backward:
         yield f"--train.micro_batch_size {shape.rows // 2}", {"shape": shape._replace(rows=shape.rows // 2)}
     if shape.tokens > 256:
         yield f"--data.max_seq_length {shape.tokens // 2}", {"shape": shape._replace(tokens=shape.tokens // 2)}
     if preview.recomputed != "full":
         yield "--train.activation_checkpointing full", {"recomputed": "full"}
-    if not whole and job.quantize == "none":
+    if args.resume:  # what follows would make it another run
+        return
+    if not whole and job.quantize == "none" and not alone:
         yield "--quantize nf4", {"quantize": "nf4"}
     if args.train.optimizer == "adamw" and preview.width == 1:
         yield "--train.optimizer adamw_8bit", {"optimizer": "adamw_8bit"}
-    if whole and preview.precision != "bf16-true":
+    if whole and preview.precision != "bf16-true" and args.train.optimizer not in ("schedule_free", "muon"):
         yield "--precision bf16-true", {"precision": "bf16-true"}
     if whole:
         yield "finetune/lora.py", {"method": _lora(job), "precision": preview.precision.removesuffix("-true")}
-    if preview.strategy == "ddp":
+    if preview.strategy == "ddp" and not args.clashes("fsdp"):
         yield "--strategy fsdp", {"shards": preview.layout.ranks}
 
 

@@ -94,7 +94,7 @@ def _subjects(args: RunEvalArgs) -> Iterator[tuple[Subject, Opened, AbstractCont
 def _measure(subject: Subject, opened: Opened, args: RunEvalArgs, names: set[Name]) -> dict[Name, tuple[str, str]]:
     """The scores on --data, of the examples of these names; returns what each asks, and what is expected."""
     model, tokenizer = opened.model, opened.tokenizer
-    chosen = scored(load_data(args.data, tokenizer, model.config.vocab_size, model.config.context))
+    chosen = scored(load_data(args.data, tokenizer, model.config.vocab_size, model.config.context), args.data)
     of_all = [(name, index) for index, name in enumerate(chosen.names) if name in names or not name[0]][: args.limit]
     samples = [chosen[index] for _, index in of_all]
     batches = tqdm(Layout(rows=args.batch_size).in_blocks(samples, BLOCK, 0), f"{subject.name}: loss", disable=None)

@@ -296,12 +296,14 @@ def test_plain_texts_have_a_perplexity_alone(folder, tmp_path):
     assert found["scores"][folder.name].keys() == {"examples", "loss", "perplexity"} and not found["answers"]
 
 
-def test_a_run_is_scored_on_what_it_held_out(folder, tmp_path):
+def test_a_run_is_scored_on_what_it_held_out(folder, tmp_path, monkeypatch):
     """By its own flags, whether its file is named or not; any other file is scored whole."""
     records = [{"q": f"Number {n}?", "completion": "Lily " * (n % 4 + 1)} for n in range(60)]
     for name in ("mine", "other"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    data = DataArgs(path=[str(tmp_path / "mine.jsonl")], columns=["prompt=q"], val_fraction=0.2, seed=3, template="chatml")
+        text = "".join(json.dumps(record | {"from": name}) + "\n" for record in records)
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    data = DataArgs(path=["mine.jsonl"], columns=["prompt=q"], val_fraction=0.2, seed=3, template="chatml")
     train = TrainArgs(max_steps=1, global_batch_size=2)
     run = litft.finetune(
         LoRAFinetuneArgs(checkpoint_dir=str(folder), data=data, train=train, out_dir=str(tmp_path / "run"))
@@ -314,6 +316,17 @@ def test_a_run_is_scored_on_what_it_held_out(folder, tmp_path):
         found, done = evaluated(tmp_path, "--checkpoint_dir", run, "--max_new_tokens", "1", *words)
         assert [answer["prompt"] for answer in found["answers"]] == own
         assert "scoring the part that was held out (--data.val_fraction 0.2, --data.seed 3)" in done.stderr
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "copy.jsonl").write_bytes((tmp_path / "mine.jsonl").read_bytes())  # it is the file that counts
+    words = ["--data.path", "other/copy.jsonl", "--against", run, "--max_new_tokens", "1"]
+    found, done = evaluated(tmp_path, "--checkpoint_dir", folder, *words)
+    assert len(found["answers"]) == len(own) and "held out" in done.stderr
+    words = ["--data.path", "copy.jsonl", "--data.columns", "prompt=q", "--max_new_tokens", "1"]
+    _, done = evaluated(tmp_path / "other", "--checkpoint_dir", run, *words)
+    assert "was trained on mine.jsonl, which is not found from here" in done.stderr
+    words = ["--data.path", "mine.jsonl,other.jsonl", "--data.columns", "prompt=q"]
+    _, done = evaluated(tmp_path, "--checkpoint_dir", run, *words, code=2)
+    assert "was trained on a part of it; score that alone" in done.stderr
     words = ["--data.path", "other.jsonl", "--data.columns", "prompt=q", "--max_new_tokens", "1"]
     found, done = evaluated(tmp_path, "--checkpoint_dir", run / "final", *words)
     assert len(found["answers"]) == 60 and "held out" not in done.stderr

@@ -16,6 +16,7 @@ import litft
 from litft.args import DataArgs, TrainArgs
 from litft.data.load import load_data
 from litft.data.steps import Order, collate
+from litft.evaluate import spread
 from litft.train import learning_rate
 
 pytestmark = pytest.mark.slow
@@ -63,7 +64,8 @@ def train_with_peft(folder, data) -> tuple[float, float]:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), config)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
-    before = mean_loss(model, data.val[:VALIDATION])
+    held_out = spread(data.val, VALIDATION)
+    before = mean_loss(model, held_out)
     order = Order([len(data.train)], 42)
     for step in range(STEPS):
         samples = [data.train[i] for i in order.indices(step * BATCH, (step + 1) * BATCH)]
@@ -73,7 +75,7 @@ def train_with_peft(folder, data) -> tuple[float, float]:
         torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return before, mean_loss(model, data.val[:VALIDATION])
+    return before, mean_loss(model, held_out)
 
 
 def test_the_loss_falls_as_far_as_with_peft(run, checkpoints, shared):

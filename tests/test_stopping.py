@@ -258,7 +258,10 @@ def test_a_loss_that_explodes_ends_the_run(args, shared):
     args.checkpoint_dir = str(shared / "checkpoints" / "stories260K")
     train = TrainArgs(max_steps=12, global_batch_size=4, learning_rate=1.0)
     full = FullFinetuneArgs(checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train)
-    with pytest.raises(ValueError, match=r"the loss is [\d.e+]+ and was [\d.]+, so nothing more can be learned; begin another run with a lower"):
+    with pytest.raises(
+        ValueError,
+        match=r"the loss is [\d.e+]+ and was [\d.]+, so nothing .*; begin another run with a lower",
+    ):
         litft.finetune(full)
 
 

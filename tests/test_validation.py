@@ -10,7 +10,7 @@ import litft
 from litft.args import DataArgs, EvalArgs
 from litft.data.load import load_data
 from litft.data.steps import Layout
-from litft.evaluate import Validation, exact_match, greedy_texts
+from litft.evaluate import Validation, exact_match, greedy_texts, validation_loss
 from litft.together import HostGroup
 
 
@@ -68,8 +68,10 @@ def test_answers_made_at_once_are_those_made_one_by_one(asked, alone):
 @torch.no_grad()
 def test_exact_match_is_counted_of_as_many_as_the_loss(asked, alone, tmp_path):
     model, tokenizer, samples, data = asked
-    expected = right_one_by_one(model, tokenizer, samples)[:4]
+    expected = right_one_by_one(model, tokenizer, samples)[::3]  # four of twelve, from all over them
     args = EvalArgs(max_batches=2, exact_match=True, max_new_tokens=0)
     validation = Validation(*alone, model, tokenizer, replace(data, val=samples), args, tmp_path / "samples.jsonl")
     row = validation.measure(0, Layout(rows=3), 2, final=True)
     assert row["exact_match"] == sum(expected) / 4 != sum(right_one_by_one(model, tokenizer, samples)) / 12
+    loss = validation_loss(alone[0], model, samples[::3], Layout(rows=1))
+    assert row["val_loss"] == pytest.approx(loss, rel=1e-5)

@@ -46,7 +46,8 @@ def prepare(file: File | HubSplit, encoder: Encoder, allowed: float, timeout: fl
     allowed: the part of the records that may be bad. timeout: seconds that the others wait for one that makes no progress.
     Raises ValueError that lists the bad records where there are more, and for a wait in vain.
     """
-    folder = cache_folder() / _key(file, encoder)
+    digest = file.digest()
+    folder = cache_folder() / _key(file, digest, encoder)
     store = Store.opened(folder)
     if store is None:
         try:
@@ -54,7 +55,7 @@ def prepare(file: File | HubSplit, encoder: Encoder, allowed: float, timeout: fl
             with folder.with_suffix(".lock").open("w") as lock:
                 _wait(lock, folder.with_suffix(".partial"), file.label, timeout)
                 if Store.opened(folder) is None:
-                    _write(file, encoder, allowed, folder, lock)
+                    _write(file, digest, encoder, allowed, folder, lock)
         except OSError as error:
             if error.filename and not str(error.filename).startswith(str(cache_folder())):
                 raise
@@ -84,9 +85,9 @@ def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
         time.sleep(0.05)
 
 
-def _key(file: File | HubSplit, encoder: Encoder) -> str:
+def _key(file: File | HubSplit, digest: str, encoder: Encoder) -> str:
     """What decides the samples, hashed."""
-    parts = (repr(file), file.digest(), encoder.digest, _code())
+    parts = (repr(file), digest, encoder.digest, _code())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
@@ -99,7 +100,7 @@ def _code() -> str:
     return hashlib.sha256(b"".join([path.read_bytes() for path in ours]) + repr(theirs).encode()).hexdigest()
 
 
-def _write(file: File | HubSplit, encoder: Encoder, allowed: float, folder: Path, lock: TextIO) -> None:
+def _write(file: File | HubSplit, digest: str, encoder: Encoder, allowed: float, folder: Path, lock: TextIO) -> None:
     """Fill the cache's entry, under its name only when complete."""
     partial = folder.with_suffix(".partial")
     for left in (partial, folder):  # of a process that was killed, or damaged: the lock is ours
@@ -113,6 +114,8 @@ def _write(file: File | HubSplit, encoder: Encoder, allowed: float, folder: Path
                 if writer.report.bad[0] == NAMED and not allowed:  # enough to mend at once
                     raise ValueError("\n".join(writer.report.bad[1]) + f"\nreading {file.label} ended here; {SKIP}")
         _check_bad(file.label, writer.report, allowed)
+        if file.digest() != digest:
+            raise ValueError(f"{file.label} was changed while it was read; start again when it is whole")
         writer.close()
         partial.rename(folder)
     except BaseException:

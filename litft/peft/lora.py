@@ -138,7 +138,7 @@ class LoRALinear(Part):
             a, b = torch.cat((a, self.lora_a0), dim=-2), torch.cat((b, -self.lora_b0), dim=-1)
         weight = self.matrix()
         cross = (weight @ a.to(weight.dtype).mT).to(a.dtype)
-        squares = self.squares + 2 * s * (cross * b).sum(-1) + s * s * ((b @ (a @ a.mT)) * b).sum(-1)
+        squares = self.squares.to(b.device) + 2 * s * (cross * b).sum(-1) + s * s * ((b @ (a @ a.mT)) * b).sum(-1)
         return self.summed(squares).clamp(min=0).sqrt()
 
     def summed(self, squares: Tensor) -> Tensor:
