@@ -13,7 +13,7 @@ from litft.data.store import Samples
 from litft.folder import Source
 from litft.opened import source_of
 
-Name = tuple[int, int]  # of an example, whatever model reads it
+Name = tuple[int, int, int]  # of an example, whatever model reads it
 ANY = 1 << 30  # more tokens than any vocabulary has: what does not fit a model is told when it is scored
 
 

@@ -48,6 +48,12 @@ LONGEST = (
     "test_stopping.py",
     "test_wheel.py",
     "test_convert.py",
+    "test_plan.py",
+    "test_methods.py",
+    "test_serve.py",
+    "test_watching.py",
+    "test_preview.py",
+    "test_eval.py",
 )
 
 
@@ -136,6 +142,17 @@ def rows_of(run: Path) -> list[dict[str, float]]:
     """A run's metrics.csv, empty values left out."""
     with (run / "metrics.csv").open() as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+
+
+def refused(name: str, *words: str | Path, capsys: pytest.CaptureFixture) -> str:
+    """What a command says that ends with a user's mistake, run in this process."""
+    from litft.cli import run as command
+
+    with pytest.raises(SystemExit) as ended:
+        command(name, list(map(str, words)))
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.err.startswith("error: ") and not said.out, said
+    return said.err
 
 
 def start(*words: str | Path, cwd: Path, env: dict[str, str] | None = None, **files) -> Process:

@@ -10,7 +10,7 @@ import time
 
 import pytest
 import yaml
-from conftest import ROOT, script
+from conftest import ROOT, refused, script
 
 import litft
 from litft import args as flags
@@ -279,14 +279,14 @@ BAD = {
 
 
 @pytest.mark.parametrize("spoil, words, message", BAD.values(), ids=BAD.keys())
-def test_bad_input_ends_before_training(folder, spoil, words, message):
+def test_bad_input_ends_before_training(folder, spoil, words, message, capsys, monkeypatch):
+    monkeypatch.chdir(folder)
     spoil(folder)
     given = words.split()
     for name, value in (("--checkpoint_dir", "model"), ("--data.path", "data.json"), ("--out_dir", "run")):
         given += [] if name in given else [name, value]
     before = sorted(path.name for path in folder.rglob("*"))
-    done = script("finetune/lora.py", *given, cwd=folder, code=2)
-    assert message in done.stderr and done.stderr.startswith("error: ") and done.stdout == ""
+    assert message in refused("finetune lora", *given, capsys=capsys)
     assert sorted(path.name for path in folder.rglob("*")) == before
 
 

@@ -316,6 +316,31 @@ def test_a_duplicate_of_a_validation_sample_is_found(tmp_path, tiny):
     assert data.duplicates.tolist() == [3, 8]
 
 
+def test_texts_that_begin_alike_are_no_duplicates(tmp_path, tiny):
+    """Windows are the same token for token, or they are not."""
+    tokenizer, start = Tokenizer(tiny), "once upon a time there was a licence. " * 60
+    for name in ("a", "b"):
+        own = "".join(f"{name} saw {n} dogs. " for n in range(300))
+        (tmp_path / f"{name}.txt").write_text(start + own)
+    data = load(tmp_path / "a.txt", tokenizer, val_path=str(tmp_path / "b.txt"), max_seq_length=100)
+    held_out = {tuple(sample.tokens.tolist()) for sample in data.val}
+    alike = [number for number, sample in enumerate(data.train) if tuple(sample.tokens.tolist()) in held_out]
+    assert data.duplicates.tolist() == alike and 2 < len(alike) < len(data.train) / 2
+
+
+def test_an_answer_has_one_name_whatever_the_template(tmp_path, tiny, shared):
+    """Of a conversation one template makes one example, and another one of each turn."""
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\n1\n</think>\n\none"}]
+    path, found = write(tmp_path / "a.json", [{"messages": talk + talk}] * 2), []
+    for template in ("alpaca", str(shared / "chat_templates" / "Qwen-QwQ-32B.jinja")):
+        tokenizer = Tokenizer(tiny)
+        data = load(path, tokenizer, vocab_size=600, template=template).train
+        found.append({name: sample.answer[1].tolist() for name, sample in zip(data.names, data, strict=True)})
+    one, each = found
+    assert len(one) == 2 and len(each) == 4 and one.keys() <= each.keys()
+    assert {turn for _, turn, _ in one} == {3} and {turn for _, turn, _ in each} == {1, 3}
+
+
 def test_several_paths_with_weights(tmp_path, tiny):
     from litft.data.steps import Order
 

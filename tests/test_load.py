@@ -16,7 +16,7 @@ from litft.args import LoRAArgs
 from litft.peft import LoRA
 
 CLIENTS = 64
-SECONDS = float(os.environ.get("LITFT_LOAD_SECONDS", "30"))
+SECONDS = float(os.environ.get("LITFT_LOAD_SECONDS", "20"))
 PROMPTS = [
     f"{who} {what}" for who in ("Once", "Lily", "The dog", "One day a boy", "Mom") for what in ("was", "saw a", "ran")
 ]

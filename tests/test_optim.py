@@ -10,6 +10,9 @@ from conftest import rows_of, script
 from lightning_fabric import Fabric
 from parity import ROWS, draw
 from safetensors.torch import load_file
+from torch import distributed
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import litft
 from litft import checkpoint
@@ -287,6 +290,45 @@ def test_every_optimizer_goes_on_to_the_bit(tiny, tmp_path, name, precision):
         for kind, value in optimizer.state[p].items():
             same = torch.equal(value, resumed.state[found[key]][kind]) if isinstance(value, torch.Tensor) else None
             assert value == resumed.state[found[key]][kind] if same is None else same, (key, kind)
+
+
+@pytest.fixture
+def mesh(tmp_path):
+    """A process that is all there are."""
+    store = distributed.FileStore(str(tmp_path / "store"), 1)
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    distributed.destroy_process_group()
+
+
+def test_a_part_of_a_parameter_goes_on_to_the_bit(mesh):
+    """bitsandbytes counts steps in a plain number, which has to come back where it is read."""
+
+    def learner():
+        torch.manual_seed(0)
+        weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)]))
+        group = {"params": [weight], "lr": 0.01, "factor": 1.0, "weight_decay": 0.0, "hidden": True}
+        return weight, Rounded([group], OPTIMIZERS["paged_adamw"].make)
+
+    def step(weight, optimizer, number):
+        torch.manual_seed(number)
+        weight.grad = distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)])
+        optimizer.step()
+
+    whole, optimizer = learner()
+    for number in range(5):
+        step(whole, optimizer, number)
+    part, resumed = learner()
+    checkpoint._begin(resumed)
+    with torch.no_grad():
+        part.copy_(whole)
+        for kind, value in optimizer.state[whole].items():
+            if isinstance(value, torch.Tensor):
+                resumed.state[part][kind].copy_(value)
+    checkpoint._set_numbers(checkpoint._numbers({"w": whole}, optimizer), {"w": part}, resumed)
+    for weight, own in ((whole, optimizer), (part, resumed)):
+        step(weight, own, 5)
+    assert torch.equal(whole.full_tensor(), part.full_tensor())
 
 
 def test_a_checkpoint_is_a_copy_of_its_moment(tiny, tmp_path):

@@ -42,7 +42,6 @@ REST = {  # with FAST and OTHERS, every pair of method, base and strategy that t
 }
 OTHERS = [  # what else a run may be told, sharded
     "full none --train.optimizer sgd --train.learning_rate 0.02",
-    "full none --train.optimizer lion",
     "full none --train.optimizer schedule_free --train.lr_schedule constant",
     "full none --train.activation_checkpointing full --train.freeze blocks.0.*",
     "full none --data.new_tokens <x>,<y>",
@@ -339,6 +338,7 @@ def test_auto_shards_what_does_not_fit(settled):
     """And says why."""
     preview, lines = settled(2**30)
     assert preview.strategy == "ddp" and "each device holds all of the weights (ddp, since each needs" in lines[1]
+    assert preview.plan.memory.shape.accumulated and not preview.shape().accumulated  # DDP's buckets are gradients
     preview, lines = settled(preview.plan.memory.peak // 4)
     assert preview.strategy == "fsdp" and preview.plan.memory.weights < 2**20
     assert re.search(r"fsdp, since each needs .* MiB with all of the weights, and has [\d.]+ [MK]iB", lines[1])
@@ -419,13 +419,18 @@ def test_another_process_is_lost_only_where_a_librarys_error_is_about_it():
         assert lost(RuntimeError(text), "5s") is None
 
 
-def test_more_processes_than_cores_are_told_at_once(tiny, examples, tmp_path, capsys):
+def test_more_processes_than_cores_are_told_at_once(tiny, capsys, monkeypatch):
     count = cores()
     with pytest.raises(ValueError, match=f"--devices {4 * count + 1}: .* there are {count} cores; give at most {4 * count}"):
         prepared(LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=["nowhere"]), devices=4 * count + 1))
     check_there("cpu", count + 1)
     assert f"there are {count} cores; they will wait for each other" in capsys.readouterr().err
     check_there("cpu", count)
+    assert not capsys.readouterr().err
+    for name, value in {"SLURM_NTASKS": "64", "SLURM_NNODES": "1", "SLURM_LOCALID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    check_there.cache_clear()
+    check_there("cpu", 4 * count + 2)  # of srun's tasks each has cores of its own
     assert not capsys.readouterr().err
 
 

@@ -248,10 +248,11 @@ def test_the_plan_knows_what_waits_on_the_host(shared):
     assert found["stays"].host == 0 and found["paged"].optimizer == 0 < found["stays"].optimizer == found["paged"].host
     assert found["offloaded"].host == found["stays"].activations  # of four blocks, of which two are on the GPU
     assert found["stays"].activations == pytest.approx(2 * found["offloaded"].activations, rel=0.02)
-    assert found["offloaded"].peak < found["stays"].peak
     waiting, sharded = found["waiting"], found["sharded"]
     assert (waiting.weights, waiting.gradients, waiting.optimizer) == (0, 0, 0)
     assert waiting.host == sharded.weights + sharded.gradients + sharded.optimizer
+    rounded = [predict(source, method, "bf16-true", "none", Shape(4, 512), shards=n).memory.rounding for n in (1, 2)]
+    assert rounded[0] == 2 * rounded[1] > 0
     on_cpu = predict(source, method, "bf16", "none", Shape(4, 512), optimizer="paged_adamw", device="cpu").memory
     assert on_cpu.host == 0 < on_cpu.optimizer
 

@@ -377,7 +377,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
 @pytest.mark.parametrize(
     "method, kills, flags",
     [
-        ("lora", 20, "--lora.dropout 0.1 --train.optimizer paged_adamw_8bit"),
+        ("lora", 12, "--lora.dropout 0.1 --train.optimizer paged_adamw_8bit"),
         ("adapter_v2", 4, "--save.best"),
     ],
 )

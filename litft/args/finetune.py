@@ -190,7 +190,7 @@ class EvalArgs:
     interval: int = 100
     """Compute the validation loss every so many steps. 0: only before and after."""
     max_batches: int | None = 16
-    """Use at most so many times global_batch_size validation examples. null: all of them."""
+    """Use at most so many times global_batch_size validation examples, taken evenly from all. null: all of them."""
     patience: int | None = None
     """End the run after so many validations in a row without a new lowest loss. Default: never."""
     prompts: list[str] = field(default_factory=list)

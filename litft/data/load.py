@@ -53,13 +53,13 @@ class Data:
     @cached_property
     def duplicates(self) -> np.ndarray:
         """Numbers of the training samples that are a validation sample too, token for token."""
-        return np.flatnonzero(np.isin(self.train.digests, self.val.digests))
+        return np.flatnonzero(np.isin(self.train.digests, self.val.digests)) if len(self.val) else np.zeros(0, int)
 
     @cached_property
     def digest(self) -> str:
         """Which training samples these are, in which order."""
         found = hashlib.sha256(json.dumps([self.weights, *(s.report.content for s in self.train.stores)]).encode())
-        found.update(self.train.digest)
+        found.update(self.train.identity)
         return found.hexdigest()
 
 

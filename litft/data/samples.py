@@ -59,6 +59,7 @@ class Encoded:
     form: str = ""
     samples: list[np.ndarray] = field(default_factory=list)
     units: list[int] = field(default_factory=list)  # of each sample: the hash by which it falls into a split
+    turns: list[int] = field(default_factory=list)  # of each sample: which message its last answer is
     text: bool = False  # the samples are a text's spans, one behind the other
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that close its answers
@@ -96,7 +97,7 @@ class Encoder:
         except ValueError as error:
             message = str(error)
             encoded.error = message if message.startswith(where) else f"{where}: {message}"
-            encoded.samples, encoded.units = [], []
+            encoded.samples, encoded.units, encoded.turns = [], [], []
         return encoded
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
@@ -105,6 +106,7 @@ class Encoder:
             encoded.text = True
             for span, ids in self._spans(example):
                 encoded.units.append(hashed(span))
+                encoded.turns.append(0)
                 encoded.samples.append(np.array(ids, np.uint32) | LEARNED)
             if not encoded.samples:
                 encoded.notes.append(BLANK)
@@ -124,6 +126,7 @@ class Encoder:
                 encoded.ends.add(ids[spans[-1][2] - 1])
             if (sample[1:] & LEARNED).any():
                 encoded.samples.append(sample)
+                encoded.turns.append(spans[-1][0])
         if cut and encoded.samples:
             encoded.notes.append(CUT)
         elif not encoded.samples and EMPTY not in encoded.notes:

@@ -19,7 +19,8 @@ import numpy as np
 from litft.data.samples import IDS, LEARNED, Encoded, Sample, to_sample
 
 EXAMPLE, TEXT, FOLLOWS = range(3)  # an entry's kind: as it is; a text, or its first span; a further span
-ARRAYS = {"supervised": np.int32, "units": np.uint64, "digests": np.uint64, "kinds": np.uint8}  # a value of each entry
+# a value of each entry
+ARRAYS = {"supervised": np.int32, "units": np.uint64, "turns": np.int32, "digests": np.uint64, "kinds": np.uint8}
 NAMED = 10  # records of a kind that a report names, besides their count
 
 
@@ -56,6 +57,11 @@ def _count(entry: list, name: str) -> None:
         entry[1].append(name)
 
 
+def digest(kept: np.ndarray) -> int:
+    """A hash of what is kept of a sample."""
+    return int.from_bytes(hashlib.blake2b(kept.tobytes(), digest_size=8).digest(), "little")
+
+
 class Writer:
     """Fills a folder with samples; `close` makes it one that `Store` opens."""
 
@@ -68,13 +74,14 @@ class Writer:
         self._units: list[int] = []
         self._digests: list[int] = []
         self._kinds: list[int] = []
+        self._turns: list[int] = []
         self._ends, self._found = set(), set()
 
     def add(self, encoded: Encoded) -> None:
         """Append a record's samples. Those of equal units go into one split."""
         self.report.add(encoded)
         self._ends |= encoded.ends
-        for number, (kept, unit) in enumerate(zip(encoded.samples, encoded.units, strict=True)):
+        for number, (kept, unit, turn) in enumerate(zip(encoded.samples, encoded.units, encoded.turns, strict=True)):
             kind = (TEXT if number == 0 else FOLLOWS) if encoded.text else EXAMPLE
             data, ids = kept.tobytes(), kept & IDS
             self._file.write(data)
@@ -83,8 +90,9 @@ class Writer:
             first = 0 if kind == FOLLOWS else 1  # which is never a target
             self._supervised.append(int(np.count_nonzero(kept[first:] & LEARNED)))
             self._units.append(unit)
+            self._turns.append(turn)
             self._kinds.append(kind)
-            self._digests.append(int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little"))
+            self._digests.append(digest(kept))
             self._found.update(np.intersect1d(ids, self.special).tolist())
             if (largest := int(ids.max())) > self.report.largest[0]:
                 self.report.largest = [largest, encoded.where]
@@ -110,7 +118,8 @@ class Store:
         self.folder = folder
         self.report = Report(**json.loads((folder / "report.json").read_text("utf-8")))
         self.offsets = np.load(folder / "offsets.npy")
-        self.supervised, self.units, self.digests, self.kinds = (np.load(folder / f"{name}.npy") for name in ARRAYS)
+        arrays = (np.load(folder / f"{name}.npy") for name in ARRAYS)
+        self.supervised, self.units, self.turns, self.digests, self.kinds = arrays
 
     @classmethod
     def opened(cls, folder: Path) -> "Store | None":
@@ -129,9 +138,9 @@ class Store:
         path = self.folder / "tokens.bin"
         return np.memmap(path, np.uint32, "r") if self.offsets[-1] else np.zeros(0, np.uint32)
 
-    def sample(self, start: int, size: int) -> Sample:
-        """Read one that lies there."""
-        return to_sample(np.array(self._tokens[start : start + size]))
+    def kept(self, start: int, size: int) -> np.ndarray:
+        """What lies there of a sample."""
+        return np.array(self._tokens[start : start + size])
 
     def laid_out(self, chosen: np.ndarray, limit: int) -> "Places":
         """The samples of these entries, in ascending order: an example as it is, of neighbouring spans of a text windows.
@@ -149,18 +158,19 @@ class Store:
         sizes = np.where(text[of], np.minimum(limit + 1, ends[of] - starts), ends[of] - starts)
         head = chosen[heads][of]
         supervised = np.where(text[of], sizes - 1, self.supervised[head])
-        digests = self.digests[head] + number.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-        return Places(starts, sizes, supervised, digests, np.where(text[of], np.uint64(0), self.units[head]))
+        units = np.where(text[of], np.uint64(0), self.units[head])
+        return Places(starts, sizes, supervised, self.digests[head], units, self.turns[head])
 
 
 class Places(NamedTuple):
-    """Where samples lie in a store, their tokens, those that are learned, a hash of each, and one of what it was made of."""
+    """Where samples lie in a store, and how many tokens they have."""
 
     starts: np.ndarray
     sizes: np.ndarray
-    supervised: np.ndarray
-    digests: np.ndarray
-    units: np.ndarray  # 0 of a text's window
+    supervised: np.ndarray  # tokens that are learned
+    digests: np.ndarray  # of each example; of a text's window nothing
+    units: np.ndarray  # the hash of what it was made of; 0 of a text's window
+    turns: np.ndarray  # which message the last answer is
 
 
 class Samples(Sequence):
@@ -188,7 +198,10 @@ class Samples(Sequence):
     def __getitem__(self, index: Any) -> "Sample | Samples":
         if isinstance(index, slice):
             return Samples(self.stores, self.which[index], Places(*(array[index] for array in self.places)))
-        return self.stores[self.which[index]].sample(int(self.places.starts[index]), int(self.places.sizes[index]))
+        return to_sample(self._kept(index))
+
+    def _kept(self, index: int) -> np.ndarray:
+        return self.stores[self.which[index]].kept(int(self.places.starts[index]), int(self.places.sizes[index]))
 
     @property
     def lengths(self) -> np.ndarray:
@@ -202,20 +215,26 @@ class Samples(Sequence):
 
     @property
     def digests(self) -> np.ndarray:
-        """A hash of each."""
-        return self.places.digests
+        """A hash of each one's tokens; windows of texts are read for it."""
+        found = self.places.digests.copy()
+        for index in np.flatnonzero(self.places.units == 0):
+            found[index] = digest(self._kept(index))
+        return found
 
     @property
-    def names(self) -> list[tuple[int, int]]:
-        """Of each its unit, and how many of it came before: the same, whatever the tokens are. The unit of text is 0."""
-        seen: Counter[int] = Counter()
+    def names(self) -> list[tuple[int, int, int]]:
+        """Of each its unit, the message that its last answer is, and how many came before that have both.
+
+        The same whatever template and tokenizer made the sample. The unit of text is 0.
+        """
+        seen: Counter[tuple[int, int]] = Counter()
         names = []
-        for unit in self.places.units.tolist():
-            names.append((unit, seen[unit]))
-            seen[unit] += 1
+        for name in zip(self.places.units.tolist(), self.places.turns.tolist(), strict=True):
+            names.append((*name, seen[name]))
+            seen[name] += 1
         return names
 
     @property
-    def digest(self) -> bytes:
+    def identity(self) -> bytes:
         """Which samples of the stores these are, in which order."""
         return b"".join(array.tobytes() for array in (self.which, self.places.starts, self.places.sizes))
