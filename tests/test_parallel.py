@@ -338,8 +338,8 @@ def test_auto_shards_what_does_not_fit(settled):
     """And says why."""
     preview, lines = settled(2**30)
     assert preview.strategy == "ddp" and "each device holds all of the weights (ddp, since each needs" in lines[1]
-    preview, _ = settled(2**30, train=TrainArgs(micro_batch_size=16))
-    assert preview.plan.memory.shape.accumulated and not preview.shape().accumulated  # DDP's buckets are gradients
+    once, _ = settled(2**30, train=TrainArgs(micro_batch_size=16))
+    assert once.plan.memory.shape.accumulated and not once.shape().accumulated  # DDP's buckets are gradients
     preview, lines = settled(preview.plan.memory.peak // 4)
     assert preview.strategy == "fsdp" and preview.plan.memory.weights < 2**20
     assert re.search(r"fsdp, since each needs .* MiB with all of the weights, and has [\d.]+ [MK]iB", lines[1])
