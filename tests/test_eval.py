@@ -366,7 +366,8 @@ def test_a_base_without_the_new_tokens(folder, examples, tmp_path):
     ]
     script("finetune/lora.py", *flags, "--out_dir", "tuned", cwd=tmp_path)
     both, _ = evaluated(tmp_path, "--checkpoint_dir", "tuned", "--data.path", examples, "--precision", "fp32")
-    alone, _ = evaluated(tmp_path, "--checkpoint_dir", folder, "--data.path", examples, "--precision", "fp32")
+    held_out = ("--data.path", examples, "--data.val_fraction", "0.05")  # as the run did
+    alone, _ = evaluated(tmp_path, "--checkpoint_dir", folder, *held_out, "--precision", "fp32")
     assert both["scores"]["base"] == alone["scores"][folder.name] != both["scores"]["tuned"]
     done = script(
         "generate/chat.py", "--checkpoint_dir", "tuned", "--max_new_tokens", "5", cwd=tmp_path, text="/base hello\n"
