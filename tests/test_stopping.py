@@ -309,7 +309,7 @@ def large(make_model, shared, tmp_path_factory):
         hidden_size=128,
         intermediate_size=3072,
         num_hidden_layers=2,
-        max_position_embeddings=256,
+        max_position_embeddings=8192,
     )
     for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
         shutil.copyfile(path, folder / path.name)
