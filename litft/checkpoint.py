@@ -321,6 +321,7 @@ def _set_numbers(saved: dict[str, Any], parameters: dict[str, nn.Parameter], opt
         state = optimizer.state[parameter]
         numbers = {kind: saved["parameters"][name][kind] for kind in _plain(state)}
         state.update(numbers)
-        if isinstance(optimizer, Rounded):  # of a part of a parameter `state` is a copy: tensors are shared, numbers are not
+        if isinstance(optimizer, Rounded) and parameter in optimizer.inner:  # what is frozen is not
+            # of a part of a parameter `state` is a copy: tensors are shared, numbers are not
             for own in optimizer.inner[parameter].state.values():
                 own.update({kind: value for kind, value in numbers.items() if kind in own})
