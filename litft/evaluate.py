@@ -81,9 +81,9 @@ def exact_match(
     return float(fabric.all_reduce(right, reduce_op="sum")) / len(samples)
 
 
-def spread(samples: Sequence[Sample], most: int | None) -> Sequence[Sample]:
-    """So many samples at most, taken evenly from all: of several files each has its part."""
-    if most is None or most >= len(samples):
+def spread(samples: Sequence[Sample], most: int) -> Sequence[Sample]:
+    """At most this many samples, taken evenly from all of them, so that each of several files has its part."""
+    if most >= len(samples):
         return samples
     return [samples[number * len(samples) // most] for number in range(most)]
 
@@ -120,9 +120,13 @@ class Validation:
         self.fabric.barrier()  # all have read it
         self._write()
 
+    def measured(self, size: int) -> int:
+        """How many samples are measured, where `size` are a batch."""
+        return min(len(self.samples), (self.args.max_batches or len(self.samples)) * size)
+
     def measure(self, step: int, layout: Layout, size: int, final: bool) -> Row:
         """The scores after `step` steps; `size` samples are a batch. Exact match is only measured at the `final` ones."""
-        samples = spread(self.samples, self.args.max_batches and self.args.max_batches * size)
+        samples = spread(self.samples, self.measured(size))
         if step not in self.losses:
             self.losses[step] = validation_loss(self.fabric, self.model, samples, layout, self.pause)
         loss = self.losses[step]

@@ -13,8 +13,8 @@ from litft.data.store import Samples
 from litft.folder import Source
 from litft.opened import source_of
 
-Name = tuple[int, int, int]  # of an example, whatever model reads it
-ANY = 1 << 30  # more tokens than any vocabulary has: what does not fit a model is told when it is scored
+Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
+ANY = 1 << 30  # a vocabulary size that fits every token: the model's own size is checked when it is scored
 
 
 def chosen_data(args: RunEvalArgs, source: Source) -> DataArgs:

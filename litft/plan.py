@@ -129,7 +129,7 @@ def predict(
 
     precision: what the network computes in (bf16, bf16-true, fp32). quantize: the base's kind, or none. optimizer: one of
     OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: whether gradients are forgotten as
-    soon as they are used. cpu_offload: none, parameters, or activations, of which the plan counts all as if they stayed.
+    soon as they are used. cpu_offload: none, parameters, or activations (two blocks' stay).
     shards: into how many parts FSDP2 cuts weights, gradients and moments; then `parameters` means all of these.
     """
     method = copy.copy(method)

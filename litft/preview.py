@@ -78,8 +78,12 @@ class Preview:
         """The largest micro-batch, and whether it is one of several of its step."""
         rows = self.heaviest
         steps = range(self.origin[0], min(self.steps, self.origin[0] + 16))
-        several = any(len(self.layout.plan(self._lengths(step).tolist())) > self.layout.ranks for step in steps)
+        several = any(map(self._accumulates, steps))
         return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several)
+
+    def _accumulates(self, step: int) -> bool:
+        """Whether a step is several micro-batches."""
+        return len(self.layout.plan(self._lengths(step).tolist())) > self.layout.ranks
 
     def planned_shape(self) -> Shape:
         """The same as the plan counts it: DDP's buckets hold all gradients from the beginning."""
@@ -89,7 +93,7 @@ class Preview:
     def _first_of_several(self) -> int | None:
         """The first step of the run that is several micro-batches; None: there is none."""
         steps = range(self.origin[0], self.steps)
-        return next((n for n in steps if len(self.layout.plan(self._lengths(n).tolist())) > self.layout.ranks), None)
+        return next(filter(self._accumulates, steps), None)
 
     def longest(self) -> tuple[int, int]:
         """The longest example of the largest micro-batch, and its tokens."""

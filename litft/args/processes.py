@@ -34,12 +34,12 @@ def _by_srun() -> bool:
 
 
 def local_rank() -> str:
-    """This process's number on its node, of which the first speaks for the others; 0 where it is alone."""
+    """This process's rank on its node; 0 if it is the only process. Rank 0 prints for the others."""
     return os.environ.get("LOCAL_RANK") or (os.environ.get("SLURM_LOCALID", "0") if _by_srun() else "0")
 
 
 def global_rank() -> str:
-    """This process's number among all; 0 where it is alone."""
+    """This process's rank among all processes; 0 if it is the only one."""
     return os.environ.get("RANK") or (os.environ.get("SLURM_PROCID", "0") if _by_srun() else "0")
 
 

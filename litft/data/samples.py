@@ -43,7 +43,7 @@ CONTROL = "with the text of a control token inside, which is read as that token"
 END_TEXT = "with an end token written behind an answer, which is left out"
 
 
-SPAN = 2048  # characters of a text file that fall into a split together
+SPAN = 2048  # characters of a text file that go into the same split
 
 
 # a sample is kept as its token ids (T + 1,), uint32, whose highest bits say what a token is
@@ -137,7 +137,7 @@ class Encoder:
             encoded.notes.append(CONTROL)
 
     def _spans(self, example: Example) -> Iterator[tuple[str, list[int]]]:
-        """A text and its tokens, cut where the text of a file has so many characters, whatever the length limit is."""
+        """A text and its tokens, divided every SPAN characters if it is to be divided; independent of the length limit."""
         text = example.text
         if not text.strip():
             return
@@ -200,9 +200,10 @@ def unit_of(example: Example) -> int:
     return hashed(json.dumps([messages, example.tools], sort_keys=True))
 
 
-def hashed(text: str) -> int:
-    """64 bits that differ where texts do."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
+def hashed(data: str | bytes) -> int:
+    """A 64-bit hash of a text or of bytes."""
+    data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
 def to_sample(kept: np.ndarray) -> Sample:

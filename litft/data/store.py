@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from litft.data.samples import IDS, LEARNED, Encoded, Sample, to_sample
+from litft.data.samples import IDS, LEARNED, Encoded, Sample, hashed, to_sample
 
 EXAMPLE, TEXT, FOLLOWS = range(3)  # an entry's kind: as it is; a text, or its first span; a further span
 # a value of each entry
@@ -57,11 +57,6 @@ def _count(entry: list, name: str) -> None:
         entry[1].append(name)
 
 
-def digest(kept: np.ndarray) -> int:
-    """A hash of what is kept of a sample."""
-    return int.from_bytes(hashlib.blake2b(kept.tobytes(), digest_size=8).digest(), "little")
-
-
 class Writer:
     """Fills a folder with samples; `close` makes it one that `Store` opens."""
 
@@ -92,7 +87,7 @@ class Writer:
             self._units.append(unit)
             self._turns.append(turn)
             self._kinds.append(kind)
-            self._digests.append(digest(kept))
+            self._digests.append(hashed(data))
             self._found.update(np.intersect1d(ids, self.special).tolist())
             if (largest := int(ids.max())) > self.report.largest[0]:
                 self.report.largest = [largest, encoded.where]
@@ -139,7 +134,7 @@ class Store:
         return np.memmap(path, np.uint32, "r") if self.offsets[-1] else np.zeros(0, np.uint32)
 
     def kept(self, start: int, size: int) -> np.ndarray:
-        """What lies there of a sample."""
+        """The stored tokens of the sample at this offset, with their flags, (size,), uint32."""
         return np.array(self._tokens[start : start + size])
 
     def laid_out(self, chosen: np.ndarray, limit: int) -> "Places":
@@ -163,14 +158,14 @@ class Store:
 
 
 class Places(NamedTuple):
-    """Where samples lie in a store, and how many tokens they have."""
+    """The samples of a store: an array with a value for each."""
 
-    starts: np.ndarray
-    sizes: np.ndarray
+    starts: np.ndarray  # offset of its first token
+    sizes: np.ndarray  # number of its tokens
     supervised: np.ndarray  # tokens that are learned
-    digests: np.ndarray  # of each example; of a text's window nothing
-    units: np.ndarray  # the hash of what it was made of; 0 of a text's window
-    turns: np.ndarray  # which message the last answer is
+    digests: np.ndarray  # hash of an example's tokens; unused for a window of a text
+    units: np.ndarray  # hash of its record's content; 0 for a window of a text
+    turns: np.ndarray  # index of the message that is its last answer
 
 
 class Samples(Sequence):
@@ -218,7 +213,7 @@ class Samples(Sequence):
         """A hash of each one's tokens; windows of texts are read for it."""
         found = self.places.digests.copy()
         for index in np.flatnonzero(self.places.units == 0):
-            found[index] = digest(self._kept(index))
+            found[index] = hashed(self._kept(index).tobytes())
         return found
 
     @property
