@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -23,6 +24,7 @@ from litft.together import HostGroup, in_step
 from litft.tokenizer import Tokenizer
 
 BLOCK = 64  # samples a rank holds and lays out at once
+LOOKED_AT = 16  # validation samples, of which the first with an answer is the prompt of sample answers
 
 
 @torch.no_grad()
@@ -60,15 +62,14 @@ def exact_match(
     samples: Sequence[Sample],
     rows: int = 1,
     pause: Callable[[], None] = lambda: None,
-) -> float:
-    """The part of the samples whose last answer is generated greedily to the letter, surrounding whitespace aside.
+) -> tuple[int, int]:
+    """How many of the samples' last whole answers are generated greedily to the letter (stripped), and of how many.
 
-    A text without answers, or with an answer cut off before it begins, counts as not right. rows: how many answers each
-    rank makes at once. pause: called before they are begun, by all ranks alike.
+    rows: how many answers each rank makes at once. pause: called before they are begun, by all ranks alike.
     """
     training = model.training
     model.eval()
-    right = torch.zeros((), dtype=torch.float64, device=fabric.device)
+    right = count = 0
     ranks, rank = fabric.world_size, fabric.global_rank
     for start in range(0, len(samples), ranks * rows):
         pause()
@@ -77,8 +78,11 @@ def exact_match(
         with in_step(model, hosts):
             found = greedy_texts(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in asked])
         right += sum(text == tokenizer.decode(ids).strip() for text, (_, ids) in zip(found, asked, strict=True))
+        count += len(asked)
     model.train(training)
-    return float(fabric.all_reduce(right, reduce_op="sum")) / len(samples)
+    totals = torch.tensor((right, count), dtype=torch.float64, device=fabric.device)
+    right, count = map(int, fabric.all_reduce(totals, reduce_op="sum").tolist())
+    return right, count
 
 
 def spread(samples: Sequence[Sample], most: int) -> Sequence[Sample]:
@@ -107,6 +111,7 @@ class Validation:
         self.pause: Callable[[], None] = lambda: None  # called again and again; it may raise
         self.losses: dict[int, float] = {}  # by step
         self.matches: dict[int, float] = {}
+        self.asked = 0  # examples with an answer to match
         self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
         self.prompts = list(_prompts(args, tokenizer, data)) if args.max_new_tokens else []
 
@@ -132,10 +137,10 @@ class Validation:
         loss = self.losses[step]
         values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
         if final and self.args.exact_match:
-            values["exact_match"] = exact_match(
-                self.fabric, self.hosts, self.model, self.tokenizer, samples, layout.rows, self.pause
-            )
-            self.matches[step] = values["exact_match"]
+            parts = self.fabric, self.hosts, self.model, self.tokenizer
+            right, self.asked = exact_match(*parts, samples, layout.rows, self.pause)
+            if self.asked:
+                values["exact_match"] = self.matches[step] = right / self.asked
         return values
 
     def ask(self, step: int) -> Iterator[dict[str, str | int]]:
@@ -177,7 +182,7 @@ def _kept_answer(line: str) -> dict[str, str | int] | None:
 
 def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[str, list[int]]]:
     """What to ask, as text and as the model reads it; ValueError where the model cannot read it."""
-    if not args.prompts and len(data.val) and (found := data.val[0].answer):
+    if not args.prompts and (found := next((s.answer for s in islice(data.val, LOOKED_AT) if s.answer), None)):
         ids = found[0].tolist()
         yield tokenizer.decode(ids).strip(), ids
     plain = all(set(report.formats) <= {"text"} for report in data.reports.values())

@@ -7,11 +7,12 @@ from pathlib import Path
 from litft import runs
 from litft.args import DataArgs, RunEvalArgs
 from litft.cli import finetune_args
-from litft.data.load import Data, load_data
+from litft.data.load import Data, length_limit, load_data
 from litft.data.locate import File, locate
 from litft.data.store import Samples
 from litft.folder import Source
 from litft.opened import source_of
+from litft.tokenizer import Tokenizer
 
 Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
 ANY = 1 << 30  # a vocabulary size that fits every token: the model's own size is checked when it is scored
@@ -78,22 +79,40 @@ def scored(data: Data, args: DataArgs) -> Samples:
     return data.val if len(data.val) else data.train
 
 
-def readable_by_all(args: RunEvalArgs, source: Source) -> set[Name]:
-    """The examples of which every model's tokenizer leaves something within its context; ValueError where none is.
+def compared(args: RunEvalArgs, source: Source) -> list[Source]:
+    """All whose examples are read by a tokenizer or a length of their own: the model's, and what it is held against."""
+    if args.against not in (None, "none"):
+        return [source, source_of(args.model(args.against))]
+    if args.against is None and _adds_tokens(source):
+        return [source, source_of(args.model(str(source.base)))]
+    return [source]
+
+
+def same_length(data: DataArgs, sources: list[Source]) -> DataArgs:
+    """The data with the length that fits all models: or each would be scored on other windows of a text."""
+    limits = {length_limit(data.max_seq_length, source.config.context) for source in sources}
+    if len(limits) > 1:
+        print(f"--data.max_seq_length {min(limits)}, which all models can read", file=sys.stderr)
+    return replace(data, max_seq_length=min(limits))
+
+
+def readable_by_all(args: RunEvalArgs, sources: list[Source]) -> set[Name]:
+    """The examples of which every model's tokenizer leaves something within the length limit; ValueError where none is.
 
     Says how many they are where some are left out.
     """
-    sources = [source]
-    if args.against not in (None, "none"):
-        sources.append(source_of(args.model(args.against)))
-    elif args.against is None and _adds_tokens(source):
-        sources.append(source_of(args.model(str(source.base))))
-    found = [set(scored(_read(args.data, each), args.data).names) for each in sources]
+    tokenizers = [_tokenizer(source) for source in sources]
+    found = [
+        set(scored(load_data(args.data, tokenizer, ANY, source.config.context), args.data).names)
+        for source, tokenizer in zip(sources, tokenizers, strict=True)
+    ]
     shared = set.intersection(*found)
     if not shared:
         raise ValueError(f"{', '.join(args.data.path)}: no example that all models can read; raise --data.max_seq_length")
     if others := max(map(len, found)) - len(shared):
         print(f"scoring the {len(shared):,} examples that all models can read, not {others:,} others", file=sys.stderr)
+    if len({tokenizer.digest() for tokenizer in tokenizers}) > 1:
+        print("warning: the tokenizers differ, so losses and perplexities are of different tokens", file=sys.stderr)
     return shared
 
 
@@ -103,8 +122,8 @@ def _adds_tokens(source: Source) -> bool:
     return adapter is not None and adapter[0].vocab_size(source.config) > source.config.vocab_size
 
 
-def _read(args: DataArgs, source: Source) -> Data:
+def _tokenizer(source: Source) -> Tokenizer:
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
-    return load_data(args, tokenizer, ANY, source.config.context)
+    return tokenizer

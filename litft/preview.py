@@ -72,14 +72,14 @@ class Preview:
     def lay_out(self, layout: Layout) -> None:
         """Have the steps run as `layout` says."""
         self.layout = layout
-        self.heaviest = heaviest(self.data.train.lengths, self.order, layout, self.samples, self.size, self.origin[1])
+        lengths = self.data.train.lengths
+        found = heaviest(lengths, self.order, layout, self.samples, self.size, self.origin[1])
+        self.heaviest, self.accumulated = found  # the largest micro-batch; whether a step has several
 
     def shape(self) -> Shape:
         """The largest micro-batch, and whether it is one of several of its step."""
         rows = self.heaviest
-        steps = range(self.origin[0], min(self.steps, self.origin[0] + 16))
-        several = any(map(self._accumulates, steps))
-        return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several)
+        return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), self.accumulated)
 
     def _accumulates(self, step: int) -> bool:
         """Whether a step is several micro-batches."""

@@ -20,7 +20,7 @@ from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.data.steps import Layout
 from litft.evaluate import BLOCK, greedy, summed_loss
-from litft.examples import Name, chosen_data, readable_by_all, scored
+from litft.examples import Name, chosen_data, compared, readable_by_all, same_length, scored
 from litft.opened import Opened, open_model, source_of
 from litft.runs import write_whole
 from litft.tokenizer import Tokenizer
@@ -56,7 +56,11 @@ def run_eval(args: RunEvalArgs) -> None:
         raise ValueError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it, or name another file")
     args = replace(args, data=chosen_data(args, source))
     ask = _harness(args) if args.tasks else None
-    readable = readable_by_all(args, source) if args.data.path else set()
+    readable = set()
+    if args.data.path:
+        sources = compared(args, source)
+        args = replace(args, data=same_length(args.data, sources))
+        readable = readable_by_all(args, sources)
     subjects, shown = [], {}
     for subject, opened, answering in _subjects(args):
         with answering:

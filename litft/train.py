@@ -386,7 +386,7 @@ class Training(Run):
                 self.metrics.note(step, **values)
                 line = f"step {step}: validation loss {values['val_loss']:.4f}, perplexity {values['val_perplexity']:.4g}"
                 if "exact_match" in values:
-                    line += f", exact match {values['exact_match']:.1%} of {validation.measured(size)}"
+                    line += f", exact match {values['exact_match']:.1%} of {validation.asked}"
                 self.say(line)
             for item in [] if asked else validation.ask(step):
                 self.say(f"  {_one_line(item['prompt'])}\n  -> {_one_line(item['answer'])}")

@@ -32,7 +32,7 @@ atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
 FORKS = forkserver.prepare()  # with bin/python, which starts a script in milliseconds
 
-# with pytest -n 2 each of two processes has a core
+# each of the processes of pytest -n has a core at most
 THREADS = int(os.environ.get("LITFT_TEST_THREADS", 1 if "PYTEST_XDIST_WORKER" in os.environ else 2))
 # for subprocesses: threads that spin while they wait for each other's process stall a machine of two cores
 ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
@@ -57,8 +57,13 @@ LONGEST = (
 )
 
 
-def pytest_configure() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
+    if getattr(
+        config.option, "numprocesses", None
+    ):  # the processes of pytest -n: bitsandbytes and OpenBLAS have threads too
+        os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", RAYON_NUM_THREADS="1")
 
 
 COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, those that -m leaves out included
@@ -84,7 +89,7 @@ def checkpoints(shared: Path, pytestconfig: pytest.Config) -> dict[str, Path]:
     built = pytestconfig.cache.mkdir("checkpoints")
     names = ("SmolLM2-135M-Instruct", "stories15M")
     with (built / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # the other process of pytest -n 2 may be building them
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest -n may be building them
         if not all((built / name / "model.safetensors").is_file() for name in names):
             subprocess.run([sys.executable, shared / "tools" / "get_checkpoints.py", "all", built], check=True)
     return {name: built / name for name in names} | {"stories260K": shared / "checkpoints" / "stories260K"}

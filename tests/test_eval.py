@@ -4,7 +4,7 @@ import importlib.util
 import json
 import math
 import re
-from shutil import copyfile
+from shutil import copyfile, copytree
 
 import pytest
 import torch
@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import litft
 from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, RunEvalArgs, TrainArgs
 from litft.data.load import load_data
-from litft.opened import open_model
+from litft.examples import compared, readable_by_all
+from litft.opened import open_model, source_of
 from litft.peft import LoRA
 from litft.tokenizer import Tokenizer
 
@@ -342,13 +343,34 @@ def test_models_are_scored_on_what_all_can_read(folder, checkpoints, make_model,
     words = ["--data.path", "own.jsonl", "--max_new_tokens", "2"]
     found, done = evaluated(tmp_path, "--checkpoint_dir", folder, "--against", short, *words)
     count = len(found["answers"])
-    assert (
-        4 < count < 24 and f"scoring the {count} examples that all models can read, not {24 - count} others" in done.stderr
-    )
+    assert 4 < count < 24 and "--data.max_seq_length 160, which all models can read" in done.stderr
     assert {own["examples"] for own in found["scores"].values()} == {count}
     alone, _ = evaluated(tmp_path, "--checkpoint_dir", folder, *words)
     said = {answer["prompt"]: answer[folder.name] for answer in alone["answers"]}
     assert all(said[answer["prompt"]] == answer[folder.name] for answer in found["answers"]) and len(said) == 24
+    (tmp_path / "story.txt").write_text("Once upon a time there was a girl. " * 80)  # in windows of the same length
+    words = ["--data.path", "story.txt", "--limit", "2"]
+    found, _ = evaluated(tmp_path, "--checkpoint_dir", folder, "--against", short, *words)
+    alone, _ = evaluated(tmp_path, "--checkpoint_dir", folder, "--data.max_seq_length", "160", *words)
+    assert found["scores"][folder.name] == alone["scores"][folder.name]
+
+
+def test_models_with_other_tokenizers_are_scored_on_what_all_can_read(folder, shared, tmp_path, capsys):
+    """With other tokens an example is longer or shorter, and one that a model cannot read is scored of none."""
+    other = tmp_path / "other"
+    copytree(shared / "tokenizers" / "gpt2", other)
+    for name in ("config.json", "model.safetensors"):
+        copyfile(folder / name, other / name)
+    records = [{"prompt": "word " * (n * 7 % 60) + f"Number {n}?", "completion": "Lily."} for n in range(24)]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = DataArgs(path=[str(tmp_path / "own.jsonl")], val_fraction=0.0, max_seq_length=160)
+    args = RunEvalArgs(str(folder), data=data, against=str(other))
+    sources = compared(args, source_of(args.model(str(folder))))
+    in_common, alone = readable_by_all(args, sources), readable_by_all(args, sources[1:])
+    said = capsys.readouterr().err
+    assert 4 < len(in_common) < 24 == len(alone) and in_common < alone
+    assert f"scoring the {len(in_common)} examples that all models can read, not {24 - len(in_common)} others" in said
+    assert "the tokenizers differ" in said
 
 
 @pytest.mark.slow

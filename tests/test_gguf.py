@@ -341,8 +341,8 @@ def tokenizer_folder(name: str, shared: Path, folder: Path) -> Path:
 
 
 # gemma-2 and the like take half a minute each
-TOKENIZERS = ["gpt2", "llama-2-7b", "llama-2-7b by sentencepiece"]
-LARGE = ["llama-3.1", "qwen2.5", "gemma-2"]
+TOKENIZERS = ["gpt2", "llama-2-7b by sentencepiece"]
+LARGE = ["llama-2-7b", "llama-3.1", "qwen2.5", "gemma-2"]
 
 
 @pytest.mark.parametrize("name", [*TOKENIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])

@@ -40,10 +40,8 @@ def files_of(folder):
     return found
 
 
-QUICK = ("lora, all it has, int8",)
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in METHODS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_killed_and_resumed_is_uninterrupted(tiny, examples, tmp_path, name):
     method, *more = METHODS[name].split()
     flags = [f"finetune/{method}.py", "--checkpoint_dir", tiny, "--data.path", examples, *FLAGS, *more, "--out_dir"]

@@ -91,6 +91,8 @@ def covering() -> list[tuple[str, str, str | None]]:
 
 
 CASES = [pytest.param(*case, id=" / ".join(map(str, case))) for case in covering()]
+# every other case: each half still has every method with three families, and with every base
+HALVES = [[case for at, case in enumerate(CASES) if sum(divmod(at, len(FAMILIES))) % 2 == half] for half in (0, 1)]
 # a finite difference takes two passes of the network a parameter: without what has the kernels of lora and adapter_v2, on
 # a plain, a fused and an expert family
 SAME_KERNELS = ("rslora", "olora", "lora, new tokens", "adapter, new tokens", "adapter_v2, no prefix, new tokens")
@@ -106,6 +108,10 @@ def test_cases_cover_every_pair():
     quantizable = [method for method in METHODS if not method.startswith("full")]
     assert {(method, kind) for method, _, kind in cases} >= set(product(quantizable, QUANTIZED))
     assert {case[1:] for case in cases} == set(product(FAMILIES, QUANTIZED))
+    for half in HALVES:
+        cases = [case.values for case in half]
+        assert {(method, kind) for method, _, kind in cases} >= set(product(quantizable, QUANTIZED))
+        assert {case[1:] for case in cases} == set(product(FAMILIES, QUANTIZED)) and len(cases) == len(CASES) // 2
 
 
 def with_tokens(method):
@@ -170,7 +176,7 @@ def saved(model, method, source, out, kind=None):
     return out
 
 
-@pytest.mark.parametrize("name, family, kind", CASES)
+@pytest.mark.parametrize("name, family, kind", HALVES[0])
 @torch.no_grad()
 def test_at_init_it_is_the_base(folders, name, family, kind):
     """To the bit, but for PiSSA and OLoRA; and taken off again, it is the base whatever it had learned."""
@@ -196,7 +202,7 @@ def test_at_init_it_is_the_base(folders, name, family, kind):
     assert dict(model.named_parameters()).keys() == dict(base.named_parameters()).keys()
 
 
-@pytest.mark.parametrize("name, family, kind", CASES)
+@pytest.mark.parametrize("name, family, kind", HALVES[1])
 def test_every_part_learns_and_nothing_else(folders, name, family, kind):
     """After two steps with a validation between: some gates and factors have no gradient before the first."""
     model, method, _ = attached(folders(family), name, kind)
@@ -247,7 +253,7 @@ def test_gradients_are_finite_differences(folders, name, family, kind, monkeypat
         assert (values[0] - values[1]) / (2 * step) == pytest.approx(slope, rel=1e-3, abs=1e-7), n
 
 
-@pytest.mark.parametrize("name, family, kind", CASES)
+@pytest.mark.parametrize("name, family, kind", HALVES[0])
 @torch.no_grad()
 def test_saved_is_what_is_declared_and_comes_back(folders, tmp_path, name, family, kind):
     model, method, source = attached(folders(family), name, kind)
@@ -272,7 +278,7 @@ def test_saved_is_what_is_declared_and_comes_back(folders, tmp_path, name, famil
     assert held.tokens.keys() == method.tokens.keys()
 
 
-@pytest.mark.parametrize("name, family, kind", [case for case in CASES if case.values[0] in MERGE])
+@pytest.mark.parametrize("name, family, kind", [case for case in HALVES[1] if case.values[0] in MERGE])
 @torch.no_grad()
 def test_merged_is_unmerged(folders, tmp_path, name, family, kind):
     """Over a quantized base, where it is added to what that base was."""

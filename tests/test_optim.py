@@ -32,7 +32,7 @@ def folder(make_model):
     """A Llama whose weights are bf16 numbers, wide enough for means over a matrix."""
     from transformers import LlamaConfig
 
-    model, folder = make_model(LlamaConfig, hidden_size=256, intermediate_size=320, num_hidden_layers=2)
+    model, folder = make_model(LlamaConfig, hidden_size=128, intermediate_size=160, num_hidden_layers=2)
     model.bfloat16().float().save_pretrained(folder)
     return folder
 

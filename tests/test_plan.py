@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from collections import OrderedDict
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -12,9 +11,7 @@ import torch
 import transformers
 from conftest import ENV, script
 from parity import ROWS, TINY
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
-from torch.utils.hooks import RemovableHandle
+from tracked import tracked
 from transformers import Qwen3MoeConfig
 
 import litft.preview
@@ -28,14 +25,11 @@ from litft.args import (
     PlanArgs,
     TrainArgs,
 )
-from litft.blockwise import recompute
 from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.flops import CHIPS, Flops, peak_flops
 from litft.folder import resolve
 from litft.job import Job
-from litft.model import GPT
-from litft.optim import make_optimizer
 from litft.peft import LoRA, method_of
 from litft.plan import Shape, predict
 from litft.preview import Preview, on_paper
@@ -114,35 +108,6 @@ CASES = {
 }
 
 
-def tracked(source, method, args, precision, shape, recomputed="none", mode=FakeTensorMode) -> int:
-    """The peak of two whole training steps under MemTracker, of which the second has the optimizer's state."""
-    with mode():
-        torch.set_default_dtype({"fp32": torch.float32, "bf16": torch.bfloat16}[method.storage(precision)])
-        model = GPT(source.config)
-        torch.set_default_dtype(torch.float32)
-        method.attach(model)
-        method.compute_in(model, precision)
-        recompute(model, recomputed)
-        trained = {name: p for name, p in method.parameters(model).items() if p.requires_grad}
-        optimizer = make_optimizer(args.train, method, trained)
-        tracker, frozen = MemTracker(), RemovableHandle(OrderedDict())
-        for parameter in model.parameters():
-            if not parameter.requires_grad:  # on which the tracker would put a hook for gradients
-                tracker._param_to_grad_hook_handles[parameter] = (frozen, frozen)
-        tracker.track_external(model, optimizer)
-        tokens = torch.zeros((shape.rows, shape.tokens), dtype=torch.int64)
-        kept = torch.arange(tokens.numel())  # fake tensors have no values to find them by
-        model.train()
-        with tracker:
-            for _ in range(2):
-                for _ in range(1 + shape.accumulated):
-                    model(tokens, targets=tokens, kept=kept)[0].backward()
-                    tracker.reset_mod_stats()
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=True)
-    return sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
-
-
 @pytest.fixture(autouse=True)
 def default_dtype():
     yield
@@ -167,7 +132,7 @@ def test_memory_is_that_of_whole_training_steps(shared, checkpoints, case, recom
     method = method_of(args)
     method.choose(source.meta_model(), source.adapter_rules)
     found = predict(source, method, precision, "none", shape, recomputed=recomputed, device="cpu").memory.peak
-    expected = tracked(source, method, args, precision, shape, recomputed)
+    expected = tracked(source, method, args.train, precision, shape, recomputed)
     print(f"{case}, {recomputed}: {found / 2**20:,.0f} MiB, {expected / 2**20:,.0f} tracked, {found / expected - 1:+.2%}")
     assert found == pytest.approx(expected, rel=0.03)
 
@@ -186,7 +151,7 @@ def test_memory_is_that_of_real_tensors(checkpoints, args, recomputed):
     source, method, shape = resolve(checkpoints["stories15M"]), method_of(args), Shape(2, 200, True)
     method.choose(source.meta_model(), source.adapter_rules)
     found = predict(source, method, "fp32", "none", shape, recomputed=recomputed, device="cpu").memory.peak
-    expected = tracked(source, method, args, "fp32", shape, recomputed, nullcontext)
+    expected = tracked(source, method, args.train, "fp32", shape, recomputed, nullcontext)
     print(f"{found / 2**20:,.1f} MiB predicted, {expected / 2**20:,.1f} tracked, {found / expected - 1:+.2%}")
     assert found == pytest.approx(expected, rel=0.03)
 

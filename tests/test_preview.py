@@ -176,12 +176,14 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
     for _ in range(20):
         lengths = draw.integers(1, 60, draw.integers(5, 200))
         order, size = Order([len(lengths)], int(draw.integers(100))), int(draw.integers(1, 20))
-        found = heaviest(lengths, order, layout, 2 * len(lengths), size)
-        most = 0
+        found, several = heaviest(lengths, order, layout, 2 * len(lengths), size)
+        most, counts = 0, []
         for start in range(0, 2 * len(lengths), size):
             chosen = lengths[order.indices(start, min(start + size, 2 * len(lengths)))]
-            most = max(most, *(cells(chosen, rows) for rows in layout.plan(chosen.tolist())))
-        assert cells(lengths, found) == most
+            batches = layout.plan(chosen.tolist())
+            most = max(most, *(cells(chosen, rows) for rows in batches))
+            counts.append(len(batches) // layout.ranks)
+        assert cells(lengths, found) == most and several == (max(counts) > 1)
 
 
 def test_the_largest_micro_batch_comes_at_step_1(tiny, tmp_path):

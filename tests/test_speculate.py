@@ -64,8 +64,18 @@ def guesser(name, draft):
     return {"draft": Draft(Decoder(draft, 1, 32), V, count=2), "wrong": Wrong()}[name]
 
 
-@pytest.mark.parametrize("name", ["draft", "wrong"])
-@pytest.mark.parametrize("settings", [Sampling(1.0), Sampling(0.7, top_p=0.9, repetition_penalty=1.3)], ids=["1", "changed"])
+CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        pytest.param(Sampling(1.0), "wrong", id="1-wrong"),
+        pytest.param(CHANGED, "draft", id="changed-draft"),
+        pytest.param(Sampling(1.0), "draft", id="1-draft", marks=pytest.mark.slow),
+        pytest.param(CHANGED, "wrong", id="changed-wrong", marks=pytest.mark.slow),
+    ],
+)
 def test_the_distribution_is_the_networks_own(models, name, settings):
     target, draft = models
     own, expected, counts = guesser(name, draft), exact(target, settings, 3), Counter()

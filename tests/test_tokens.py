@@ -10,7 +10,7 @@ from litft.peft.tokens import first_rows, grown, untrained
 from litft.tokenizer import Tokenizer
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", "gemma-2"])
+@pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)])
 def test_added_tokens_come_back_from_the_folder(shared, tmp_path, name):
     """Single ids behind the vocabulary, in text as they are, from litft's reader and from transformers'."""
     import gzip

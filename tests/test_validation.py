@@ -62,7 +62,10 @@ def test_answers_made_at_once_are_those_made_one_by_one(asked, alone):
     expected = right_one_by_one(model, tokenizer, samples)
     assert 0 < sum(expected) < len(samples)
     for rows in (1, 5, 12):
-        assert exact_match(*alone, model, tokenizer, samples, rows) == sum(expected) / len(samples)
+        assert exact_match(*alone, model, tokenizer, samples, rows) == (sum(expected), len(samples))
+    cut = [replace(samples[0], answer=None)]
+    assert exact_match(*alone, model, tokenizer, cut + samples, 5) == (sum(expected), len(samples))
+    assert exact_match(*alone, model, tokenizer, cut) == (0, 0)
 
 
 @torch.no_grad()

@@ -23,7 +23,7 @@ class Sample:
 
     tokens: Tensor
     targets: Tensor
-    answer: tuple[Tensor, Tensor] | None = None  # the tokens before its last answer, as generation reads them; and its own
+    answer: tuple[Tensor, Tensor] | None = None  # the tokens before its last whole answer, and the answer's own
 
     @cached_property
     def supervised(self) -> int:
@@ -47,7 +47,7 @@ SPAN = 2048  # characters of a text file that go into the same split
 
 
 # a sample is kept as its token ids (T + 1,), uint32, whose highest bits say what a token is
-LEARNED, SAID = np.uint32(1 << 31), np.uint32(1 << 30)  # the loss counts it; it belongs to an answer
+LEARNED, SAID = np.uint32(1 << 31), np.uint32(1 << 30)  # the loss counts it; it belongs to a whole answer
 IDS = np.uint32((1 << 30) - 1)
 
 
@@ -59,7 +59,7 @@ class Encoded:
     form: str = ""
     samples: list[np.ndarray] = field(default_factory=list)
     units: list[int] = field(default_factory=list)  # of each sample: the hash by which it falls into a split
-    turns: list[int] = field(default_factory=list)  # of each sample: which message its last answer is
+    turns: list[int] = field(default_factory=list)  # of each sample: which message its last whole answer is, or -1
     text: bool = False  # the samples are a text's spans, one behind the other
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that close its answers
@@ -115,9 +115,12 @@ class Encoder:
         self._note_controls([message["content"] for message in messages], encoded)
         cut = False
         for ids, spans in self._texts(messages, example.tools):
-            sample = np.array(ids, np.uint32)
+            sample, whole = np.array(ids, np.uint32), -1
             for turn, start, end in spans:
-                sample[start:end] |= SAID | (LEARNED if turn in learned else np.uint32(0))
+                sample[start:end] |= LEARNED if turn in learned else np.uint32(0)
+                if end <= self.limit + 1:
+                    whole = turn
+                    sample[start:end] |= SAID
             if not self.mask_prompt:
                 sample |= LEARNED
             if len(ids) > self.limit + 1:
@@ -126,7 +129,7 @@ class Encoder:
                 encoded.ends.add(ids[spans[-1][2] - 1])
             if (sample[1:] & LEARNED).any():
                 encoded.samples.append(sample)
-                encoded.turns.append(spans[-1][0])
+                encoded.turns.append(whole)
         if cut and encoded.samples:
             encoded.notes.append(CUT)
         elif not encoded.samples and EMPTY not in encoded.notes:

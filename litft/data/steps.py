@@ -120,10 +120,12 @@ class Layout:
             yield from self.batches([samples[i] for i in range(start, min(start + size, len(samples)))], rank)
 
 
-def heaviest(lengths: np.ndarray, order: Order, layout: Layout, samples: int, size: int, first: int = 0) -> list[list[int]]:
+def heaviest(
+    lengths: np.ndarray, order: Order, layout: Layout, samples: int, size: int, first: int = 0
+) -> tuple[list[list[int]], bool]:
     """The micro-batch with the most tokens, padding included, of a run over `samples` in steps of `size`: rows of numbers.
 
-    first: the sample that it begins with.
+    And whether any step has several micro-batches a rank. first: the sample that the run begins with.
 
     Of long runs, steps are ranked by what their sums and longest samples promise, and the first thousands laid out.
     """
@@ -135,12 +137,14 @@ def heaviest(lengths: np.ndarray, order: Order, layout: Layout, samples: int, si
     promised = width * np.minimum(np.ceil(counts / layout.ranks), layout.rows)
     likely = np.argsort(-promised, kind="stable")[: max(16, LAID_OUT // size)]
 
-    def batches(step: int) -> Iterator[list[list[int]]]:
+    most, several = [], False
+    for step in likely:
         chosen = numbers[starts[step] : starts[step] + size]
-        for rows in layout.plan(lengths[chosen].tolist()):
-            yield [[int(chosen[i]) for i in row] for row in rows]
-
-    return max((rows for step in likely for rows in batches(step)), key=lambda rows: cells(lengths, rows))
+        batches = layout.plan(lengths[chosen].tolist())
+        several |= len(batches) > layout.ranks
+        found = ([[int(chosen[i]) for i in row] for row in rows] for rows in batches)
+        most = max([most, *found], key=lambda rows: cells(lengths, rows))
+    return most, several
 
 
 def cells(lengths: np.ndarray, rows: list[list[int]]) -> int:

@@ -165,7 +165,7 @@ class Places(NamedTuple):
     supervised: np.ndarray  # tokens that are learned
     digests: np.ndarray  # hash of an example's tokens; unused for a window of a text
     units: np.ndarray  # hash of its record's content; 0 for a window of a text
-    turns: np.ndarray  # index of the message that is its last answer
+    turns: np.ndarray  # index of the message that is its last whole answer, or -1
 
 
 class Samples(Sequence):
@@ -218,7 +218,7 @@ class Samples(Sequence):
 
     @property
     def names(self) -> list[tuple[int, int, int]]:
-        """Of each its unit, the message that its last answer is, and how many came before that have both.
+        """Of each its unit, the message that its last whole answer is, and how many came before that have both.
 
         The same whatever template and tokenizer made the sample. The unit of text is 0.
         """

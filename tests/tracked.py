@@ -1,0 +1,65 @@
+"""The memory that training steps take, counted by torch's MemTracker while they run, on fake tensors or real ones."""
+
+from collections import OrderedDict
+from contextlib import nullcontext
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils.hooks import RemovableHandle
+
+from litft.args import TrainArgs
+from litft.blockwise import recompute
+from litft.folder import Source
+from litft.model import GPT
+from litft.optim import InBackward, make_optimizer
+from litft.peft import Method
+from litft.plan import Shape
+
+
+def tracked(
+    source: Source,
+    method: Method,
+    train: TrainArgs,
+    precision: str,
+    shape: Shape,
+    recomputed: str = "none",
+    mode: type = FakeTensorMode,
+    supervised: int | None = None,
+) -> int:
+    """The peak of two whole training steps in bytes; the second has the optimizer's state.
+
+    supervised: how many of a micro-batch's tokens the loss counts; None: all.
+    """
+    with mode():
+        torch.set_default_dtype({"fp32": torch.float32, "bf16": torch.bfloat16}[method.storage(precision)])
+        model = GPT(source.config)
+        torch.set_default_dtype(torch.float32)
+        method.attach(model)
+        method.compute_in(model, precision)
+        for name in method.frozen:
+            model.get_parameter(name).requires_grad_(False)
+        recompute(model, recomputed)
+        model.label_smoothing, model.neftune_alpha = train.label_smoothing, train.neftune_alpha
+        trained = {name: p for name, p in method.parameters(model).items() if p.requires_grad}
+        optimizer = make_optimizer(train, method, trained)
+        tracker, frozen = MemTracker(), RemovableHandle(OrderedDict())
+        for parameter in model.parameters():
+            if not parameter.requires_grad:  # on which the tracker would put a hook for gradients
+                tracker._param_to_grad_hook_handles[parameter] = (frozen, frozen)
+        tracker.track_external(model, optimizer)
+        tokens = torch.zeros((shape.rows, shape.tokens), dtype=torch.int64)
+        kept = torch.arange(supervised or tokens.numel())  # fake tensors have no values to find them by
+        model.train()
+        with tracker:
+            for _ in range(2):
+                with optimizer.stepping() if isinstance(optimizer, InBackward) else nullcontext():
+                    for _ in range(1 + shape.accumulated):
+                        model(tokens, targets=tokens, kept=kept)[0].backward()
+                        tracker.reset_mod_stats()
+                if not train.optimizer_in_backward:
+                    nn.utils.clip_grad_norm_(trained.values(), train.max_grad_norm or float("inf"))
+                    optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    return sum(kinds["Total"] for kinds in tracker.get_tracker_snapshot("peak").values())
