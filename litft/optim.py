@@ -269,6 +269,7 @@ def _in_factors(name: str, parameter: Tensor) -> float:
 
 _adamw = partial(AdamW, betas=BETAS, fused=True)
 
+BY_KERNELS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion")  # of bitsandbytes
 BY_PART = ("lion", "paged_adamw", "sgd")  # whose kernels know no DTensors, and look at every number by itself
 OPTIMIZERS = {
     "adamw": Choice(_adamw, _each(8)),

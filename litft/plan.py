@@ -1,29 +1,24 @@
 """What a run will need: memory by kind, FLOPs, hours; and the fastest settings that fit. No weight is read or allocated.
 
-Weights, gradients and moments are closed forms of the shapes. What a block keeps for its backward, and what passes through
-memory meanwhile, is seen: each distinct block, and the loss, run once forward and backward on fake tensors whose lives are
-watched, so that no change of the network goes unnoticed. `tests/test_plan.py` holds the sum against torch's MemTracker over
-whole training steps.
+Weights, gradients and moments are closed forms of the shapes; what passes through memory is seen in `memory_trace`.
+`tests/test_plan.py` holds the sum against torch's MemTracker over whole training steps.
 """
 
 import copy
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from litft.blockwise import recompute
 from litft.flops import Flops
 from litft.folder import Source
-from litft.loss import AT_ONCE, CHUNK, summed_cross_entropy
+from litft.memory_trace import Shape, in_one_pass, trace_blocks, trace_loss, trace_step
 from litft.model import GPT, built_in
-from litft.offload import SMALLEST, waits
+from litft.offload import waits
 from litft.optim import state_bytes
 from litft.parallel import DTYPES
 from litft.peft import Method
@@ -31,17 +26,6 @@ from litft.quantize import is_quantizable
 from litft.residence import residence
 
 FILLED = 0.9  # of the memory there is that a plan may take: CUDA itself and the allocator's gaps take some
-
-
-class Shape(NamedTuple):
-    """A micro-batch, and whether a step has several: then it begins beside the gradients of those before."""
-
-    rows: int
-    tokens: int  # of a row
-    accumulated: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.rows} x {self.tokens:,} tokens"
 
 
 @dataclass(frozen=True)
@@ -56,7 +40,7 @@ class Memory:
     loss: int  # that passes through memory while the loss and its gradient are made
     gathered: int  # of a sharded network: blocks that are whole for the moment, and the network's own
     backward: int  # that the activations and gradients exceed `activations` by, at the heaviest place of the backward pass
-    rounding: int  # all that `optim.Rounded` makes of the largest weight to step it
+    stepping: int  # that passes through memory while the optimizer steps
     host: int = 0  # what waits in the host's memory
 
     @property
@@ -73,7 +57,7 @@ class Memory:
         moments = (
             before | {"loss": self.loss} | gathered,
             before | {"backward pass": self.backward} | gathered,
-            {"gradients": self.gradients, "rounding": self.rounding},
+            {"gradients": self.gradients, "optimizer step": self.stepping},
         )
         return stays | max(moments, key=lambda moment: sum(moment.values()))
 
@@ -136,13 +120,7 @@ def predict(
     method.tokens = {}  # some rows, which are too few to matter and want real ids
     compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
     with FakeTensorMode():
-        with built_in(DTYPES[method.storage(precision)]):
-            model = GPT(source.config)
-        parameters = sum(p.numel() for p in model.parameters())
-        method.attach(model, keep=False)
-        method.compute_in(model, precision)
-        for name in method.frozen:
-            model.get_parameter(name).requires_grad_(False)
+        model, parameters = _network(source, method, precision)
         flops = Flops(model)
         named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         weights = _weights(model, method, quantize)
@@ -155,7 +133,9 @@ def predict(
             resident += here - host
         recompute(model.train(), recomputed)
         place = residence(optimizer, cpu_offload, shards > 1, device)
-        activations, backward, kept = _blocks(model, shape, compute, in_backward, shards, place.activations)
+        steps = in_one_pass(model, method, optimizer) if in_backward else None
+        loss = trace_loss(model, shape, compute, device, steps)
+        activations, backward, kept = trace_blocks(model, shape, compute, steps, shards, place.activations)
         gradients = 0 if in_backward else sum(p.nbytes for p in named.values()) // shards
         state = state_bytes(optimizer, named) // shards
         host += kept + (0 if place.weights else resident + gradients) + (0 if place.state else state)
@@ -165,18 +145,25 @@ def predict(
             gradients=gradients * place.weights,
             optimizer=state * place.state,
             activations=activations,
-            loss=max(_loss(model, shape, compute, device), dequantized),
+            loss=max(loss, dequantized),
             gathered=gathered,
             backward=backward + dequantized,
-            rounding=place.weights * _rounding(named.values()) // shards,
+            stepping=0 if in_backward else place.weights * trace_step(optimizer, method, named) // shards,
             host=host,
         )
     return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory, every, len(model.blocks))
 
 
-def _rounding(trained: Iterable[nn.Parameter]) -> int:
-    """Bytes that `optim.Rounded` makes of the largest bf16 weight to step it."""
-    return max((20 * parameter.numel() for parameter in trained if parameter.dtype == torch.bfloat16), default=0)
+def _network(source: Source, method: Method, precision: str) -> tuple[GPT, int]:
+    """The network with the method on it, and how many parameters it has without."""
+    with built_in(DTYPES[method.storage(precision)]):
+        model = GPT(source.config)
+    parameters = sum(p.numel() for p in model.parameters())
+    method.attach(model, keep=False)
+    method.compute_in(model, precision)
+    for name in method.frozen:
+        model.get_parameter(name).requires_grad_(False)
+    return model, parameters
 
 
 def _waiting(model: GPT) -> tuple[int, int]:
@@ -293,120 +280,3 @@ def fastest(
             else:  # all fit: what comes now is slower
                 return min(found, key=lambda fit: fit.cost), smallest
     return min(found, key=lambda fit: fit.cost, default=None), smallest
-
-
-class Alive(TorchDispatchMode):
-    """Counts the bytes of what is made within it: those alive now, and the most there were at once since `mark`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = self.most = 0
-        self.known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        before = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}  # views of these
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, Tensor) and (storage := tensor.untyped_storage())._cdata not in self.known | before:
-                self.known.add(storage._cdata)
-                self.now += storage.nbytes()
-                weakref.finalize(storage, self.gone, storage._cdata, storage.nbytes())
-        self.most = max(self.most, self.now)
-        return out
-
-    def gone(self, key: int, size: int) -> None:
-        """A storage has been freed."""
-        self.known.discard(key)
-        self.now -= size
-
-    def mark(self) -> int:
-        """Count the most from here; what is alive now."""
-        self.most = self.now
-        return self.now
-
-
-class Passage(NamedTuple):
-    """What one block does to memory."""
-
-    kept: int  # of its forward, until its backward has run, with its input where that is kept
-    gradients: int  # of its parameters
-    passing: int  # beyond what was kept, at most, while its backward runs; its parameters' gradients with it
-    grows: bool  # whether what comes after it has a gradient
-
-
-def _passage(run: Callable[[Tensor], Tensor], like: Tensor, own: list[nn.Parameter], accumulated: bool) -> Passage:
-    """Run it forward and backward on an input such as `like`; accumulated: its parameters have a gradient before."""
-    trained = [parameter for parameter in own if parameter.requires_grad]
-    for parameter in trained if accumulated else ():
-        parameter.grad = torch.empty_like(parameter)
-    with Alive() as alive:
-        x = torch.empty_like(like, requires_grad=like.requires_grad)
-        y = run(x)
-        del x  # or what is kept by nobody would count
-        grows, kept = y.requires_grad, alive.now - y.untyped_storage().nbytes()
-        gradient = torch.empty_like(y)
-        before = alive.mark() - gradient.nbytes  # which is alive in the whole backward pass, too
-        if grows:
-            y.backward(gradient)
-        passing = alive.most - before
-    for parameter in trained:
-        parameter.grad = None
-    return Passage(kept if grows else 0, sum(p.nbytes for p in trained), passing if grows else 0, grows)
-
-
-def _blocks(
-    model: GPT, shape: Shape, dtype: torch.dtype, in_backward: bool, shards: int, stay_here: bool
-) -> tuple[int, int, int]:
-    """Bytes that blocks and the last norm keep, those beyond at the heaviest place of the backward pass, and on the host.
-
-    Blocks that are alike are run once. Of a sharded network, a block's gradient is there whole, and in fp32 to be reduced.
-    stay_here: else what blocks keep is on its way to the host when the next one runs, or fetched before its turn.
-    """
-    angles = model.angles(torch.arange(shape.tokens)[None], None, dtype)
-    embedding = model.embed.weight
-    grows = any(parameter.requires_grad for parameter in model.embed.parameters())
-    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=grows)
-    stay_here |= x.nbytes < SMALLEST  # what is worth no copy
-    passages, alike = [], {}
-    for layer, block, rotary in zip(model.config.layers, model.blocks, model.rotary_of, strict=True):
-        key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)
-        key += (tuple(type(module) for module in block.modules()),)
-        if key not in alike:
-            angle = angles[rotary] if rotary is not None else None
-            alike[key] = _passage(
-                lambda x, b=block, a=angle: b(x, a, None, None), x, [*block.parameters()], shape.accumulated and shards == 1
-            )
-        passages.append(alike[key])
-        x = x.detach().requires_grad_(passages[-1].grows)
-    passages.append(_passage(model.norm, x, [*model.norm.parameters()], shape.accumulated))
-    every, largest = sum(passage.kept for passage in passages), max(passage.kept for passage in passages)
-    activations = alive = every if stay_here else min(every, 2 * largest)
-    most, head = alive, model.lm_head.weight
-    stay = not (shape.accumulated or in_backward)  # gradients that are made now
-    tied = model.config.tied  # then autograd holds the head's until the embedding's is there, and adds them up
-    done = head.nbytes * (head.requires_grad and (stay or tied))
-    for passage in reversed(passages):
-        reduced = passage.gradients if shards > 1 else 0
-        most = max(most, alive + done + passage.passing + reduced)
-        alive, done = alive - passage.kept * stay_here, done + passage.gradients * stay // shards
-    if embedding.requires_grad:  # its gradient is made whole
-        most = max(most, done + embedding.nbytes * (1 + tied))
-    return activations, most - activations, 0 if stay_here else every
-
-
-def _loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str) -> int:
-    """Bytes that pass through memory while the loss of one micro-batch is made, all its tokens supervised."""
-    count, head = shape.rows * shape.tokens, model.lm_head
-    rows = min(count, CHUNK)  # what follows is chunk after chunk
-    accumulated = [p for p in head.parameters() if p.requires_grad and shape.accumulated]
-    for parameter in accumulated:
-        parameter.grad = torch.empty_like(parameter)
-    targets = torch.zeros(1, rows, dtype=torch.int64)
-    with Alive() as alive:
-        hidden = torch.empty(1, rows, model.config.dim, dtype=dtype, requires_grad=True)
-        summed_cross_entropy(hidden, head, targets, model.config.logit_softcap, kept=torch.arange(rows))[0].backward()
-    for parameter in accumulated:
-        parameter.grad = None
-    size = model.config.vocab_size * min(count, CHUNK)
-    softmax = 4 * (min(AT_ONCE[device], size) - min(AT_ONCE["cpu"], size))
-    return alive.most + softmax + 3 * (count - rows) * model.config.dim * dtype.itemsize

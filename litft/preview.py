@@ -33,9 +33,10 @@ from litft.flops import peak_flops, peak_of
 from litft.folder import Source, resolve
 from litft.job import Job
 from litft.loss import IGNORED
+from litft.memory_trace import Shape
 from litft.parallel import memory_there, shards
 from litft.peft import Method, method_of
-from litft.plan import FILLED, Fit, Plan, Shape, fastest, in_words, predict
+from litft.plan import FILLED, Fit, Plan, fastest, in_words, predict
 from litft.tokenizer import Tokenizer
 from litft.traffic import SHARE, Cluster, Traffic, traffic
 
@@ -72,14 +73,12 @@ class Preview:
     def lay_out(self, layout: Layout) -> None:
         """Have the steps run as `layout` says."""
         self.layout = layout
-        lengths = self.data.train.lengths
-        found = heaviest(lengths, self.order, layout, self.samples, self.size, self.origin[1])
-        self.heaviest, self.accumulated = found  # the largest micro-batch; whether a step has several
+        self.largest = heaviest(self.data.train, self.order, layout, self.samples, self.size, self.origin[1])
 
     def shape(self) -> Shape:
         """The largest micro-batch, and whether it is one of several of its step."""
-        rows = self.heaviest
-        return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), self.accumulated)
+        rows, learned, several = self.largest
+        return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several, learned)
 
     def _accumulates(self, step: int) -> bool:
         """Whether a step is several micro-batches."""
@@ -97,7 +96,7 @@ class Preview:
 
     def longest(self) -> tuple[int, int]:
         """The longest example of the largest micro-batch, and its tokens."""
-        number = max((number for row in self.heaviest for number in row), key=lambda n: self.data.train.lengths[n])
+        number = max((number for row in self.largest.rows for number in row), key=lambda n: self.data.train.lengths[n])
         return number, int(self.data.train.lengths[number])
 
     def of_step(self, step: int) -> list[int]:

@@ -450,8 +450,9 @@ class Training(Run):
     def _probe(self, model: nn.Module, optimizer: Optimizer) -> None:
         """One micro-batch, and where a step has several another beside its gradients."""
         in_backward = self.args.train.optimizer_in_backward
-        rows = [[self.data.train[number] for number in row] for row in self.preview.heaviest]
-        batch = self.preview.layout.collated(rows).to(self.fabric.device)
+        largest = self.preview.largest
+        rows = [[self.data.train[number] for number in row] for row in largest.rows]
+        batch = self.preview.layout.collated(rows).learning(largest.learned).to(self.fabric.device)
         held, passes = 0, 1
         if self.fabric.device.type == "cuda":
             mine = {name: local(parameter) for name, parameter in self.trained.items()}

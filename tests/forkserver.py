@@ -249,6 +249,31 @@ def become(request: dict) -> None:
         torch.set_num_threads(int(threads))
 
 
+def run_to_the_end(script: str) -> None:
+    """Run a script and end as the interpreter does, without its teardown, which takes over a second with torch loaded."""
+    code = 0
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        if code and not isinstance(ended.code, int):
+            print(ended.code, file=sys.stderr)
+    except KeyboardInterrupt:
+        code = -signal.SIGINT
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # waits for threads that are no daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BrokenPipeError, ValueError):
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code)
+
+
 def stand_in(argv: list[str]) -> None:
     """Run a script for a shell, and end as it does."""
     process = Process(argv, os.getcwd(), dict(os.environ), 0, 1, 2)
@@ -267,5 +292,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     become(Server(sys.argv[2], int(sys.argv[3])).run())
-    atexit.register(gc.unfreeze)  # triton complains of what is never freed
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    run_to_the_end(sys.argv[0])

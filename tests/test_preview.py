@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import conftest
 import numpy as np
@@ -176,14 +177,16 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
     for _ in range(20):
         lengths = draw.integers(1, 60, draw.integers(5, 200))
         order, size = Order([len(lengths)], int(draw.integers(100))), int(draw.integers(1, 20))
-        found, several = heaviest(lengths, order, layout, 2 * len(lengths), size)
-        most, counts = 0, []
+        samples = SimpleNamespace(lengths=lengths, supervised=lengths - draw.integers(0, lengths))
+        found = heaviest(samples, order, layout, 2 * len(lengths), size)
+        most, learned, counts = 0, 0, []
         for start in range(0, 2 * len(lengths), size):
-            chosen = lengths[order.indices(start, min(start + size, 2 * len(lengths)))]
-            batches = layout.plan(chosen.tolist())
-            most = max(most, *(cells(chosen, rows) for rows in batches))
+            numbers = np.array(order.indices(start, min(start + size, 2 * len(lengths))))
+            batches = layout.plan(lengths[numbers].tolist())
+            most = max(most, *(cells(lengths[numbers], rows) for rows in batches))
+            learned = max(learned, *(sum(samples.supervised[numbers[row]].sum() for row in rows) for rows in batches))
             counts.append(len(batches) // layout.ranks)
-        assert cells(lengths, found) == most and several == (max(counts) > 1)
+        assert cells(lengths, found.rows) == most and found.learned == learned and found.several == (max(counts) > 1)
 
 
 def test_the_largest_micro_batch_comes_at_step_1(tiny, tmp_path):

@@ -1,6 +1,7 @@
 """The one loop: gradients that depend on no layout, schedules, runs that go on where they were killed."""
 
 import csv
+import json
 import math
 from dataclasses import replace
 from itertools import product
@@ -329,6 +330,26 @@ def test_a_step_reads_no_value_from_the_device(shared, name, room):
             loss.backward()
             total += loss.detach()
         torch.nn.utils.clip_grad_norm_(method.parameters(model).values(), 1.0)
+
+
+def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkeypatch):
+    """Also where the micro-batch with the most tokens has few: what the loss takes grows with the targets."""
+    short, long = "once upon a time " * 3, "once upon a time " * 12
+    records = [{"prompt": long, "completion": "Lily"}, {"prompt": "Who?", "completion": short}]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 4))
+    targets, probe = [], litft.train.Training._probe
+
+    def watched(self, model, optimizer):
+        seen = lambda module, words, inputs: targets.append(len(inputs["kept"]))  # noqa: E731
+        with self.model.register_forward_pre_hook(seen, with_kwargs=True):
+            probe(self, model, optimizer)
+        assert max(self.data.train.supervised) == self.preview.largest.learned > self.data.train.supervised.min()
+
+    monkeypatch.setattr(litft.train.Training, "_probe", watched)
+    data = DataArgs(path=[str(tmp_path / "data.jsonl")], packing=False, val_fraction=0.0)
+    train = TrainArgs(max_steps=1, micro_batch_size=1)
+    out = litft.finetune(LoRAFinetuneArgs(str(tiny), data=data, train=train, out_dir=str(tmp_path / "run")))
+    assert targets[0] == max(targets) > 10 and out.metrics["step"] == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._tools.mem_tracker import MemTracker
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from litft.args import TrainArgs
@@ -16,6 +17,15 @@ from litft.model import GPT
 from litft.optim import InBackward, make_optimizer
 from litft.peft import Method
 from litft.plan import Shape
+
+
+class Numbers(TorchDispatchMode):
+    """Answers what Python asks of a fake tensor's value, which has none, with 1."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0
+        return func(*args, **(kwargs or {}))
 
 
 def tracked(
@@ -52,7 +62,7 @@ def tracked(
         tokens = torch.zeros((shape.rows, shape.tokens), dtype=torch.int64)
         kept = torch.arange(supervised or tokens.numel())  # fake tensors have no values to find them by
         model.train()
-        with tracker:
+        with Numbers() if mode is FakeTensorMode else nullcontext(), tracker:
             for _ in range(2):
                 with optimizer.stepping() if isinstance(optimizer, InBackward) else nullcontext():
                     for _ in range(1 + shape.accumulated):

@@ -9,6 +9,7 @@ from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from litft.attention import Documents
 from litft.data.samples import Sample
+from litft.data.store import Samples
 from litft.loss import IGNORED, places
 
 RANKED, LAID_OUT = 2_000_000, 200_000  # samples of a run that `heaviest` looks at, and that it lays out
@@ -40,6 +42,13 @@ class MicroBatch:
             return (value.pin_memory() if pinned else value).to(device, non_blocking=True)
 
         return MicroBatch(*(tree_map_only(Tensor, moved, getattr(self, item.name)) for item in fields(self)))
+
+    def learning(self, count: int) -> "MicroBatch":
+        """The same with so many targets at least, whichever they are: to try what memory they take."""
+        targets = self.targets.flatten()
+        free = (targets == IGNORED).nonzero()[: max(0, count - len(places(targets))), 0]
+        targets = targets.index_fill(0, free, 0).view_as(self.targets)
+        return replace(self, targets=targets, kept=places(targets))
 
     def inputs(self) -> dict[str, Tensor | Documents | None]:
         """What the model takes besides the tokens."""
@@ -120,31 +129,35 @@ class Layout:
             yield from self.batches([samples[i] for i in range(start, min(start + size, len(samples)))], rank)
 
 
-def heaviest(
-    lengths: np.ndarray, order: Order, layout: Layout, samples: int, size: int, first: int = 0
-) -> tuple[list[list[int]], bool]:
-    """The micro-batch with the most tokens, padding included, of a run over `samples` in steps of `size`: rows of numbers.
+class Largest(NamedTuple):
+    """The most that a run asks of memory."""
 
-    And whether any step has several micro-batches a rank. first: the sample that the run begins with.
+    rows: list[list[int]]  # the micro-batch with the most tokens, padding included: rows of sample numbers
+    learned: int  # the most tokens of a micro-batch that the loss counts
+    several: bool  # whether a step has several micro-batches a rank
+
+
+def heaviest(samples: Samples, order: Order, layout: Layout, count: int, size: int, first: int = 0) -> Largest:
+    """Of a run over `count` samples in steps of `size`, which begins with the sample `first`.
 
     Of long runs, steps are ranked by what their sums and longest samples promise, and the first thousands laid out.
     """
-    numbers = np.array(order.indices(first, min(samples, first + RANKED)))
+    lengths, supervised = samples.lengths, samples.supervised
+    numbers = np.array(order.indices(first, min(count, first + RANKED)))
     starts = np.arange(0, len(numbers), size)
     sums, longest = (ufunc.reduceat(lengths[numbers], starts) for ufunc in (np.add, np.maximum))
     counts = np.ceil(sums / layout.room) if layout.room else np.minimum(size, len(numbers) - starts)
     width = np.maximum(longest, sums / counts) if layout.room else longest
     promised = width * np.minimum(np.ceil(counts / layout.ranks), layout.rows)
     likely = np.argsort(-promised, kind="stable")[: max(16, LAID_OUT // size)]
-
-    most, several = [], False
+    most, learned, several = [], 0, False
     for step in likely:
         chosen = numbers[starts[step] : starts[step] + size]
-        batches = layout.plan(lengths[chosen].tolist())
+        batches = [[chosen[row].tolist() for row in rows] for rows in layout.plan(lengths[chosen].tolist())]
+        most = max([most, *batches], key=lambda rows: cells(lengths, rows))
+        learned = max(learned, *(int(supervised[np.concatenate(rows)].sum()) for rows in batches if rows))
         several |= len(batches) > layout.ranks
-        found = ([[int(chosen[i]) for i in row] for row in rows] for rows in batches)
-        most = max([most, *found], key=lambda rows: cells(lengths, rows))
-    return most, several
+    return Largest(most, learned, several)
 
 
 def cells(lengths: np.ndarray, rows: list[list[int]]) -> int:
