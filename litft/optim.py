@@ -114,6 +114,11 @@ class Together(Optimizer):
             self.state.update(part.state)
 
 
+# bytes that stepping a bf16 weight takes for each of its numbers: the weight and its gradient in fp32, and in int32 what is
+# drawn, what it is added to, and their sum
+ROUNDING = 20
+
+
 class Rounded(Optimizer):
     """An optimizer on bf16 weights: each is made fp32, stepped in fp32, and rounded up or down by chance (arXiv 2010.06192).
 
@@ -174,6 +179,8 @@ class InBackward(Rounded):
 
     def _arrived(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
         if self.forgets:
+            if parameter.dtype == torch.bfloat16:
+                torch.empty(ROUNDING * parameter.numel(), dtype=torch.uint8, device=parameter.device)
             parameter.grad = None
         elif self.steps:
             self.squares.append(parameter.grad.float().square().sum())

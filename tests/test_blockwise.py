@@ -13,11 +13,11 @@ from litft.config import Norm
 from litft.data.samples import Sample
 from litft.data.steps import Layout
 from litft.folder import resolve
+from litft.memory_trace import Alive
 from litft.mlp import ACTIVATIONS, _Gated
 from litft.model import Normalize
 from litft.offload import offload_activations, offload_parameters
 from litft.peft import LoRA
-from litft.plan import Alive
 from litft.rope import rotate
 
 

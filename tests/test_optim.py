@@ -11,6 +11,7 @@ from lightning_fabric import Fabric
 from parity import ROWS, draw
 from safetensors.torch import load_file
 from torch import distributed
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -18,8 +19,19 @@ import litft
 from litft import checkpoint
 from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
 from litft.folder import resolve
+from litft.memory_trace import Alive
 from litft.model import Normalize
-from litft.optim import OPTIMIZERS, Rounded, Together, averaged, is_hidden, make_optimizer, set_rate, stochastically_rounded
+from litft.optim import (
+    OPTIMIZERS,
+    ROUNDING,
+    Rounded,
+    Together,
+    averaged,
+    is_hidden,
+    make_optimizer,
+    set_rate,
+    stochastically_rounded,
+)
 from litft.peft import AdapterV2, Full, LoRA
 from litft.train import Training, prepared
 
@@ -455,3 +467,17 @@ def test_the_largest_micro_batch_is_tried_without_gradients_that_stay(tiny, exam
     args = in_backward(tiny, examples, micro_batch_size=16, max_steps=1)
     litft.finetune(replace(args, out_dir=str(tmp_path / "run")))
     assert seen == [True]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+def test_stepping_a_bf16_weight_takes_what_its_trial_takes(forgets):
+    """Beside the gradient and the state, of one weight of a model."""
+    with FakeTensorMode():
+        weight = torch.nn.Parameter(torch.empty(512, 256, dtype=torch.bfloat16))
+        args = TrainArgs(optimizer_in_backward=True)
+        optimizer = make_optimizer(args, Full(FullFinetuneArgs()), {"weight": weight})
+        with optimizer.stepping():
+            weight.sum().backward()  # the first step makes the state
+        with Alive() as alive, optimizer.forgetting() if forgets else optimizer.stepping():
+            weight.sum().backward()
+    assert alive.most / weight.numel() == pytest.approx(ROUNDING + 2, rel=0.01)  # and 2 of the gradient

@@ -286,7 +286,7 @@ LARGE = """
 args = LoRAFinetuneArgs(
     checkpoint_dir={model!r}, out_dir={out!r},
     data=DataArgs(path=[{data!r}], val_fraction=0.0, packing={packing}, max_seq_length={length}),
-    train=TrainArgs(max_steps={at} + 1, global_batch_size=64, micro_batch_size={rows}, oom_retry={retry}),
+    train=TrainArgs(max_steps={at} + 1, global_batch_size={size}, micro_batch_size={rows}, oom_retry={retry}),
     eval=EvalArgs(max_new_tokens=0))
 at = {at}
 if at == 0:
@@ -321,18 +321,18 @@ def large(make_model, shared, tmp_path_factory):
 
 def limited(large, tmp_path, name, code=0, **settings):
     """A run whose process may take so many `more` bytes, from the beginning or from step `at` on."""
-    settings = {"rows": 64, "length": 256, "packing": False, "retry": True, "at": 0, "more": 1 << 40} | settings
+    settings = {"rows": 64, "size": 64, "length": 256, "packing": False, "retry": True, "at": 0, "more": 1 << 40} | settings
     body = LARGE.format(model=str(large[0]), data=str(large[1]), out=str(tmp_path / name), **settings)
     (tmp_path / f"{name}.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
     return script(tmp_path / f"{name}.py", cwd=tmp_path, code=code)
 
 
 def test_memory_that_does_not_suffice_is_told_with_the_longest_row(large, tmp_path):
-    done = limited(large, tmp_path, "none", code=2, retry=False, at=1, more=600 << 20)
-    assert "micro-batches of up to 64 x 256 tokens do not fit into cpu's memory" in done.stderr
+    done = limited(large, tmp_path, "none", code=2, retry=False, at=1, rows=32, size=32, more=300 << 20)
+    assert "micro-batches of up to 32 x 256 tokens do not fit into cpu's memory" in done.stderr
     assert "the longest row has training example" in done.stderr and "with its 256 tokens" in done.stderr
     saving = dict(re.findall(r"(--[\w.]+ \w+) saves about ([\d.]+ [MG]iB)", done.stderr))
-    assert saving.keys() == {"--train.activation_checkpointing full", "--train.micro_batch_size 32"}
+    assert saving.keys() == {"--train.activation_checkpointing full", "--train.micro_batch_size 16"}
     assert "--train.oom_retry halves micro-batches by itself" in done.stderr
 
 

@@ -37,7 +37,7 @@ def compare(cases, found, bound=1e-5):
 SHARED_HEADS = ("llama: grouped", "olmo2: norms after", "gpt_oss: sinks, experts")  # of a plain, a normed and an odd kind
 
 
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_family(folders, tmp_path, processes):
     """Two processes have two heads each; of four some have the same keys and values. Rotation does not depend on the cut."""
     rotations = {f"llama: {name}" for name, values in ROWS["llama"][1].items() if "rope_parameters" in values}

@@ -56,7 +56,11 @@ def texts(shared):
 JSON_FILES = ("alpaca_2k.json", "sharegpt_500.json", "tool_calls_300.json")
 
 
-@pytest.mark.parametrize("name", NAMES)
+# of these, whose files take seconds to read, the golden ids are held every day
+LARGE = ("falcon-40b", "gemma-2", "llama-3.1", "qwen2.5")
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in NAMES])
 def test_ids_and_texts_are_transformers(shared, texts, tmp_path, name):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 

@@ -1,0 +1,81 @@
+"""Every variation of every family with every method: a plan from its config alone, a dry run, and two steps."""
+
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from shutil import copyfile
+
+import pytest
+from parity import ROWS, build
+
+import litft
+from litft.args import (
+    AdapterArgs,
+    AdapterFinetuneArgs,
+    AdapterV2FinetuneArgs,
+    DataArgs,
+    EvalArgs,
+    FullFinetuneArgs,
+    LoRAFinetuneArgs,
+    PlanArgs,
+    TrainArgs,
+)
+from litft.preview import on_paper
+
+METHODS = {
+    "lora": LoRAFinetuneArgs(),
+    "full": FullFinetuneArgs(),
+    "adapter": AdapterFinetuneArgs(adapter=AdapterArgs(start_layer=1)),
+    "adapter_v2": AdapterV2FinetuneArgs(),
+}
+VARIATIONS = [(family, variation) for family, (_, rows) in ROWS.items() for variation in rows]
+EVERY = list(product(VARIATIONS, METHODS))
+
+
+def quick(number: int) -> bool:
+    """Whether a case is among the fast tests: every sixth variation, each with one method."""
+    variation, method = divmod(number, len(METHODS))
+    return variation % 6 == 0 and variation // 6 % len(METHODS) == method
+
+
+@pytest.fixture(scope="module")
+def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory):
+    """A variation's model folder, made on first use, with stories260K's tokenizer."""
+    made = {}
+
+    def folder(family: str, variation: str) -> Path:
+        if (family, variation) not in made:
+            kind, variations = ROWS[family]
+            made[family, variation] = path = tmp_path_factory.mktemp("model")
+            build(kind, path, **{**variations[variation], "vocab_size": 512})
+            for file in (shared / "checkpoints" / "stories260K").glob("*token*"):
+                copyfile(file, path / file.name)
+        return made[family, variation]
+
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("family", "variation", "method"),
+    [
+        pytest.param(*row, method, id=f"{', '.join(row)}: {method}", marks=[] if quick(number) else [pytest.mark.slow])
+        for number, (row, method) in enumerate(EVERY)
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_every_family_with_every_method(folders, tmp_path, capsys, family, variation, method):
+    folder = folders(family, variation)
+    assert on_paper(PlanArgs(str(folder), method, max_seq_length=16)).fit.plan.memory.peak > 0
+    (tmp_path / "story.txt").write_text("once upon a time there was a girl " * 20)
+    args = replace(
+        METHODS[method],
+        checkpoint_dir=str(folder),
+        out_dir=str(tmp_path / "run"),
+        accelerator="cpu",
+        data=DataArgs(path=[str(tmp_path / "story.txt")], max_seq_length=16),
+        train=TrainArgs(max_steps=2, global_batch_size=2, learning_rate=1e-3),
+        eval=EvalArgs(max_new_tokens=0),
+    )
+    litft.finetune(replace(args, dry_run=True))
+    assert "at its peak" in capsys.readouterr().out and not (tmp_path / "run").exists()
+    assert litft.finetune(args).metrics["step"] == 2
