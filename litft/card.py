@@ -1,6 +1,7 @@
 """A model card: what a run was trained on and how, what became of it, and how to load it. https://hf.co/docs/hub/model-cards"""
 
 import csv
+import math
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import yaml
 from litft import __version__, runs
 from litft.args import FinetuneArgs
 from litft.data.locate import hub_data
-from litft.folder import Source
+from litft.folder import Source, resolve
 from litft.hub import HubId, fetch, hub_id
 
 # of the flags those that say how a model was trained, wherever that was; of these groups what was changed, too
@@ -111,6 +112,9 @@ def _results(subject: Subject) -> Iterator[str]:
             rows = list(csv.DictReader(file))
     except (OSError, TypeError):
         return
+    if subject.source.folder.name == "best":  # the weights of an earlier step
+        losses = {int(row["step"]): float(row["val_loss"]) for row in rows if row.get("val_loss") and row["step"] != "0"}
+        rows = [row for row in rows if int(row["step"]) <= min(losses, key=losses.__getitem__, default=math.inf)]
     steps = [row for row in rows if row.get("loss")]
     checked = [row for row in rows if row.get("val_loss")]
     if not steps:
@@ -134,15 +138,26 @@ def _settings(subject: Subject) -> Iterator[str]:
     """The flags that made it what it is."""
     if subject.trained is None:
         return
+    went_on = _went_on(subject.trained)
     given, usual = _flat(asdict(subject.trained)), _flat(asdict(type(subject.trained)()))
     yield "## Settings\n\n| flag | value |\n|---|---|"
     for name, value in given.items():
         group, _, leaf = name.rpartition(".")
         changed = group in GROUPS and value != usual.get(name) and leaf not in PLACES
         told = name in TOLD or changed or (group == "lora" and leaf in ("r", "alpha", "targets"))
-        if told and value is not None:
+        if told and value is not None and not (went_on and group == "lora"):
             yield f"| `--{name}` | {_word(value)} |"
     yield ""
+
+
+def _went_on(trained: FinetuneArgs) -> bool:
+    """Whether a run went on with an adapter, which has its own ranks and targets."""
+    if hub_id(trained.checkpoint_dir):
+        return False
+    try:
+        return resolve(trained.checkpoint_dir).adapter is not None
+    except ValueError:  # it is not there any more
+        return False
 
 
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

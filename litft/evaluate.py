@@ -19,7 +19,7 @@ from litft.metrics import Row
 from litft.model import GPT
 from litft.runs import write_whole
 from litft.sampling import Sampling
-from litft.streaming import Request, answers, prompt_ids
+from litft.streaming import Request, Said, prompt_ids, whole_answers
 from litft.together import HostGroup, in_step
 from litft.tokenizer import Tokenizer
 
@@ -76,8 +76,9 @@ def exact_match(
         mine = [samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)]
         asked = [[ids.tolist() for ids in sample.answer] for sample in mine if sample.answer]
         with in_step(model, hosts):
-            found = greedy_texts(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in asked])
-        right += sum(text == tokenizer.decode(ids).strip() for text, (_, ids) in zip(found, asked, strict=True))
+            found = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in asked])
+        pairs = zip(found, asked, strict=True)
+        right += sum(said.ended and said.text.strip() == tokenizer.decode(ids).strip() for said, (_, ids) in pairs)
         count += len(asked)
     model.train(training)
     totals = torch.tensor((right, count), dtype=torch.float64, device=fabric.device)
@@ -149,8 +150,8 @@ class Validation:
         self.model.eval()
         for text, ids in self.prompts:
             self.pause()
-            (new,) = greedy_texts(self.model, self.tokenizer, [(ids, self.args.max_new_tokens)])
-            self.answers.append({"step": step, "prompt": text, "answer": new})
+            (new,) = greedy_answers(self.model, self.tokenizer, [(ids, self.args.max_new_tokens)])
+            self.answers.append({"step": step, "prompt": text, "answer": new.text.strip()})
             yield self.answers[-1]
         self.model.train(training)
         self._write()
@@ -205,16 +206,13 @@ def _texts(item: str) -> list[str]:
     return [item]
 
 
-def greedy_texts(model: GPT, tokenizer: Tokenizer, asked: list[tuple[list[int], int]]) -> list[str]:
+def greedy_answers(model: GPT, tokenizer: Tokenizer, asked: list[tuple[list[int], int]]) -> list[Said]:
     """The model's greedy answers to prompts, each with the number of tokens that it may have; all are made at once."""
     requests = [greedy(model, tokenizer, prompt, most) for prompt, most in asked]
     if not requests:
         return []
     decoder = Decoder(model, len(requests), max(len(request.ids) + request.max_new_tokens for request in requests))
-    found = [""] * len(requests)
-    for number, piece in answers(decoder, tokenizer, requests):
-        found[number] += piece
-    return [text.strip() for text in found]
+    return whole_answers(decoder, tokenizer, requests)
 
 
 def greedy(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> Request:

@@ -15,18 +15,19 @@ from litft.opened import source_of
 from litft.tokenizer import Tokenizer
 
 Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
+SPLITTING = ("val_path", "val_fraction", "seed", "subset", "format", "columns")  # flags that decide what is held out
 ANY = 1 << 30  # a vocabulary size that fits every token: the model's own size is checked when it is scored
 
 
 def chosen_data(args: RunEvalArgs, source: Source) -> DataArgs:
     """What to score, and how it is read: of a run its held-out part by its own flags, which is said; another file whole.
 
-    ValueError where some of the files are a run's, and others are not.
+    ValueError where the examples are some of those that a run has learned from.
     """
     if args.tasks and not args.data.path:
         return args.data
     folders = [source.folder] + ([source_of(args.model(args.against)).folder] if args.against not in (None, "none") else [])
-    asked = _files(args.data)
+    asked, chosen = _files(args.data), None
     for run in filter(None, map(_run_of, folders)):
         trained = finetune_args(run).data
         try:
@@ -39,16 +40,35 @@ def chosen_data(args: RunEvalArgs, source: Source) -> DataArgs:
             continue
         if asked and not asked & theirs:
             continue
-        if not asked <= theirs:
-            raise ValueError(f"--data.path {','.join(args.data.path)}: {run} was trained on a part of it; score that alone")
-        usual = asdict(RunEvalArgs().data)
-        given = {name: value for name, value in asdict(args.data).items() if value != usual[name]}
-        chosen = replace(trained, **given | {"weights": [], "new_tokens": []})
+        if asked and asked != theirs:
+            remedy = "leave --data.path out to score what it held out, or score other files alone"
+            raise ValueError(f"--data.path {','.join(args.data.path)}: not the same files as {run} was trained on; {remedy}")
+        if chosen and _split(chosen) != _split(trained):
+            reason = "has held out other examples of the same files"
+            raise ValueError(f"{run} {reason}; score both on a file that neither was trained on")
+        chosen, asked = chosen or _as_trained(args.data, trained, run), theirs
+    if chosen:
         print(f"reading {', '.join(chosen.path)} as {run} did: {_part(chosen)}", file=sys.stderr)
-        return chosen
-    if not asked:
+    elif not asked:
         raise ValueError(f"{source.folder} belongs to no run, which would have examples; give --data.path or --tasks")
-    return args.data
+    return chosen or args.data
+
+
+def _as_trained(asked: DataArgs, trained: DataArgs, run: Path) -> DataArgs:
+    """A run's own data, read as asked for; ValueError where that would hold out other examples than the run did."""
+    usual = asdict(RunEvalArgs().data)
+    given = {name: value for name, value in asdict(asked).items() if value != usual[name] and name != "path"}
+    if odd := [name for name in SPLITTING if name in given and given[name] != getattr(trained, name)]:
+        reason = f"{run} held out other examples (--data.{odd[0]} {getattr(trained, odd[0])})"
+        raise ValueError(f"--data.{odd[0]} {given[odd[0]]}: {reason}; leave it out")
+    return replace(trained, **given | {"weights": [], "new_tokens": []})
+
+
+def _split(data: DataArgs) -> list:
+    """What decides which examples are held out."""
+    held_out = locate(data)[1]
+    files = sorted(file.digest() if isinstance(file, File) else file.label for file in held_out)
+    return [files, *([] if files else [getattr(data, name) for name in SPLITTING])]
 
 
 def _run_of(folder: Path) -> Path | None:
@@ -83,7 +103,7 @@ def compared(args: RunEvalArgs, source: Source) -> list[Source]:
     """All whose examples are read by a tokenizer or a length of their own: the model's, and what it is held against."""
     if args.against not in (None, "none"):
         return [source, source_of(args.model(args.against))]
-    if args.against is None and _adds_tokens(source):
+    if args.against is None and adds_tokens(args, source):
         return [source, source_of(args.model(str(source.base)))]
     return [source]
 
@@ -103,23 +123,31 @@ def readable_by_all(args: RunEvalArgs, sources: list[Source]) -> set[Name]:
     """
     tokenizers = [_tokenizer(source) for source in sources]
     found = [
-        set(scored(load_data(args.data, tokenizer, ANY, source.config.context), args.data).names)
+        scored(load_data(args.data, tokenizer, ANY, source.config.context), args.data).names
         for source, tokenizer in zip(sources, tokenizers, strict=True)
     ]
+    texts = any(name[0] == 0 for name in found[0])  # whose windows differ with the tokenizer, and are scored all
+    found = [{name for name in names if name[0]} for names in found]
     shared = set.intersection(*found)
-    if not shared:
+    if not shared and not texts:
         raise ValueError(f"{', '.join(args.data.path)}: no example that all models can read; raise --data.max_seq_length")
     if others := max(map(len, found)) - len(shared):
         print(f"scoring the {len(shared):,} examples that all models can read, not {others:,} others", file=sys.stderr)
     if len({tokenizer.digest() for tokenizer in tokenizers}) > 1:
+        if texts and args.limit:
+            reason = "models with other tokens would get other parts of the text"
+            raise ValueError(f"--limit {args.limit}: {reason}; leave it out")
         print("warning: the tokenizers differ, so losses and perplexities are of different tokens", file=sys.stderr)
     return shared
 
 
-def _adds_tokens(source: Source) -> bool:
-    """Whether an adapter's model has tokens that its base has not."""
+def adds_tokens(args: RunEvalArgs, source: Source) -> bool:
+    """Whether an adapter has tokens that its base knows nothing of: that reads with its own tokenizer."""
     adapter = source.read_adapter()
-    return adapter is not None and adapter[0].vocab_size(source.config) > source.config.vocab_size
+    if adapter is None or not adapter[0].tokens:
+        return False
+    tuned, base = _tokenizer(source), _tokenizer(source_of(args.model(str(source.base))))
+    return any(base.token_id(tuned.decode([token], skip_special=False)) is None for token in adapter[0].tokens)
 
 
 def _tokenizer(source: Source) -> Tokenizer:

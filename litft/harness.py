@@ -141,7 +141,8 @@ class HarnessModel(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers up to a text that ends them; the end of a context counts where it is too long."""
         asked = [self._request(*request.args) for request in requests]
-        return self.opened.texts(asked, self.batch_size, "answers", quiet=disable_tqdm or None)
+        said = self.opened.answers(asked, self.batch_size, "answers", quiet=disable_tqdm or None)
+        return [each.text for each in said]
 
     def _request(self, context: str, settings: dict[str, Any]) -> Request:
         given = normalize_gen_kwargs(settings, ANSWER)

@@ -26,7 +26,7 @@ from litft.peft import disabled
 from litft.sharding import WHOLE, Share
 from litft.speculate import Draft, Guesser, Lookup
 from litft.spread import Spread
-from litft.streaming import Request, answers
+from litft.streaming import Request, Said, whole_answers
 from litft.team import Team, join_team
 from litft.tokenizer import Tokenizer
 
@@ -57,15 +57,12 @@ class Opened(NamedTuple):
         """For a process that only decodes so many texts at once: use no more threads than pay for a model of this size."""
         limit_threads(self.model, rows)
 
-    def texts(self, requests: list[Request], rows: int, says: str, quiet: bool | None = None) -> list[str]:
+    def answers(self, requests: list[Request], rows: int, says: str, quiet: bool | None = None) -> list[Said]:
         """Whole answers, of which so many are made at once. quiet: no bar, which `says` what it is; None: in a terminal."""
         capacity = max((len(request.ids) + request.max_new_tokens for request in requests), default=1)
-        decoder, found = self.decoder(max(1, min(rows, len(requests))), capacity), [""] * len(requests)
+        decoder = self.decoder(max(1, min(rows, len(requests))), capacity)
         with tqdm(total=len(requests), desc=says, disable=quiet) as bar:
-            for number, piece in answers(decoder, self.tokenizer, requests):
-                found[number] += piece
-                bar.update(piece.finish_reason is not None)
-        return found
+            return whole_answers(decoder, self.tokenizer, requests, done=bar.update)
 
     @contextmanager
     def as_base(self) -> Iterator[None]:

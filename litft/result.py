@@ -35,7 +35,8 @@ class Result:
 
     def keeps(self, name: str, base: GPT) -> bool:
         """Whether a tensor is left as the base has it: frozen ones may have been rounded for training."""
-        return name in self.method.frozen and self.values[name].shape == base.get_parameter(name).shape
+        changed = self.method.tokens and name.startswith(("embed.", "lm_head."))  # which have the new tokens' rows
+        return name in self.method.frozen and not changed and self.values[name].shape == base.get_parameter(name).shape
 
     def tensor(self, name: str, weight: Tensor, base: GPT) -> Tensor:
         """The base's tensor `name` as the method has changed it."""

@@ -20,9 +20,10 @@ from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.data.steps import Layout
 from litft.evaluate import BLOCK, greedy, summed_loss
-from litft.examples import Name, chosen_data, compared, readable_by_all, same_length, scored
+from litft.examples import Name, adds_tokens, chosen_data, compared, readable_by_all, same_length, scored
 from litft.opened import Opened, open_model, source_of
 from litft.runs import write_whole
+from litft.streaming import Said
 from litft.tokenizer import Tokenizer
 
 
@@ -86,8 +87,7 @@ def _subjects(args: RunEvalArgs) -> Iterator[tuple[Subject, Opened, AbstractCont
         theirs = source_of(other).name
         yield Subject(theirs if theirs != name else args.against), open_model(other), nullcontext()
     opened = open_model(asked)
-    if source.adapter and args.against is None and opened.model.config.vocab_size > source.config.vocab_size:
-        # the base knows nothing of the new tokens: it reads with its own
+    if source.adapter and args.against is None and adds_tokens(args, source):
         yield Subject("base"), open_model(args.model(str(source.base))), nullcontext()
     elif source.adapter and args.against is None:
         yield Subject("base"), opened, opened.as_base()
@@ -108,8 +108,9 @@ def _measure(subject: Subject, opened: Opened, args: RunEvalArgs, names: set[Nam
     named = [(name, sample) for (name, _), sample in zip(of_all, samples, strict=True) if sample.answer]
     examples = [_example(name, sample, tokenizer) for name, sample in named]
     if examples:
-        subject.answers = _answers(subject.name, opened, examples, args)
-        right = [subject.answers[example.name] == example.expected for example in examples]
+        said = _answers(subject.name, opened, examples, args)
+        subject.answers = {name: answer.text.strip() for name, answer in said.items()}
+        right = [said[each.name].ended and subject.answers[each.name] == each.expected for each in examples]
         subject.scores["exact_match"] = sum(right) / len(right)
     return {each.name: (tokenizer.decode(each.prompt, skip_special=False), each.expected) for each in examples}
 
@@ -119,12 +120,12 @@ def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> Example:
     return Example(name, prompt, tokenizer.decode(expected).strip(), len(expected))
 
 
-def _answers(name: str, opened: Opened, examples: list[Example], args: RunEvalArgs) -> dict[Name, str]:
+def _answers(name: str, opened: Opened, examples: list[Example], args: RunEvalArgs) -> dict[Name, Said]:
     """Greedy ones, as many at once as --batch_size."""
     lengths = [args.max_new_tokens or own.tokens + 8 for own in examples]
     asked = [greedy(opened.model, opened.tokenizer, own.prompt, most) for own, most in zip(examples, lengths, strict=True)]
-    texts = opened.texts(asked, args.batch_size, f"{name}: answers")
-    return {example.name: text.strip() for example, text in zip(examples, texts, strict=True)}
+    said = opened.answers(asked, args.batch_size, f"{name}: answers")
+    return {example.name: answer for example, answer in zip(examples, said, strict=True)}
 
 
 def _harness(args: RunEvalArgs) -> Callable[[Subject, Opened], None]:

@@ -5,7 +5,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -181,6 +181,26 @@ def answers(
             if isinstance(piece, BrokenModel):
                 raise piece
             yield number, piece
+
+
+class Said(NamedTuple):
+    """A whole answer."""
+
+    text: str
+    ended: bool  # by a stop token or text, and not by a limit
+
+
+def whole_answers(
+    decoder: Decoder, tokenizer: Tokenizer, requests: Sequence[Request], done: Callable[[], None] = lambda: None
+) -> list[Said]:
+    """All answers, in the order of their requests. done: called when one has ended."""
+    texts, ended = [""] * len(requests), [False] * len(requests)
+    for number, piece in answers(decoder, tokenizer, requests):
+        texts[number] += piece
+        if piece.finish_reason:
+            ended[number] = piece.finish_reason == "stop"
+            done()
+    return [Said(*pair) for pair in zip(texts, ended, strict=True)]
 
 
 @dataclass

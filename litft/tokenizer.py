@@ -55,11 +55,12 @@ class _Fast:
     def vocabulary(self) -> dict[str, int]:
         return self.backend.get_vocab()
 
-    def add(self, texts: list[str]) -> None:
+    def add(self, texts: list[str], special: set[str]) -> None:
         from tokenizers import AddedToken
 
-        self.backend.add_tokens([AddedToken(text, normalized=False) for text in texts])
+        self.backend.add_tokens([AddedToken(text, normalized=False, special=text in special) for text in texts])
         self.size = self.backend.get_vocab_size()
+        self.special_ids |= {self.backend.token_to_id(text) for text in special}
 
     def serialized(self) -> tuple[str, bytes]:
         return "tokenizer.json", self.backend.to_str().encode(errors="surrogatepass")
@@ -94,6 +95,7 @@ class _SentencePiece:
             raise ValueError(f"{path} is no valid sentencepiece model ({error}); download it again") from None
         size = self.backend.vocab_size()
         self.added = {text: i for text, i in added.items() if i >= size}  # tokens that the file itself does not know
+        self.special: dict[str, int] = {}
         self.special = {token: found for token in special if (found := self.token_id(token)) is not None}
         self.special_ids = set(self.special.values())
         self._know()
@@ -101,7 +103,7 @@ class _SentencePiece:
     def _know(self) -> None:
         """Texts that are tokens whole."""
         whole = sorted({**self.special, **self.added}, key=len, reverse=True)
-        self.size = max([self.backend.vocab_size() - 1, *self.added.values()]) + 1
+        self.size = max([self.backend.vocab_size() - 1, *self.added.values(), *self.special.values()]) + 1
         self._split = re.compile("(" + "|".join(map(re.escape, whole)) + ")") if whole else None
 
     def encode(self, text: str) -> list[int]:
@@ -151,15 +153,16 @@ class _SentencePiece:
         return {self.backend.id_to_piece(i): i for i in range(self.backend.get_piece_size())} | self.special | self.added
 
     def token_id(self, token: str) -> int | None:
-        if token in self.added:
-            return self.added[token]
+        if (known := {**self.special, **self.added}.get(token)) is not None:
+            return known
         found = self.backend.piece_to_id(token)
         return found if self.backend.id_to_piece(found) == token else None
 
-    def add(self, texts: list[str]) -> None:
+    def add(self, texts: list[str], special: set[str]) -> None:
         for text in texts:
-            self.added[text] = self.size
+            (self.special if text in special else self.added)[text] = self.size
             self._know()
+        self.special_ids = set(self.special.values())
 
     def serialized(self) -> tuple[str, bytes]:
         return "tokenizer.model", self.backend.serialized_model_proto()
@@ -205,8 +208,9 @@ class Tokenizer:
         self.eos_id = self._id("eos_token")
         adds = config.get("add_bos_token")
         self.adds_bos = self.bos_id is not None and (adds if adds is not None else self._backend.adds_bos(self.bos_id))
-        self.special_ids = self._backend.special_ids
         self.stop_ids = _stop_ids(folder, self.eos_id)
+        # an end token is one also where the file does not call it special
+        self.special_ids = self._backend.special_ids | (set(self.stop_ids) & ({self.eos_id} | self.added_ids))
         if not self.stop_ids:
             raise ValueError(f"{folder}: neither tokenizer_config.json nor generation_config.json names an end token (eos)")
         if "eos_token" not in self.special:  # GPT-2's own folder knows its id alone
@@ -261,7 +265,10 @@ class Tokenizer:
         return self._backend.serialized()
 
     def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
-        """Make each text one token from now on: its id, and the ids it had before; ValueError for an empty text."""
+        """Make each text one token from now on: its id, and the ids it had before; ValueError for an empty text.
+
+        One that the chat template writes is special: it may end an answer, and is no part of what is said.
+        """
         texts = list(dict.fromkeys(texts))
         if any(not text.strip() for text in texts):
             raise ValueError("a new token must be a text with more than spaces")
@@ -272,7 +279,11 @@ class Tokenizer:
                     f"{text!r} is how the tokenizer spells a piece of its own, not a text; choose another token"
                 )
         if new := [text for text in texts if self.token_id(text) is None]:
-            self._backend.add(new)
+            special = {text for text in new if text in self.chat_template}
+            self._backend.add(new, special)
+            self.special_ids |= {self.token_id(text) for text in special}
+            for name in ("special_texts", "control_text"):
+                self.__dict__.pop(name, None)
             self._has_new = True
         return {self.token_id(text): before for text, before in zip(texts, pieces, strict=True)}
 
@@ -297,7 +308,7 @@ class Tokenizer:
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """The text of token ids; bytes that are no valid UTF-8 yet come out as U+FFFD."""
-        return self._backend.decode([int(i) for i in ids], skip_special)
+        return self._backend.decode([int(i) for i in ids if not (skip_special and int(i) in self.special_ids)], skip_special)
 
     def apply_chat_template(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **variables: Any

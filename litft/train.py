@@ -133,7 +133,8 @@ def facts(job: Job, preview: Preview) -> dict[str, Any]:
     flags = {f"--{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
     versions = {"torch": torch.__version__, "litft": litft.__version__}
     own = {"strategy": preview.strategy, "recomputation": preview.recomputed, "rows": preview.layout.rows}
-    return {**versions, **own, "training data": preview.data.digest, **job.identity(), **flags}
+    data = {"training data": preview.data.digest, "validation data": preview.data.held_out(len(preview.data.val))}
+    return {**versions, **own, **data, **job.identity(), **flags}
 
 
 def learning_rate(train: TrainArgs, step: int, steps: int) -> float:

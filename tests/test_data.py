@@ -1,9 +1,11 @@
 """Examples to samples: masks, limits, splits, the cache, and what is said about a bad record."""
 
+import gzip
 import json
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +22,7 @@ from litft.data import cache, digests
 from litft.data.digests import digest_of
 from litft.data.files import read_records
 from litft.data.load import load_data
-from litft.data.samples import CONTROL, CUT, CUT_AWAY, EMPTY, END_TEXT, IDS, MASKED, UNANSWERED, Encoder, to_sample
+from litft.data.samples import CONTROL, CUT, CUT_AWAY, EMPTY, END_TEXT, IDS, LEARNED, MASKED, UNANSWERED, Encoder, to_sample
 from litft.folder import DEMO
 from litft.loss import IGNORED
 from litft.prompts import STYLES
@@ -458,7 +460,7 @@ def test_what_decides_the_tokens_decides_the_entry(tmp_path, tiny, own_cache):
     load(path, Tokenizer(tiny))
     assert entries(own_cache) == {first}
     changes = [{"mask_prompt": False}, {"train_on": "last"}, {"max_seq_length": 250}, {"template": "vicuna"}]
-    changes += [{"columns": ["context=y"]}, {"format": "messages"}]
+    changes += [{"columns": ["messages=messages"]}, {"format": "messages"}]
     for number, change in enumerate(changes, 2):
         load(path, Tokenizer(tiny), **change)
         assert len(entries(own_cache)) == number, change
@@ -617,3 +619,44 @@ def test_every_style_learns_each_answer_and_its_end(tiny, style):
         rest = texts.replace("Hi there.", "").replace("I am a model.", "").replace(" ", "").replace("\n", "")
         assert rest.replace("</s>", "") in ("", "<|im_end|>" * 2, "<|eot_id|>" * 2, "<end_of_turn>" * 2, "<|end|>" * 2)
         assert texts.count("</s>") == 2 and "Hello?" not in texts and "Be brief" not in texts
+
+
+def test_guanacos_texts_are_conversations(tmp_path, tiny):
+    """Which decides how --eval.prompts are asked."""
+    path = write(tmp_path / "a.jsonl", [{"text": "### Human: once### Assistant: upon"}] * 2)
+    (report,) = load(path, Tokenizer(tiny)).reports.values()
+    assert report.formats == {"guanaco": 2}
+
+
+def test_a_prompt_that_is_learned_is_learned_once(tiny, shared):
+    """Also where a template shows each turn in a text of its own."""
+    tokenizer = Tokenizer(tiny)
+    tokenizer.use_template((shared / "chat_templates" / "Qwen-QwQ-32B.jinja").read_text("utf-8"))
+    thought = {"role": "assistant", "content": "<think>\n1+1\n</think>\n\ntwo"}
+    first, second = encoded({"messages": [QUESTION, thought, QUESTION, thought]}, tokenizer, mask_prompt=False).samples
+    same = next(i for i, (a, b) in enumerate(zip(first & IDS, second & IDS, strict=False)) if a != b)
+    assert (first & LEARNED).all() and not (second[:same] & LEARNED).any() and (second[same:] & LEARNED).all() and same > 5
+
+
+def test_columns_that_no_record_has_are_told(tmp_path, tiny):
+    pair = {"instruction": "a", "output": "b"}
+    path = write(tmp_path / "a.jsonl", [pair | {"ctx": "c"}, pair])
+    with pytest.raises(ValueError, match=r"--data.columns input=contxt: no record has the field 'contxt'"):
+        load(path, Tokenizer(tiny), columns=["input=contxt"])
+    data = load(path, Tokenizer(tiny), columns=["input=ctx"])
+    assert data.count("without the field ctx") == 1 and len(data.train) == 2
+
+
+def test_an_end_token_that_is_not_special_is_learned_once(tmp_path, shared):
+    """As some checkpoints have it: what the tokenizer calls its EOS ends an answer, and is no part of it."""
+    folder = shutil.copytree(shared / "tokenizers" / "qwen2.5", tmp_path / "qwen")
+    for path in folder.glob("*.gz"):
+        (folder / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    saved = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    for token in saved["added_tokens"]:
+        token["special"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(saved))
+    tokenizer = Tokenizer(folder)
+    (kept,) = encoded({"prompt": "a", "completion": "b"}, tokenizer).samples
+    assert (kept & IDS).tolist()[-2:].count(tokenizer.eos_id) == 1
+    assert tokenizer.decode(to_sample(kept).answer[1].tolist()).strip() == "b"

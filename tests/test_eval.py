@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import litft
 from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, RunEvalArgs, TrainArgs
 from litft.data.load import load_data
-from litft.examples import compared, readable_by_all
+from litft.examples import adds_tokens, compared, readable_by_all
 from litft.opened import open_model, source_of
 from litft.peft import LoRA
 from litft.tokenizer import Tokenizer
@@ -260,12 +260,15 @@ def test_base_and_tuned_side_by_side(folder, tuned, tasks, examples, tmp_path):
 
 @torch.no_grad()
 def test_scores_on_ones_own_examples(folder, examples, tmp_path):
-    """The loss is transformers', a token; an answer is right to the letter or not."""
+    """The loss is transformers', a token; an answer is right to the letter, and ends there, or not."""
     text = examples.read_text().splitlines()
+    asked = [{"role": "user", "content": "Who is it?"}]
+    pieces = litft.stream(*litft.load(folder, "fp32"), asked, max_new_tokens=6, temperature=0)
+    ends = [token for piece in pieces for token in piece.tokens][-1]  # a base model's answers never end by themselves
+    folder = copytree(folder, tmp_path / folder.name)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, ends]}))
     model, tokenizer = litft.load(folder, "fp32")
-    said = "".join(
-        litft.stream(model, tokenizer, [{"role": "user", "content": "Who is it?"}], max_new_tokens=6, temperature=0)
-    )
+    said = "".join(litft.stream(model, tokenizer, asked, max_new_tokens=6, temperature=0))
     mine = tmp_path / "mine.jsonl"
     mine.write_text("\n".join([*text[:3], json.dumps({"prompt": "Who is it?", "completion": said})]) + "\n")
     found, _ = evaluated(
@@ -289,6 +292,9 @@ def test_scores_on_ones_own_examples(folder, examples, tmp_path):
     assert scores["examples"] == 4 and len(found["answers"]) == 4
     assert found["answers"][3][folder.name] == said.strip() == found["answers"][3]["expected"]
     assert scores["exact_match"] == 0.25
+    words = ["--checkpoint_dir", folder, "--data.path", mine, "--precision", "fp32"]
+    cut, _ = evaluated(tmp_path, *words, "--max_new_tokens", "5")  # the same text, which would go on
+    assert cut["answers"][3][folder.name] == said.strip() and cut["scores"][folder.name]["exact_match"] == 0
 
 
 def test_plain_texts_have_a_perplexity_alone(folder, tmp_path):
@@ -327,7 +333,7 @@ def test_a_run_is_scored_on_what_it_held_out(folder, tmp_path, monkeypatch):
     assert "was trained on mine.jsonl, which is not found from here" in done.stderr
     words = ["--data.path", "mine.jsonl,other.jsonl", "--data.columns", "prompt=q"]
     _, done = evaluated(tmp_path, "--checkpoint_dir", run, *words, code=2)
-    assert "was trained on a part of it; score that alone" in done.stderr
+    assert "not the same files as" in done.stderr and "score other files alone" in done.stderr
     words = ["--data.path", "other.jsonl", "--data.columns", "prompt=q", "--max_new_tokens", "1"]
     found, done = evaluated(tmp_path, "--checkpoint_dir", run / "final", *words)
     assert len(found["answers"]) == 60 and "held out" not in done.stderr
@@ -475,3 +481,45 @@ def test_without_the_packages_one_message_says_what_to_install(folder, package, 
     words = ["scripts/run_eval.py", "--checkpoint_dir", folder, "--tasks", "piqa"]
     done = script(*words, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)}, code=2)
     assert done.stderr.splitlines()[-1] == f"error: --tasks needs the package {package}; pip install 'litft[eval]'"
+
+
+def finished(folder, tmp_path, name, **data):
+    """A run of one step, whose folder is returned."""
+    train = TrainArgs(max_steps=1, global_batch_size=2)
+    args = LoRAFinetuneArgs(checkpoint_dir=str(folder), data=DataArgs(**data), train=train, out_dir=str(tmp_path / name))
+    return litft.finetune(args).folder
+
+
+def test_a_runs_own_split_is_the_only_one(folder, tmp_path, monkeypatch, capsys):
+    """A part of its files, another seed, or another run on the same file would call training examples held out."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b", "data/train", "data/val"):
+        path = tmp_path / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        records = ({"prompt": f"{name} {n}?", "completion": "Lily"} for n in range(20))
+        path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    run = finished(folder, tmp_path, "run", path=["a.jsonl", "b.jsonl"], val_fraction=0.3)
+    words = ["--checkpoint_dir", run, "--max_new_tokens", "1"]
+    capsys.readouterr()
+    assert "not the same files" in refused("run_eval", *words, "--data.path", "b.jsonl", capsys=capsys)
+    said = refused("run_eval", *words, "--data.seed", "1", capsys=capsys)
+    assert "held out other examples (--data.seed 42)" in said and "leave it out" in said
+    other = finished(folder, tmp_path, "other", path=["a.jsonl", "b.jsonl"], val_fraction=0.0)
+    capsys.readouterr()
+    said = refused("run_eval", *words, "--against", other, capsys=capsys)
+    assert "has held out other examples of the same files" in said
+    whole = finished(folder, tmp_path, "whole", path=["data"])
+    words = ["--checkpoint_dir", whole, "--max_new_tokens", "1", "--data.path", "data/train.jsonl"]
+    found, _ = evaluated(tmp_path, *words)  # the folder's validation file is the held-out part
+    assert all("data/val" in answer["prompt"] for answer in found["answers"]) and len(found["answers"]) == 20
+
+
+def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(folder, make_model, tmp_path):
+    base = make_model(LlamaConfig, vocab_size=520, max_position_embeddings=256)[1]
+    for path in folder.glob("*token*"):
+        copyfile(path, base / path.name)
+    (tmp_path / "own.jsonl").write_text(json.dumps({"prompt": "Who?", "completion": "Lily"}) + "\n")
+    run = finished(base, tmp_path, "run", path=[str(tmp_path / "own.jsonl")], new_tokens=["<who>"])
+    args = RunEvalArgs(str(run))
+    source = source_of(args.model(str(run)))
+    assert adds_tokens(args, source) and len(compared(args, source)) == 2

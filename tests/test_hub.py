@@ -5,14 +5,20 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from conftest import ENV, ROOT, script
+from conftest import ENV, ROOT, rows_of, script
 from hub import Hub
 
+import litft
+from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, UploadArgs
+from litft.card import model_card
+from litft.folder import resolve
 from litft.hub import HubId, hub_id, needed, origin
+from litft.publish import _subject
 
 CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_")}
 
@@ -337,3 +343,21 @@ def test_a_token_that_may_not_write_is_told(tuned):
     off = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
     words = ["scripts/upload.py", "--checkpoint_dir", "lora", "--repo_id", "me/mine"]
     assert "cannot be reached" in run(words, root, off, code=2).stderr
+
+
+def test_the_card_of_the_best_step_says_what_that_step_was(tiny, examples, tmp_path):
+    """And that of a run which went on with an adapter states no ranks of its own."""
+    data, train = DataArgs(path=[str(examples)], val_fraction=0.2), TrainArgs(max_steps=4, learning_rate=1.0)
+    args = LoRAFinetuneArgs(str(tiny), data=data, train=train, lora=LoRAArgs(r=2), out_dir=str(tmp_path / "first"))
+    args = replace(args, eval=EvalArgs(interval=1, max_new_tokens=0), save=SaveArgs(best=True))
+    rows = rows_of(litft.finetune(args).folder)
+    best = min((row for row in rows if row["step"]), key=lambda row: row["val_loss"])
+    assert 0 < best["step"] < 4
+    upload = UploadArgs(checkpoint_dir=str(tmp_path / "first" / "best"), repo_id="me/mine", base_model="me/base")
+    card = model_card(_subject(resolve(upload.checkpoint_dir), upload))
+    assert f"| steps, samples, tokens | {best['step']:.0f}," in card and "`--lora.r` | 2" in card
+    assert f"| validation loss, at the end | {best['val_loss']:.4f} |" in card
+    second = replace(args, checkpoint_dir=str(tmp_path / "first"), lora=LoRAArgs(), out_dir=str(tmp_path / "second"))
+    litft.finetune(second)
+    upload = UploadArgs(checkpoint_dir=str(tmp_path / "second" / "final"), repo_id="me/mine", base_model="me/base")
+    assert "`--lora" not in model_card(_subject(resolve(upload.checkpoint_dir), upload))

@@ -2,16 +2,20 @@
 
 import csv
 import json
+import shutil
 
 import pytest
 import torch
 from conftest import kill_after, script
 from safetensors.torch import load_file
+from transformers import LlamaConfig
 
 import litft
+from litft.args import DataArgs, FullFinetuneArgs, TrainArgs
 from litft.data.load import load_data
 from litft.data.steps import collate
 from litft.folder import resolve
+from litft.tokenizer import Tokenizer
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 # what random numbers, warm-up, epochs, validation and checkpoints can get wrong, all at once
@@ -153,3 +157,17 @@ def test_a_full_run_is_plain_training(tiny, examples, tmp_path):
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype="float32")
     for ours, theirs in zip(tuned.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+
+
+def test_new_tokens_of_a_frozen_embedding_are_written(make_model, tiny, examples, tmp_path):
+    """Also where the vocabulary has room for them, so that no shape tells that there are any."""
+    folder = make_model(LlamaConfig, vocab_size=520, max_position_embeddings=256)[1]
+    for path in tiny.glob("*token*"):
+        shutil.copyfile(path, folder / path.name)
+    data, train = DataArgs(path=[str(examples)], new_tokens=["<x>"]), TrainArgs(max_steps=1, freeze=["embed.weight"])
+    run = litft.finetune(FullFinetuneArgs(str(folder), data=data, train=train, out_dir=str(tmp_path / "run"))).folder
+    before, after = (litft.load(path, "fp32")[0].embed.weight for path in (folder, run))
+    _, tokenizer = litft.load(run)
+    pieces = Tokenizer(folder).encode("<x>", bos=False)
+    torch.testing.assert_close(after[tokenizer.token_id("<x>")], before[pieces].mean(0), rtol=1e-2, atol=1e-3)
+    assert torch.equal(after[:512], before[:512])

@@ -265,3 +265,14 @@ def test_a_reader_that_goes_away_gets_no_traceback(folder):
     words = f"{FORKS}/bin/python {ROOT}/generate/base.py --checkpoint_dir model --prompt a --max_new_tokens 200 --seed 1"
     done = subprocess.run(["bash", "-c", f"{words} | head -c 3"], env=ENV, capture_output=True, text=True, errors="replace")
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
+
+
+def test_a_run_goes_on_with_its_own_validation_examples(folder, capsys):
+    """Losses over others would stand beside those before, and choose the best."""
+    records = json.loads((folder / "data.json").read_text())
+    for name, some in (("first", records[:5]), ("second", records[5:9])):
+        (folder / f"{name}.json").write_text(json.dumps(some))
+    lora(*FRESH, "--data.val_path", "first.json", "--train.max_steps", 1, "--out_dir", "b", capsys=capsys, code=None)
+    flags = ["--resume", "--out_dir", "b", "--train.max_steps", 2]
+    assert "validation data" in lora(*flags, "--data.val_path", "second.json", capsys=capsys)
+    lora(*flags, capsys=capsys, code=None)

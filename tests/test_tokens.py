@@ -1,12 +1,16 @@
 """New tokens and control tokens: ids, first rows, what decodes, and the warning for rows that nothing trained."""
 
+import shutil
+
 import pytest
 import torch
 from conftest import script
 from parity import draw
 
+from litft.data.samples import IDS, LEARNED, Encoder, to_sample
 from litft.model import with_noise
 from litft.peft.tokens import first_rows, grown, untrained
+from litft.prompts import STYLES
 from litft.tokenizer import Tokenizer
 
 
@@ -14,7 +18,6 @@ from litft.tokenizer import Tokenizer
 def test_added_tokens_come_back_from_the_folder(shared, tmp_path, name):
     """Single ids behind the vocabulary, in text as they are, from litft's reader and from transformers'."""
     import gzip
-    import shutil
 
     from transformers import AutoTokenizer
 
@@ -110,3 +113,24 @@ def test_noise_and_smoothing_are_of_training_alone(tiny):
     first = model.train()(tokens[:, :-1], targets=tokens[:, 1:])[0]
     assert not torch.equal(first, plain)
     assert not torch.equal(model(tokens[:, :-1], targets=tokens[:, 1:])[0], first)
+
+
+@pytest.mark.parametrize("backend", ["json", "sentencepiece"])
+def test_a_templates_new_end_token_ends_an_answer(tiny, shared, tmp_path, backend):
+    """Made by --data.new_tokens, as the message about missing control tokens advises."""
+    if backend == "json":
+        folder = shutil.copytree(shared / "tokenizers" / "gpt2", tmp_path / "model")
+    else:
+        folder = shutil.copytree(tiny, tmp_path / "model")
+    tokenizer = Tokenizer(folder)
+    tokenizer.use_template(STYLES["chatml"])
+    tokenizer.add_tokens(["<|im_start|>", "<|im_end|>", "<other>"])
+    end = tokenizer.token_id("<|im_end|>")
+    assert end in tokenizer.special_ids and tokenizer.token_id("<other>") not in tokenizer.special_ids
+    encoded = Encoder(tokenizer, 500)("here", {"prompt": "a", "completion": "b"})
+    (kept,) = encoded.samples
+    assert (kept & IDS)[(kept & LEARNED) > 0][-1] == end and encoded.ends == {end}
+    assert tokenizer.decode(to_sample(kept).answer[1].tolist()).strip() == "b"
+    tokenizer.save_added(folder)
+    again = Tokenizer(folder)
+    assert end in again.special_ids and again.encode("<|im_end|>", bos=False) == [end]

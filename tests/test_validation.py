@@ -10,7 +10,7 @@ import litft
 from litft.args import DataArgs, EvalArgs
 from litft.data.load import load_data
 from litft.data.steps import Layout
-from litft.evaluate import Validation, exact_match, greedy_texts, validation_loss
+from litft.evaluate import Validation, exact_match, greedy_answers, validation_loss
 from litft.together import HostGroup
 
 
@@ -22,7 +22,7 @@ def asked(tiny, examples):
     samples = data.train[:12]
     prompts = [torch.cat((sample.answer[0], torch.tensor([5 + n]))).tolist() for n, sample in enumerate(samples)]
     tokenizer.stop_ids = [plainly(model, prompt, 4) for prompt in prompts[::3]]  # or answers of a random model never end
-    said = [greedy_texts(model, tokenizer, [(prompt, 20)])[0] for prompt in prompts]
+    said = [greedy_answers(model, tokenizer, [(prompt, 20)])[0].text.strip() for prompt in prompts]
     answers = [
         torch.tensor(tokenizer.encode(text, bos=False)) if number % 3 == 0 else sample.answer[1]
         for number, (sample, text) in enumerate(zip(samples, said, strict=True))
@@ -52,7 +52,8 @@ def right_one_by_one(model, tokenizer, samples):
     found = []
     for sample in samples:
         prompt, expected = (ids.tolist() for ids in sample.answer)
-        found += [greedy_texts(model, tokenizer, [(prompt, len(expected) + 8)])[0] == tokenizer.decode(expected).strip()]
+        (said,) = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8)])
+        found += [said.ended and said.text.strip() == tokenizer.decode(expected).strip()]
     return found
 
 
@@ -78,3 +79,15 @@ def test_exact_match_is_counted_of_as_many_as_the_loss(asked, alone, tmp_path):
     assert row["exact_match"] == sum(expected) / 4 != sum(right_one_by_one(model, tokenizer, samples)) / 12
     loss = validation_loss(alone[0], model, samples[::3], Layout(rows=1))
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
+
+
+def test_an_answer_that_would_go_on_is_not_right(asked, alone):
+    """Where the context ends, only its beginning is seen."""
+    model, tokenizer, samples, _ = asked
+    prompts = [[1, *range(20 + n, 20 + n + model.config.context - 2)] for n in range(20)]
+    said = greedy_answers(model, tokenizer, [(prompt, 12) for prompt in prompts])
+    prompt, text = next(
+        (p, each.text) for p, each in zip(prompts, said, strict=True) if each.text.strip() and not each.ended
+    )
+    cut = replace(samples[0], answer=(torch.tensor(prompt), torch.tensor(tokenizer.encode(text, bos=False))))
+    assert exact_match(*alone, model, tokenizer, [cut]) == (0, 1)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from litft.args import DataArgs
 from litft.data.cache import prepare
 from litft.data.formats import FORMATS
 from litft.data.locate import locate
-from litft.data.samples import BLANK, CUT_AWAY, EMPTY, MASKED, Encoder
+from litft.data.samples import BLANK, CUT_AWAY, EMPTY, MASKED, WITHOUT, Encoder
 from litft.data.steps import Order
 from litft.data.store import Report, Samples, Store
 from litft.prompts import STYLES
@@ -58,9 +59,17 @@ class Data:
     @cached_property
     def digest(self) -> str:
         """Which training samples these are, in which order."""
-        found = hashlib.sha256(json.dumps([self.weights, *(s.report.content for s in self.train.stores)]).encode())
-        found.update(self.train.identity)
-        return found.hexdigest()
+        return _digest(self.train, self.weights)
+
+    def held_out(self, most: int) -> str:
+        """Which validation samples these are, of which so many are measured."""
+        return _digest(self.val, most)
+
+
+def _digest(samples: Samples, *more: Any) -> str:
+    found = hashlib.sha256(json.dumps([*more, *(store.report.content for store in samples.stores)]).encode())
+    found.update(samples.identity)
+    return found.hexdigest()
 
 
 def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int, timeout: float = math.inf) -> Data:
@@ -93,6 +102,7 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     )
     if len(data.train) and not Order(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
+    _check_columns(args.columns, reports)
     if not len(data.train):
         raise ValueError(_nothing_left(data, context))
     if (longest := max(int(half.lengths.max()) for half in (data.train, data.val) if len(half))) > context:
@@ -118,6 +128,15 @@ def _columns(args: DataArgs) -> dict[str, str]:
     if unknown := [ours for ours in columns if ours not in known]:
         raise ValueError(f"--data.columns {unknown[0]}=...: no format has that field; known: {', '.join(known)}")
     return columns
+
+
+def _check_columns(columns: list[str], reports: dict[str, Report]) -> None:
+    """ValueError for a field of --data.columns that no record of any file has."""
+    for item in columns:
+        theirs = item.split("=", 1)[1].strip()
+        missing = sum(report.notes.get(f"{WITHOUT} {theirs}", [0])[0] for report in reports.values())
+        if missing == sum(report.records for report in reports.values()):
+            raise ValueError(f"--data.columns {item}: no record has the field {theirs!r}; name one that they have")
 
 
 def _nothing_left(data: Data, context: int) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 from litft.data.formats import Example, Record, recognise, renamed, to_example, without_end
 from litft.loss import IGNORED
 from litft.prompts import Message, assistant_turns
-from litft.tokenizer import Tokenizer
+from litft.tokenizer import Tokenizer, shared
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ BLANK = "skipped: no text"
 EMPTY_TURN = "with an empty answer, which is not learned"
 UNANSWERED = "ended by a turn without an answer, which is left out"
 CONTROL = "with the text of a control token inside, which is read as that token"
+WITHOUT = "without the field"
 END_TEXT = "with an end token written behind an answer, which is left out"
 
 
@@ -89,11 +90,15 @@ class Encoder:
         try:
             if isinstance(record, ValueError):
                 raise record
+            missing = (theirs for theirs in self.columns.values() if theirs not in record)
+            encoded.notes += [f"{WITHOUT} {theirs}" for theirs in missing]
             record = renamed(record, self.columns)
-            encoded.form = self.form or recognise(record, where)
-            self._encode(to_example(record, where, self.tokenizer.chat_template, encoded.form), encoded)
+            form = self.form or recognise(record, where)
+            example = to_example(record, where, self.tokenizer.chat_template, form)
+            encoded.form = "guanaco" if form == "text" and example.text is None else form
+            self._encode(example, encoded)
             if not encoded.text:  # without a template's way of joining an instruction and its input
-                encoded.units = [unit_of(to_example(record, where, "", encoded.form))] * len(encoded.samples)
+                encoded.units = [unit_of(to_example(record, where, "", form))] * len(encoded.samples)
         except ValueError as error:
             message = str(error)
             encoded.error = message if message.startswith(where) else f"{where}: {message}"
@@ -113,7 +118,7 @@ class Encoder:
             return
         messages, learned = self._chosen(example, encoded)
         self._note_controls([message["content"] for message in messages], encoded)
-        cut = False
+        cut, before = False, []
         for ids, spans in self._texts(messages, example.tools):
             sample, whole = np.array(ids, np.uint32), -1
             for turn, start, end in spans:
@@ -121,8 +126,9 @@ class Encoder:
                 if end <= self.limit + 1:
                     whole = turn
                     sample[start:end] |= SAID
-            if not self.mask_prompt:
-                sample |= LEARNED
+            if not self.mask_prompt:  # of several texts each goes on from the one before, which is learned already
+                sample[shared(ids, before) :] |= LEARNED
+            before = ids
             if len(ids) > self.limit + 1:
                 cut, sample = True, sample[: self.limit + 1]
             elif learned:
