@@ -129,7 +129,7 @@ def _results(subject: Subject) -> Iterator[str]:
         yield f"| validation loss, {when} | {float(first['val_loss']):.4f} |"
         yield f"| validation loss, at the end | {float(checked[-1]['val_loss']):.4f} |"
         yield f"| validation loss, lowest | {float(best['val_loss']):.4f} (step {best['step']}) |"
-        if scored := [row for row in checked if row.get("exact_match")]:
+        if scored := [row for row in checked if row.get("exact_match") and row["step"] == last["step"]]:
             yield f"| exact match, at the end | {float(scored[-1]['exact_match']):.1%} |"
     yield ""
 

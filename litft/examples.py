@@ -8,7 +8,7 @@ from litft import runs
 from litft.args import DataArgs, RunEvalArgs
 from litft.cli import finetune_args
 from litft.data.load import Data, length_limit, load_data
-from litft.data.locate import File, locate
+from litft.data.locate import File, HubSplit, locate
 from litft.data.store import Samples
 from litft.folder import Source
 from litft.opened import source_of
@@ -26,32 +26,51 @@ def chosen_data(args: RunEvalArgs, source: Source) -> DataArgs:
     """
     if args.tasks and not args.data.path:
         return args.data
+    asked, known = _files(args.data), _runs(args, source)
+    reader = next((run for run, trained in known.items() if not asked or asked & _files(trained)), None)
+    if reader is None and not asked:
+        raise ValueError(f"{source.folder} belongs to no run, which would have examples; give --data.path or --tasks")
+    data = args.data
+    if reader is not None:
+        if asked and asked != _files(known[reader]):
+            remedy = "leave --data.path out to score what it held out, or score other files alone"
+            raise ValueError(f"--data.path {','.join(data.path)}: not the same files as {reader} was trained on; {remedy}")
+        data = _as_trained(data, known[reader], reader)
+    for run, trained in known.items():
+        if run != reader and _learned_from(data, trained):
+            remedy = "score both on a file that neither was trained on"
+            raise ValueError(f"{run} was trained on some of what {reader or 'this'} would be scored on; {remedy}")
+    if reader is not None:
+        print(f"reading {', '.join(data.path)} as {reader} did: {_part(data)}", file=sys.stderr)
+    return data
+
+
+def _runs(args: RunEvalArgs, source: Source) -> dict[Path, DataArgs]:
+    """The data flags of the runs whose models are scored; a warning where a run's files are not found from here."""
     folders = [source.folder] + ([source_of(args.model(args.against)).folder] if args.against not in (None, "none") else [])
-    asked, chosen = _files(args.data), None
+    known = {}
     for run in filter(None, map(_run_of, folders)):
         trained = finetune_args(run).data
         try:
-            theirs = _files(trained)
+            _files(trained)
+            known[run] = trained
         except ValueError:
-            if not asked:
+            if not args.data.path:
                 raise
             reason = f"{run} was trained on {', '.join(trained.path)}, which is not found from here"
             print(f"warning: {reason}; start where it was trained, or these may be the same examples", file=sys.stderr)
-            continue
-        if asked and not asked & theirs:
-            continue
-        if asked and asked != theirs:
-            remedy = "leave --data.path out to score what it held out, or score other files alone"
-            raise ValueError(f"--data.path {','.join(args.data.path)}: not the same files as {run} was trained on; {remedy}")
-        if chosen and _split(chosen) != _split(trained):
-            reason = "has held out other examples of the same files"
-            raise ValueError(f"{run} {reason}; score both on a file that neither was trained on")
-        chosen, asked = chosen or _as_trained(args.data, trained, run), theirs
-    if chosen:
-        print(f"reading {', '.join(chosen.path)} as {run} did: {_part(chosen)}", file=sys.stderr)
-    elif not asked:
-        raise ValueError(f"{source.folder} belongs to no run, which would have examples; give --data.path or --tasks")
-    return chosen or args.data
+    return known
+
+
+def _learned_from(data: DataArgs, trained: DataArgs) -> bool:
+    """Whether a run has learned from some of what is scored of `data`."""
+    splits = [
+        [_files(each), _digests(locate(each)[1]), *(getattr(each, name) for name in SPLITTING if name != "val_path")]
+        for each in (data, trained)
+    ]
+    if splits[0] == splits[1]:
+        return False
+    return bool((_digests(locate(data)[1]) or _files(data)) & _files(trained))
 
 
 def _as_trained(asked: DataArgs, trained: DataArgs, run: Path) -> DataArgs:
@@ -64,13 +83,6 @@ def _as_trained(asked: DataArgs, trained: DataArgs, run: Path) -> DataArgs:
     return replace(trained, **given | {"weights": [], "new_tokens": []})
 
 
-def _split(data: DataArgs) -> list:
-    """What decides which examples are held out."""
-    held_out = locate(data)[1]
-    files = sorted(file.digest() if isinstance(file, File) else file.label for file in held_out)
-    return [files, *([] if files else [getattr(data, name) for name in SPLITTING])]
-
-
 def _run_of(folder: Path) -> Path | None:
     """The run that has left a model's folder, final/ or one below it."""
     return next((above for above in (folder.parent, folder.parent.parent) if runs.is_run(above)), None)
@@ -80,7 +92,11 @@ def _files(data: DataArgs) -> set[str]:
     """The training files, wherever they are named from: a local one by what it holds."""
     if not data.path:
         return set()
-    return {file.digest() if isinstance(file, File) else file.label for file in locate(data)[0]}
+    return _digests(locate(data)[0])
+
+
+def _digests(files: list[File | HubSplit]) -> set[str]:
+    return {file.digest() if isinstance(file, File) else file.label for file in files}
 
 
 def _part(data: DataArgs) -> str:
@@ -103,7 +119,7 @@ def compared(args: RunEvalArgs, source: Source) -> list[Source]:
     """All whose examples are read by a tokenizer or a length of their own: the model's, and what it is held against."""
     if args.against not in (None, "none"):
         return [source, source_of(args.model(args.against))]
-    if args.against is None and adds_tokens(args, source):
+    if args.against is None and _adds_tokens(args, source):
         return [source, source_of(args.model(str(source.base)))]
     return [source]
 
@@ -132,8 +148,9 @@ def readable_by_all(args: RunEvalArgs, sources: list[Source]) -> set[Name]:
     if not shared and not texts:
         raise ValueError(f"{', '.join(args.data.path)}: no example that all models can read; raise --data.max_seq_length")
     if others := max(map(len, found)) - len(shared):
-        print(f"scoring the {len(shared):,} examples that all models can read, not {others:,} others", file=sys.stderr)
-    if len({tokenizer.digest() for tokenizer in tokenizers}) > 1:
+        reason = "whose answers all models read to the same end"
+        print(f"scoring the {len(shared):,} examples {reason}, not {others:,} others", file=sys.stderr)
+    if len({tokenizer.vocabulary_digest() for tokenizer in tokenizers}) > 1:
         if texts and args.limit:
             reason = "models with other tokens would get other parts of the text"
             raise ValueError(f"--limit {args.limit}: {reason}; leave it out")
@@ -141,13 +158,14 @@ def readable_by_all(args: RunEvalArgs, sources: list[Source]) -> set[Name]:
     return shared
 
 
-def adds_tokens(args: RunEvalArgs, source: Source) -> bool:
+def _adds_tokens(args: RunEvalArgs, source: Source) -> bool:
     """Whether an adapter has tokens that its base knows nothing of: that reads with its own tokenizer."""
     adapter = source.read_adapter()
     if adapter is None or not adapter[0].tokens:
         return False
-    tuned, base = _tokenizer(source), _tokenizer(source_of(args.model(str(source.base))))
-    return any(base.token_id(tuned.decode([token], skip_special=False)) is None for token in adapter[0].tokens)
+    base = _tokenizer(source_of(args.model(str(source.base))))
+    names = {token: name for name, token in _tokenizer(source).vocabulary().items()}
+    return any(base.token_id(names[token]) is None for token in adapter[0].tokens)
 
 
 def _tokenizer(source: Source) -> Tokenizer:

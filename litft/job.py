@@ -9,7 +9,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from litft.adapter_files import adapter_digest
 from litft.args import FinetuneArgs
-from litft.data.load import choose_template
 from litft.folder import Source, fingerprint
 from litft.model import GPT
 from litft.parallel import DTYPES, pick_full_precision, pick_precision
@@ -33,7 +32,6 @@ class Job:
         if self.tokenizer is None:
             raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
         self.method, self.begin = self._method()
-        choose_template(args.data.template, self.tokenizer)  # new tokens that it writes are special
         self._add_tokens()
         self.method.frozen = self._frozen()
         if self.method.whole and self.quantize != "none":

@@ -7,6 +7,7 @@ optimizer goes unnoticed. `plan` adds up what is found here.
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,9 @@ from litft.offload import SMALLEST
 from litft.optim import BY_KERNELS, InBackward, is_hidden, make_optimizer
 from litft.peft import Method
 
-LOSSES: dict[tuple, int] = {}  # bytes found for a head: the plans that are compared for a run have the same
+# bytes that were found: the plans that are compared for a run share a head and what is trained
+LOSSES: dict[tuple, int] = {}
+STEPS: dict[tuple, int] = {}
 
 
 class Shape(NamedTuple):
@@ -43,6 +46,9 @@ def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> i
     """
     every = name == "schedule_free"
     distinct = {(n if every else None, p.shape, p.dtype, is_hidden(n, p)): (n, p) for n, p in trained.items()}
+    key = (name, tuple(distinct))
+    if key in STEPS:
+        return STEPS[key]
     copies = {n: nn.Parameter(torch.empty_like(p)) for n, p in distinct.values()}
     optimizer = make_optimizer(TrainArgs(optimizer=_stand_in(name)), method, copies)
     for parameter in copies.values():
@@ -51,7 +57,8 @@ def trace_step(name: str, method: Method, trained: dict[str, nn.Parameter]) -> i
         optimizer.step()  # the first makes the state
         before = alive.mark()
         optimizer.step()
-        return alive.most - before
+    STEPS[key] = alive.most - before
+    return STEPS[key]
 
 
 def in_one_pass(model: GPT, method: Method, name: str) -> InBackward:
@@ -62,7 +69,8 @@ def in_one_pass(model: GPT, method: Method, name: str) -> InBackward:
 
 def _stand_in(name: str) -> str:
     """An optimizer that steps in place as this one does, and runs on fake tensors: the fused kernels of others do not."""
-    return "adamw" if name in (*BY_KERNELS, "sgd") else name
+    missing = name == "schedule_free" and find_spec("schedulefree") is None
+    return "adamw" if missing or name in (*BY_KERNELS, "sgd") else name
 
 
 class Alive(TorchDispatchMode):
@@ -200,7 +208,7 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str, steps:
     for parameter in trained if shape.accumulated else ():
         parameter.grad = torch.empty_like(parameter)
     key = (rows, dtype, shape.accumulated, model.config.logit_softcap, tuple(map(type, head.modules())))
-    key += tuple((p.shape, p.dtype, p.requires_grad) for p in head.parameters())
+    key += (getattr(head, "lora_dropout", 0) > 0, *((p.shape, p.dtype, p.requires_grad) for p in head.parameters()))
     most = LOSSES.get(key) if steps is None else None
     if most is None:
         with Alive() as alive:

@@ -148,7 +148,7 @@ def predict(
             loss=max(loss, dequantized),
             gathered=gathered,
             backward=backward + dequantized,
-            stepping=0 if in_backward else place.weights * trace_step(optimizer, method, named) // shards,
+            stepping=0 if in_backward or not place.weights else trace_step(optimizer, method, named) // shards,
             host=host,
         )
     return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory, every, len(model.blocks))

@@ -124,7 +124,8 @@ class Run:
     def identity(self) -> dict[str, Any]:
         """What a run must share with the one it continues, or it would silently be another."""
         own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest, "split": SPLIT}
-        own["validation data"] = self.data.held_out(self.validation.measured(self.args.train.global_batch_size))
+        measured = self.validation.measured(self.args.train.global_batch_size)
+        own |= {"validation data": self.data.held_out, "validation examples measured": measured}
         return self.job.identity() | own
 
     @cached_property

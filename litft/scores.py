@@ -20,7 +20,7 @@ from litft.data.load import load_data
 from litft.data.samples import Sample
 from litft.data.steps import Layout
 from litft.evaluate import BLOCK, greedy, summed_loss
-from litft.examples import Name, adds_tokens, chosen_data, compared, readable_by_all, same_length, scored
+from litft.examples import Name, chosen_data, compared, readable_by_all, same_length, scored
 from litft.opened import Opened, open_model, source_of
 from litft.runs import write_whole
 from litft.streaming import Said
@@ -57,13 +57,12 @@ def run_eval(args: RunEvalArgs) -> None:
         raise ValueError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it, or name another file")
     args = replace(args, data=chosen_data(args, source))
     ask = _harness(args) if args.tasks else None
-    readable = set()
+    sources, readable = compared(args, source), set()
     if args.data.path:
-        sources = compared(args, source)
         args = replace(args, data=same_length(args.data, sources))
         readable = readable_by_all(args, sources)
     subjects, shown = [], {}
-    for subject, opened, answering in _subjects(args):
+    for subject, opened, answering in _subjects(args, apart=len(sources) > 1):
         with answering:
             if args.data.path:
                 shown |= _measure(subject, opened, args, readable)
@@ -77,8 +76,11 @@ def run_eval(args: RunEvalArgs) -> None:
         )
 
 
-def _subjects(args: RunEvalArgs) -> Iterator[tuple[Subject, Opened, AbstractContextManager]]:
-    """What is scored, one after the other: first what the model is held against. Inside the third it answers."""
+def _subjects(args: RunEvalArgs, apart: bool) -> Iterator[tuple[Subject, Opened, AbstractContextManager]]:
+    """What is scored, one after the other: first what the model is held against. Inside the third it answers.
+
+    apart: an adapter's base is loaded by itself, since it reads with its own tokens.
+    """
     asked = args.model(args.checkpoint_dir, args.base_dir)
     source = source_of(asked)
     name = "tuned" if source.adapter and args.against in (None, "none") else source.name
@@ -87,7 +89,7 @@ def _subjects(args: RunEvalArgs) -> Iterator[tuple[Subject, Opened, AbstractCont
         theirs = source_of(other).name
         yield Subject(theirs if theirs != name else args.against), open_model(other), nullcontext()
     opened = open_model(asked)
-    if source.adapter and args.against is None and adds_tokens(args, source):
+    if source.adapter and args.against is None and apart:
         yield Subject("base"), open_model(args.model(str(source.base))), nullcontext()
     elif source.adapter and args.against is None:
         yield Subject("base"), opened, opened.as_base()

@@ -20,6 +20,8 @@ FILES = (
 ).split()
 
 MANY = 64  # places of a text that are found by the lengths of its pieces: exact unless a model rewrites characters
+# a control token as chat templates write them
+CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -255,6 +257,10 @@ class Tokenizer:
         own = [self.special, self.chat_template, self.adds_bos, self.stop_ids, self.day if self.tells_date else None]
         return hashlib.sha256(self._backend.state() + json.dumps(own).encode()).hexdigest()
 
+    def vocabulary_digest(self) -> str:
+        """Which tokens these are, whatever the template and what ends an answer."""
+        return hashlib.sha256(json.dumps(sorted(self.vocabulary().items())).encode()).hexdigest()
+
     @property
     def added_ids(self) -> set[int]:
         """The tokens that are found in a text before all else, special or not."""
@@ -267,7 +273,7 @@ class Tokenizer:
     def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
         """Make each text one token from now on: its id, and the ids it had before; ValueError for an empty text.
 
-        One that the chat template writes is special: it may end an answer, and is no part of what is said.
+        One that looks like a control token is special: it may end an answer, and is no part of what is said.
         """
         texts = list(dict.fromkeys(texts))
         if any(not text.strip() for text in texts):
@@ -279,7 +285,7 @@ class Tokenizer:
                     f"{text!r} is how the tokenizer spells a piece of its own, not a text; choose another token"
                 )
         if new := [text for text in texts if self.token_id(text) is None]:
-            special = {text for text in new if text in self.chat_template}
+            special = set(filter(CONTROL.fullmatch, new))
             self._backend.add(new, special)
             self.special_ids |= {self.token_id(text) for text in special}
             for name in ("special_texts", "control_text"):

@@ -133,7 +133,7 @@ def facts(job: Job, preview: Preview) -> dict[str, Any]:
     flags = {f"--{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
     versions = {"torch": torch.__version__, "litft": litft.__version__}
     own = {"strategy": preview.strategy, "recomputation": preview.recomputed, "rows": preview.layout.rows}
-    data = {"training data": preview.data.digest, "validation data": preview.data.held_out(len(preview.data.val))}
+    data = {"training data": preview.data.digest, "validation data": preview.data.held_out}
     return {**versions, **own, **data, **job.identity(), **flags}
 
 
@@ -388,6 +388,8 @@ class Training(Run):
                 line = f"step {step}: validation loss {values['val_loss']:.4f}, perplexity {values['val_perplexity']:.4g}"
                 if "exact_match" in values:
                     line += f", exact match {values['exact_match']:.1%} of {validation.asked}"
+                elif final and self.args.eval.exact_match:
+                    line += "; no answer is whole within the length limit, so there is no exact match"
                 self.say(line)
             for item in [] if asked else validation.ask(step):
                 self.say(f"  {_one_line(item['prompt'])}\n  -> {_one_line(item['answer'])}")

@@ -251,24 +251,25 @@ def become(request: dict) -> None:
 
 def run_to_the_end(script: str) -> None:
     """Run a script and end as the interpreter does, without its teardown, which takes over a second with torch loaded."""
-    code = 0
+    code, interrupted = 0, False
     try:
         runpy.run_path(script, run_name="__main__")
     except SystemExit as ended:
         code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
         if code and not isinstance(ended.code, int):
             print(ended.code, file=sys.stderr)
-    except KeyboardInterrupt:
-        code = -signal.SIGINT
-    except BaseException:
+    except BaseException as error:
         sys.excepthook(*sys.exc_info())
-        code = 1
+        code, interrupted = 1, isinstance(error, KeyboardInterrupt)
     threading._shutdown()  # waits for threads that are no daemons
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(BrokenPipeError, ValueError):
+        try:
             stream.flush()
-    if code == -signal.SIGINT:
+        except (OSError, ValueError) as error:
+            os.write(2, f"Exception ignored while flushing {stream.name}: {error!r}\n".encode())
+            code = 120
+    if interrupted:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     os._exit(code)

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import math
-import re
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -20,7 +19,7 @@ from litft.data.samples import BLANK, CUT_AWAY, EMPTY, MASKED, WITHOUT, Encoder
 from litft.data.steps import Order
 from litft.data.store import Report, Samples, Store
 from litft.prompts import STYLES
-from litft.tokenizer import Tokenizer
+from litft.tokenizer import CONTROL, Tokenizer
 
 SPLIT = "by content"  # how it is decided what is held out; a run that is resumed has to share it
 
@@ -61,9 +60,10 @@ class Data:
         """Which training samples these are, in which order."""
         return _digest(self.train, self.weights)
 
-    def held_out(self, most: int) -> str:
-        """Which validation samples these are, of which so many are measured."""
-        return _digest(self.val, most)
+    @cached_property
+    def held_out(self) -> str:
+        """Which validation samples these are."""
+        return _digest(self.val)
 
 
 def _digest(samples: Samples, *more: Any) -> str:
@@ -170,7 +170,7 @@ def choose_template(choice: str, tokenizer: Tokenizer) -> str:
 
 def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
     """Control tokens that the template writes and the tokenizer does not know: they are spelled out in pieces."""
-    written = dict.fromkeys(re.findall(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>", tokenizer.chat_template))
+    written = dict.fromkeys(CONTROL.findall(tokenizer.chat_template))
     return [text for text in written if tokenizer.token_id(text) is None]
 
 

@@ -150,14 +150,18 @@ def heaviest(samples: Samples, order: Order, layout: Layout, count: int, size: i
     width = np.maximum(longest, sums / counts) if layout.room else longest
     promised = width * np.minimum(np.ceil(counts / layout.ranks), layout.rows)
     likely = np.argsort(-promised, kind="stable")[: max(16, LAID_OUT // size)]
-    most, learned, several = [], 0, False
+    rows, most, learned, several = [], 0, 0, False
     for step in likely:
         chosen = numbers[starts[step] : starts[step] + size]
-        batches = [[chosen[row].tolist() for row in rows] for rows in layout.plan(lengths[chosen].tolist())]
-        most = max([most, *batches], key=lambda rows: cells(lengths, rows))
-        learned = max(learned, *(int(supervised[np.concatenate(rows)].sum()) for rows in batches if rows))
+        long, targets = lengths[chosen].tolist(), supervised[chosen].tolist()
+        batches = layout.plan(long)
         several |= len(batches) > layout.ranks
-    return Largest(most, learned, several)
+        for batch in batches:
+            learned = max(learned, sum(targets[i] for row in batch for i in row))
+            slots = len(batch) * max((sum(long[i] for i in row) for row in batch), default=0)
+            if slots > most:
+                most, rows = slots, [chosen[row].tolist() for row in batch]
+    return Largest(rows, learned, several)
 
 
 def cells(lengths: np.ndarray, rows: list[list[int]]) -> int:

@@ -220,7 +220,7 @@ class Samples(Sequence):
     def names(self) -> list[tuple[int, int, int]]:
         """Of each its unit, the message that its last whole answer is, and how many came before that have both.
 
-        The same whatever template and tokenizer made the sample. The unit of text is 0.
+        The same whatever template and tokenizer made the sample, where the same answers are whole. The unit of text is 0.
         """
         seen: Counter[tuple[int, int]] = Counter()
         names = []
