@@ -76,6 +76,7 @@ def test_every_family_with_every_method(folders, tmp_path, capsys, family, varia
         train=TrainArgs(max_steps=2, global_batch_size=2, learning_rate=1e-3),
         eval=EvalArgs(max_new_tokens=0),
     )
-    litft.finetune(replace(args, dry_run=True))
-    assert "at its peak" in capsys.readouterr().out and not (tmp_path / "run").exists()
+    if method == "lora":  # what a dry run says of a family hangs on no method
+        litft.finetune(replace(args, dry_run=True))
+        assert "at its peak" in capsys.readouterr().out and not (tmp_path / "run").exists()
     assert litft.finetune(args).metrics["step"] == 2
