@@ -201,7 +201,8 @@ def restore_newest(
 def changes(progress: dict[str, Any], now: dict[str, Any]) -> list[str]:
     """What of `now` is not as it was saved: each name with its value then and now."""
     before = progress.get("identity", {})
-    return [f"{name} {before.get(name)!r}, now {now[name]!r}" for name in now if before.get(name) != now[name]]
+    odd = {name: (before.get(name), now[name]) for name in now if before.get(name) != now[name]}
+    return [f"{name} {str(then)[:40]}, now {str(value)[:40]}" for name, (then, value) in odd.items()]
 
 
 def _restore(folder: Path, progress: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:

@@ -10,7 +10,8 @@ from litft.cli import finetune_args
 from litft.data.load import Data, length_limit, load_data
 from litft.data.locate import File, HubSplit, locate
 from litft.data.store import Samples
-from litft.folder import Source
+from litft.folder import Source, resolve
+from litft.hub import hub_id
 from litft.opened import source_of
 from litft.tokenizer import Tokenizer
 
@@ -46,11 +47,20 @@ def chosen_data(args: RunEvalArgs, source: Source) -> DataArgs:
 
 
 def _runs(args: RunEvalArgs, source: Source) -> dict[Path, DataArgs]:
-    """The data flags of the runs whose models are scored; a warning where a run's files are not found from here."""
+    """The data flags of the runs whose models are scored, and of those that they began from.
+
+    A warning where a run's files are not found from here.
+    """
     folders = [source.folder] + ([source_of(args.model(args.against)).folder] if args.against not in (None, "none") else [])
-    known = {}
-    for run in filter(None, map(_run_of, folders)):
-        trained = finetune_args(run).data
+    known: dict[Path, DataArgs] = {}
+    while folders:
+        run = _run_of(folders.pop(0))
+        if run is None or run in known:
+            continue
+        begun = finetune_args(run)
+        trained = begun.data
+        if hub_id(begun.checkpoint_dir) is None and Path(begun.checkpoint_dir).is_dir():
+            folders.append(resolve(begun.checkpoint_dir, begun.base_dir).folder)
         try:
             _files(trained)
             known[run] = trained
@@ -85,6 +95,7 @@ def _as_trained(asked: DataArgs, trained: DataArgs, run: Path) -> DataArgs:
 
 def _run_of(folder: Path) -> Path | None:
     """The run that has left a model's folder, final/ or one below it."""
+    folder = folder.resolve()
     return next((above for above in (folder.parent, folder.parent.parent) if runs.is_run(above)), None)
 
 
@@ -111,7 +122,8 @@ def _part(data: DataArgs) -> str:
 def scored(data: Data, args: DataArgs) -> Samples:
     """The held-out part where there is one, else all; ValueError where nothing of a held-out part can be read."""
     if not len(data.val) and (args.val_fraction or locate(args)[1]):
-        raise ValueError(f"{','.join(args.path)}: nothing is left of what was held out; raise --data.max_seq_length")
+        reason = "nothing was held out, or nothing of it lies within the length limit"
+        raise ValueError(f"{','.join(args.path)}: {reason}; raise --data.max_seq_length, or name other files")
     return data.val if len(data.val) else data.train
 
 

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from importlib.util import find_spec
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -108,10 +109,46 @@ class Alive(TorchDispatchMode):
 class Passage(NamedTuple):
     """What one block does to memory."""
 
+    forward: int  # at most, while its forward runs, with its input and output
     kept: int  # of its forward, until its backward has run, with its input where that is kept
     gradients: int  # of its parameters
     passing: int  # beyond what was kept, at most, while its backward runs; its parameters' gradients with it
     grows: bool  # whether what comes after it has a gradient
+
+
+class _Begin(torch.autograd.Function):
+    """Stands for all that comes before: a leaf would be held by autograd itself, whether it is needed or not."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: Tensor, like: Tensor) -> Tensor:
+        """A tensor such as `like`."""
+        return torch.empty_like(like)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Nothing of interest."""
+        return torch.empty(()), None
+
+
+class _End(torch.autograd.Function):
+    """Stands for all that follows: its gradient belongs to the backward pass alone, which may write into it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor) -> Tensor:
+        """A number."""
+        ctx.like = y.shape, y.dtype
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        """A gradient of y."""
+        shape, dtype = ctx.like
+        return torch.empty(shape, dtype=dtype)
+
+
+def _input(like: Tensor) -> Tensor:
+    """A tensor such as this one, with a gradient where it has one."""
+    return _Begin.apply(torch.empty((), requires_grad=True), like) if like.requires_grad else torch.empty_like(like)
 
 
 def _passage(
@@ -123,24 +160,24 @@ def _passage(
     """
     trained = [parameter for parameter in own if parameter.requires_grad]
     if steps and not steps.state.keys() >= set(trained):  # the first step makes the optimizer's state
-        with steps.stepping():
-            run(torch.empty_like(like, requires_grad=like.requires_grad)).sum().backward()
+        with Alive(), steps.stepping():
+            _End.apply(run(_input(like))).backward()
     for parameter in trained if accumulated else ():
         parameter.grad = torch.empty_like(parameter)
     with Alive() as alive:
-        x = torch.empty_like(like, requires_grad=like.requires_grad)
+        x = _input(like)
         y = run(x)
         del x  # or what is kept by nobody would count
-        grows, kept = y.requires_grad, alive.now - y.untyped_storage().nbytes()
-        gradient = torch.empty_like(y)
-        before = alive.mark() - gradient.nbytes  # which is alive in the whole backward pass, too
+        grows, kept, forward = y.requires_grad, alive.now - y.untyped_storage().nbytes(), alive.most
+        before = alive.mark()
         if grows:
+            end = _End.apply(y)
             with steps.stepping() if steps else nullcontext():
-                y.backward(gradient)
+                end.backward()
         passing = alive.most - before
     for parameter in trained:
         parameter.grad = None
-    return Passage(kept if grows else 0, sum(p.nbytes for p in trained), passing if grows else 0, grows)
+    return Passage(forward, kept if grows else 0, sum(p.nbytes for p in trained), passing if grows else 0, grows)
 
 
 def trace_blocks(
@@ -156,13 +193,16 @@ def trace_blocks(
     stay_here |= shape.rows * shape.tokens * model.config.dim * dtype.itemsize < SMALLEST  # what is worth no copy
     every, largest = sum(passage.kept for passage in passages), max(passage.kept for passage in passages)
     activations = alive = every if stay_here else min(every, 2 * largest)
-    most, head = alive, model.lm_head.weight
+    before = accumulate((passage.kept for passage in passages), initial=0)
+    forward = max(min(kept, alive) + passage.forward for kept, passage in zip(before, passages, strict=False))
+    most, head = max(alive, forward), model.lm_head.weight
     stay = not (shape.accumulated or steps)  # gradients that are made now
     tied = model.config.tied  # then autograd holds the head's until the embedding's is there, and adds them up
     done = head.nbytes * (head.requires_grad and (stay or tied))
     for passage in reversed(passages):
         reduced = passage.gradients if shards > 1 else 0
-        added = head.nbytes if tied and head.requires_grad and passage is passages[0] else 0
+        # the sum of both gradients of a tied weight; where it is stepped at once, what that takes is more than the sum
+        added = head.nbytes if tied and head.requires_grad and not steps and passage is passages[0] else 0
         most = max(most, alive + done + passage.passing + reduced + added)
         alive, done = alive - passage.kept * stay_here, done + passage.gradients * stay // shards
     return activations, most - activations, 0 if stay_here else every
@@ -204,7 +244,8 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str, steps:
             summed_cross_entropy(hidden, head, targets, model.config.logit_softcap, kept=kept)[0].backward()
 
     if steps and trained:
-        run()  # the first step makes the optimizer's state
+        with Alive():
+            run()  # the first step makes the optimizer's state
     for parameter in trained if shape.accumulated else ():
         parameter.grad = torch.empty_like(parameter)
     key = (rows, dtype, shape.accumulated, model.config.logit_softcap, tuple(map(type, head.modules())))

@@ -125,7 +125,7 @@ class Run:
         """What a run must share with the one it continues, or it would silently be another."""
         own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest, "split": SPLIT}
         measured = self.validation.measured(self.args.train.global_batch_size)
-        own |= {"validation data": self.data.held_out, "validation examples measured": measured}
+        own |= {"validation data (--data.val_path)": self.data.held_out, "measured examples (--eval.max_batches)": measured}
         return self.job.identity() | own
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -51,6 +52,8 @@ class Example:
 def run_eval(args: RunEvalArgs) -> None:
     """Print the table, and answers to look at; write everything to --out."""
     source = source_of(args.model(args.checkpoint_dir, args.base_dir))  # what is wrong is told before anything is loaded
+    if args.against not in (None, "none") and source_of(args.model(args.against)).folder == source.folder:
+        raise ValueError(f"--against {args.against} is the model itself; name another one, or none")
     if args.out and Path(args.out).exists() and not Path(args.out).is_file():
         raise ValueError(f"--out {args.out} is no file; name one")
     if args.out and not Path(args.out).parent.is_dir():
@@ -113,7 +116,9 @@ def _measure(subject: Subject, opened: Opened, args: RunEvalArgs, names: set[Nam
         said = _answers(subject.name, opened, examples, args)
         subject.answers = {name: answer.text.strip() for name, answer in said.items()}
         right = [said[each.name].ended and subject.answers[each.name] == each.expected for each in examples]
-        subject.scores["exact_match"] = sum(right) / len(right)
+        subject.scores |= {"answers": len(right), "exact_match": sum(right) / len(right)}
+    elif any(turn for _, turn, _ in names):
+        print(f"{subject.name}: no answer is whole within the length limit, so there is no exact match", file=sys.stderr)
     return {each.name: (tokenizer.decode(each.prompt, skip_special=False), each.expected) for each in examples}
 
 

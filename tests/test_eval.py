@@ -511,6 +511,10 @@ def test_a_runs_own_split_is_the_only_one(folder, tmp_path, monkeypatch, capsys)
     capsys.readouterr()
     said = refused("run_eval", *words, "--against", other, capsys=capsys)
     assert "was trained on some of what" in said
+    chained = finished(run, tmp_path, "chained", path=["a.jsonl", "b.jsonl"], val_fraction=0.3, seed=3)
+    capsys.readouterr()
+    assert "was trained on some of what" in refused("run_eval", "--checkpoint_dir", chained, capsys=capsys)
+    assert "is the model itself" in refused("run_eval", *words, "--against", run, capsys=capsys)
     whole = finished(folder, tmp_path, "whole", path=["data"])
     words = ["--checkpoint_dir", whole, "--max_new_tokens", "1", "--data.path", "data/train.jsonl"]
     found, _ = evaluated(tmp_path, *words)  # the folder's validation file is the held-out part

@@ -29,6 +29,7 @@ from litft.data.samples import Sample
 from litft.flops import CHIPS, Flops, peak_flops
 from litft.folder import resolve
 from litft.job import Job
+from litft.optim import OPTIMIZERS
 from litft.peft import LoRA, method_of
 from litft.plan import Shape, predict
 from litft.preview import Preview
@@ -165,6 +166,27 @@ def test_memory_of_random_flags_and_data(shared, number, tmp_path):
     """At most 1 % below two steps of the run, and 5 % above."""
     planned, expected, what = plan_pairs.compared(*plan_pairs.drawn(random.Random(number)), tmp_path)
     assert -0.01 <= planned / expected - 1 <= 0.05, what
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.filterwarnings("ignore")
+def test_memory_of_whole_micro_batches_of_a_parallel_block(shared, layers):
+    """Its norm keeps no input; of a single block, which has no gradient to hand on, the forward pass takes the most."""
+    source, args = resolve(shared / "configs" / "phi-2"), LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
+    source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
+    method, shape = method_of(args), Shape(8, 2048)
+    method.choose(source.meta_model(), source.adapter_rules)
+    found = predict(source, method, "bf16", "none", shape, device="cpu").memory.peak
+    assert found == pytest.approx(tracked(source, method, args.train, "bf16", shape), rel=0.005)
+
+
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_every_optimizer_has_a_plan_in_the_backward_pass(tiny, optimizer):
+    source, method = resolve(tiny), method_of(FullFinetuneArgs())
+    method.choose(source.meta_model(), source.adapter_rules)
+    for precision in ("fp32", "bf16-true") if optimizer != "schedule_free" else ("fp32",):
+        values = dict(optimizer=optimizer, in_backward=True)
+        assert predict(source, method, precision, "none", Shape(1, 8), **values).memory.peak > 0
 
 
 LARGE = "llama-3-8b"
