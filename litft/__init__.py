@@ -10,7 +10,7 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["finetune", "load", "stream"]
 
-_HOMES = {"load": "litft.folder", "stream": "litft.streaming", "finetune": "litft.train"}
+_HOMES = {"load": "litft.pretrained", "stream": "litft.inference.generation", "finetune": "litft.training.trainer"}
 
 
 def __getattr__(name: str) -> Any:

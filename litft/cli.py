@@ -21,7 +21,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from litft import args as flags
-from litft import runs
+from litft import run_dir
 from litft.args.processes import global_rank, local_rank
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's C++ frames are no message; read when torch is imported
@@ -41,23 +41,23 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    "finetune lora": Command(flags.LoRAFinetuneArgs, "litft.train:finetune"),
-    "finetune adapter": Command(flags.AdapterFinetuneArgs, "litft.train:finetune"),
-    "finetune adapter_v2": Command(flags.AdapterV2FinetuneArgs, "litft.train:finetune"),
-    "finetune full": Command(flags.FullFinetuneArgs, "litft.train:finetune"),
-    "generate": Command(flags.GenerateArgs, "litft.generate:generate", spins="100000"),
-    "chat": Command(flags.ChatArgs, "litft.chat:chat", spins="100000"),
-    "serve": Command(flags.ServeArgs, "litft.serve:serve", spins="100000"),
-    "merge_lora": Command(flags.MergeArgs, "litft.convert:merge"),
-    "run_eval": Command(flags.RunEvalArgs, "litft.scores:run_eval"),
-    "prepare_data": Command(flags.PrepareArgs, "litft.preview:prepare_data"),
-    "plan": Command(flags.PlanArgs, "litft.preview:plan"),
-    "convert_hf_checkpoint": Command(flags.ConvertArgs, "litft.convert:convert"),
-    "convert_to_hf": Command(flags.ExportArgs, "litft.convert:export"),
-    "download": Command(flags.DownloadArgs, "litft.publish:download"),
-    "upload": Command(flags.UploadArgs, "litft.publish:upload"),
-    "convert_gguf_checkpoint": Command(flags.GgufConvertArgs, "litft.gguf.convert:read"),
-    "convert_to_gguf": Command(flags.GgufExportArgs, "litft.gguf.convert:write"),
+    "finetune lora": Command(flags.LoRAFinetuneArgs, "litft.training.trainer:finetune"),
+    "finetune adapter": Command(flags.AdapterFinetuneArgs, "litft.training.trainer:finetune"),
+    "finetune adapter_v2": Command(flags.AdapterV2FinetuneArgs, "litft.training.trainer:finetune"),
+    "finetune full": Command(flags.FullFinetuneArgs, "litft.training.trainer:finetune"),
+    "generate": Command(flags.GenerateArgs, "litft.inference.generate:generate", spins="100000"),
+    "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spins="100000"),
+    "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spins="100000"),
+    "merge_lora": Command(flags.MergeArgs, "litft.export.convert:merge"),
+    "run_eval": Command(flags.RunEvalArgs, "litft.evaluation.run_eval:run_eval"),
+    "prepare_data": Command(flags.PrepareArgs, "litft.training.schedule:prepare_data"),
+    "plan": Command(flags.PlanArgs, "litft.training.schedule:plan"),
+    "convert_hf_checkpoint": Command(flags.ConvertArgs, "litft.export.convert:convert"),
+    "convert_to_hf": Command(flags.ExportArgs, "litft.export.convert:export"),
+    "download": Command(flags.DownloadArgs, "litft.export.publish:download"),
+    "upload": Command(flags.UploadArgs, "litft.export.publish:upload"),
+    "convert_gguf_checkpoint": Command(flags.GgufConvertArgs, "litft.export.gguf.convert:read"),
+    "convert_to_gguf": Command(flags.GgufExportArgs, "litft.export.gguf.convert:write"),
 }
 
 
@@ -86,8 +86,8 @@ def user_errors() -> Iterator[None]:
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), alone=True)
     except ValueError as error:
-        fail(str(error), alone=isinstance(error, runs.Alone))
-    except runs.Stopped as stopped:
+        fail(str(error), alone=isinstance(error, run_dir.Alone))
+    except run_dir.Stopped as stopped:
         # of several processes the first one speaks, and the others' ends are no failures
         first = local_rank() == "0"
         if first:
@@ -220,7 +220,7 @@ def _read(argv: list[str], known: dict[str, Any]) -> tuple[list[tuple[str, str]]
 
 def finetune_args(run: Path) -> flags.FinetuneArgs:
     """What a run was begun with."""
-    return parse(COMMANDS[f"finetune {runs.method(run)}"].args, ["--config", str(run / runs.CONFIG)])
+    return parse(COMMANDS[f"finetune {run_dir.method(run)}"].args, ["--config", str(run / run_dir.CONFIG)])
 
 
 def _method(cls: type) -> str:
@@ -231,15 +231,15 @@ def _method(cls: type) -> str:
 def _implied(given: dict[str, str], known: dict[str, Any], method: str) -> tuple[list[tuple[str, str]], list[str]]:
     """What the flags need not repeat: those a resumed run began with, or the demo's recipe where there is no model."""
     if given.get("resume", "").lower() == "true" and "overwrite" not in given:
-        run = runs.named(given.get("out_dir"), resume=True)
-        if run and runs.is_run(run):
-            if (other := runs.method(run)) != method:
+        run = run_dir.named(given.get("out_dir"), resume=True)
+        if run and run_dir.is_run(run):
+            if (other := run_dir.method(run)) != method:
                 return [], [f"--resume: {run} is a run of another method; continue it with finetune/{other}.py"]
-            stored, wrong = _read_config(run / runs.CONFIG, known)
+            stored, wrong = _read_config(run / run_dir.CONFIG, known)
             others = given.keys() & {"devices", "num_nodes"} and "strategy" not in given  # which may want another strategy
             return [pair for pair in stored if not (others and pair[0] in ("strategy", "shard_size"))], wrong
         if "checkpoint_dir" not in given:
-            reason = f"there is no run in {run}" if run else f"there is no unfinished run under {runs.OUT}/"
+            reason = f"there is no run in {run}" if run else f"there is no unfinished run under {run_dir.OUT}/"
             return [], [f"--resume: {reason}; to begin one, pass --checkpoint_dir and --data.path"]
     return ([], []) if "checkpoint_dir" in given else _read_config(DEMO / f"{method}.yaml", known)
 

@@ -120,8 +120,8 @@ class Side:
 
 def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any]:
     """What all contenders are told, with the samples and the fresh adapter that they share."""
-    from litft.data.load import length_limit
-    from litft.folder import resolve
+    from litft.data.dataset import length_limit
+    from litft.pretrained import resolve
 
     source = resolve(args.checkpoint_dir)
     has_weights = any(Path(args.checkpoint_dir).glob("*.safetensors*"))
@@ -157,7 +157,7 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
 
 def real_samples(args: BenchmarkArgs, source: Any) -> list[tuple[list[int], list[int]]]:
     """The training samples, as every run of litft sees them."""
-    from litft.data.load import load_data
+    from litft.data.dataset import load_data
 
     if (tokenizer := source.tokenizer()) is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
@@ -169,8 +169,8 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
     """The fresh adapter that all sides begin with."""
     import torch
 
-    from litft.folder import base_record, resolve
-    from litft.peft import LoRA
+    from litft.methods import LoRA
+    from litft.pretrained import base_record, resolve
 
     source, method = resolve(args.checkpoint_dir), LoRA(args.lora)
     model = source.base_model()
@@ -223,7 +223,7 @@ def unpacked(commit: str, folder: Path) -> Path:
 
 def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
     """Let the contenders take turns, the first to go changing every round; what each step showed, by contender."""
-    from litft.data.steps import Order
+    from litft.data.sampler import Order
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -303,8 +303,8 @@ def main(args: BenchmarkArgs) -> None:
     """Measure, print a Markdown table, write the JSON."""
     import torch
 
-    from litft.flops import peak_flops
-    from litft.parallel import pick_accelerator, pick_precision
+    from litft.distributed.devices import pick_accelerator, pick_precision
+    from litft.training.flops import peak_flops
 
     device = pick_accelerator(args.accelerator)
     args.precision = pick_precision(args.precision, torch.device(device))

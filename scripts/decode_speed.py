@@ -62,10 +62,10 @@ def main(args: SpeedArgs) -> None:
     """Measure, and print a line each."""
     import torch
 
-    from litft.folder import resolve
-    from litft.joined import join
-    from litft.parallel import DTYPES, limit_threads, pick_accelerator
-    from litft.sharding import allocate
+    from litft.distributed.devices import DTYPES, limit_threads, pick_accelerator
+    from litft.inference.fused_linears import join
+    from litft.model.placement import allocate
+    from litft.pretrained import resolve
 
     device = torch.device(pick_accelerator(args.accelerator))
     source = resolve(args.checkpoint_dir)
@@ -99,8 +99,8 @@ def main(args: SpeedArgs) -> None:
 def ours(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
     """litft's answer: the decoder that `litft generate` has, and its greedy choice."""
     from litft.args import Sampling
-    from litft.decode import Decoder
-    from litft.streaming import Request, answers
+    from litft.inference.decoder import Decoder
+    from litft.inference.generation import Request, answers
 
     class Silent:
         """No text is made: transformers makes none either."""

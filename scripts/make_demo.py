@@ -24,10 +24,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
+from litft.checkpoints.conversion import exporting
+from litft.checkpoints.weight_files import Entry, write_weights
 from litft.families import family, read_config
-from litft.model import GPT
-from litft.rules import exporting
-from litft.weights import Entry, write_weights
+from litft.model.transformer import GPT
 
 HELD_OUT = 1 / 5  # of each kind's entities
 PHRASINGS = 3  # questions a trained fact; a held-out one gets a single question

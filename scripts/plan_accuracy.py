@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from litft.cli import fail, parse, user_errors
-from litft.runs import write_whole
+from litft.run_dir import write_whole
 
 BENCHMARK = Path(__file__).parent / "benchmark.py"
 Cells = dict[str, dict[str, Any]]
@@ -56,9 +56,9 @@ class AccuracyArgs:
 def planned(folder: str, kind: str, length: int, recomputed: str, precision: str, device: str) -> float:
     """The plan's peak, in GiB."""
     from litft.args import FullFinetuneArgs, LoRAFinetuneArgs
-    from litft.folder import resolve
-    from litft.peft import method_of
-    from litft.plan import Shape, predict
+    from litft.methods import method_of
+    from litft.pretrained import resolve
+    from litft.training.memory_plan import Shape, predict
 
     source = resolve(folder)
     method = method_of(FullFinetuneArgs() if kind == "full" else LoRAFinetuneArgs())
@@ -101,7 +101,7 @@ def write(path: Path, cells: Cells) -> None:
 
 def main(args: AccuracyArgs) -> None:
     """Measure what the file lacks, and say how far the plan is off."""
-    from litft.parallel import pick_accelerator
+    from litft.distributed.devices import pick_accelerator
 
     path, device = Path(args.out), pick_accelerator(args.accelerator)
     cells = begun(path)

@@ -15,7 +15,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 def demo(folder: Path) -> tuple[Path, Path]:
     """The embedded model, and a file of its examples."""
-    from litft.folder import DEMO
+    from litft.pretrained import DEMO
 
     lines = (DEMO / "train.jsonl").read_text("utf-8").splitlines()[:40]
     data = folder / "examples.json"

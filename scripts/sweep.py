@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from litft import runs
+from litft import run_dir
 from litft.args import (
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -121,7 +121,7 @@ def run(cell: Cell, args: SweepArgs, number: int) -> Figures:
     """Run one cell, or read what its finished run has left."""
     folder = Path(args.out_dir) / f"{number:02d}-{re.sub(r'[^a-z0-9.]+', '-', cell.label.lower())}"
     log = folder.with_suffix(folder.suffix + ".log")
-    if not (runs.is_run(folder) and runs.finished(folder) and log.is_file()):
+    if not (run_dir.is_run(folder) and run_dir.finished(folder) and log.is_file()):
         where = (
             ["--checkpoint_dir", args.checkpoint_dir, "--data.path", ",".join(args.data.path)] if args.checkpoint_dir else []
         )

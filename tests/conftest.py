@@ -20,8 +20,8 @@ import torch
 from forkserver import Process
 from parity import build, shaken
 
-from litft.folder import base_record, resolve
-from litft.peft import Method
+from litft.methods import Method
+from litft.pretrained import base_record, resolve
 
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"

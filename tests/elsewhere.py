@@ -62,7 +62,7 @@ def compute(function, inputs, named):
 
 def said(model, device):
     """What two texts of different lengths are followed by, read in pieces and then token by token."""
-    from litft.decode import Decoder
+    from litft.inference.decoder import Decoder
 
     decoder = Decoder(model, 2, 64)
     found = [decoder.read(row, list(range(3, 3 + length))) for row, length in enumerate((9, 20))]
@@ -79,8 +79,8 @@ def main():
     from torch.utils import backend_registration
 
     import litft
-    from litft.folder import resolve
-    from litft.spread import Spread
+    from litft.distributed.device_map import Spread
+    from litft.pretrained import resolve
 
     backend_registration._setup_privateuseone_for_python_backend("far")
     source, places = resolve(sys.argv[1]), [torch.device(name) for name in ("far:0", "far:1", "cpu")]

@@ -156,14 +156,14 @@ def preload() -> None:
     import torch.distributed.fsdp
     import torch.distributed.tensor  # noqa: F401
 
-    import litft.chat
     import litft.cli
-    import litft.convert
+    import litft.evaluation.run_eval
+    import litft.export.convert
     import litft.families
-    import litft.generate
-    import litft.scores
-    import litft.train  # noqa: F401
-    from litft.quantize import bitsandbytes
+    import litft.inference.chat
+    import litft.inference.generate
+    import litft.training.trainer  # noqa: F401
+    from litft.model.quantization import bitsandbytes
 
     bitsandbytes()
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import torch
 import transformers
 
-from litft.cache import KVCache
-from litft.model import GPT
+from litft.model.kv_cache import KVCache
+from litft.model.transformer import GPT
 
 LENGTHS = (20, 100)  # within the original context of 64, and beyond it
 

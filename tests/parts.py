@@ -35,10 +35,10 @@ def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tenso
 @torch.inference_mode()
 def say(case: dict, rank: int, processes: int) -> torch.Tensor | str:
     """One case's logits."""
-    from litft.cache import KVCache
-    from litft.folder import resolve
-    from litft.joined import join
-    from litft.tensor_parallel import Slices, check_divides
+    from litft.distributed.tensor_parallel import Slices, check_divides
+    from litft.inference.fused_linears import join
+    from litft.model.kv_cache import KVCache
+    from litft.pretrained import resolve
 
     source, tokens = resolve(case["folder"]), torch.tensor(case["tokens"])
     try:

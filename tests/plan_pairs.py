@@ -30,10 +30,10 @@ from litft.args import (
     LoRAFinetuneArgs,
     TrainArgs,
 )
-from litft.data.load import load_data
-from litft.folder import resolve
-from litft.job import Job
-from litft.preview import Preview
+from litft.data.dataset import load_data
+from litft.pretrained import resolve
+from litft.training.schedule import Preview
+from litft.training.setup import Job
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 MODELS = {  # of shared/configs, and a tokenizer that fits

@@ -10,9 +10,9 @@ from safetensors.torch import save_file
 
 import litft
 from litft.args import LoRAArgs, MergeArgs
-from litft.convert import merge
-from litft.folder import resolve
-from litft.peft import LoRA
+from litft.export.convert import merge
+from litft.methods import LoRA
+from litft.pretrained import resolve
 
 FUSED = [
     ("gpt_neox", "parallel, partial"),

@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from litft.attention import Documents, attend, attend_documents, attend_documents_backward, attend_plainly, visible
-from litft.cache import KVCache
-from litft.config import Config, Layer, Norm
+from litft.model.attention import Documents, attend, attend_documents, attend_documents_backward, attend_plainly, visible
+from litft.model.config import Config, Layer, Norm
+from litft.model.kv_cache import KVCache
 
 
 def tensors(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0):

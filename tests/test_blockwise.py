@@ -6,19 +6,19 @@ import torch._dynamo.utils
 from conftest import script
 from torch import nn
 
-from litft import offload
 from litft.args import LoRAArgs, LoRAFinetuneArgs, TrainArgs
-from litft.blockwise import as_written, compile_blocks, is_compiled, recompute, run_uncompiled
-from litft.config import Norm
-from litft.data.samples import Sample
-from litft.data.steps import Layout
-from litft.folder import resolve
-from litft.memory_trace import Alive
-from litft.mlp import ACTIVATIONS, _Gated
-from litft.model import Normalize
-from litft.offload import offload_activations, offload_parameters
-from litft.peft import LoRA
-from litft.rope import rotate
+from litft.data.encoder import Sample
+from litft.data.sampler import Layout
+from litft.methods import LoRA
+from litft.model.config import Norm
+from litft.model.mlp import ACTIVATIONS, _Gated
+from litft.model.rope import rotate
+from litft.model.transformer import Normalize
+from litft.pretrained import resolve
+from litft.training import cpu_offload
+from litft.training.activation_checkpointing import as_written, compile_blocks, is_compiled, recompute, run_uncompiled
+from litft.training.cpu_offload import offload_activations, offload_parameters
+from litft.training.memory_trace import Alive
 
 
 def learner(folder, quantize=None, **lora):
@@ -82,12 +82,12 @@ def test_recomputed_keeps_less(tiny):
 
 def test_offloaded_is_kept_to_the_bit(tiny, monkeypatch):
     """On a CPU the copies lie beside the originals, and come back in the order that a GPU would see."""
-    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(cpu_offload, "SMALLEST", 1)
     model, parameters = learner(tiny)
     loss, expected = gradients(model, parameters, batches())
     offload_activations(model, torch.device("cpu"))
     packed = []
-    monkeypatch.setattr(offload.Kept, "pack", count_calls(offload.Kept.pack, packed))
+    monkeypatch.setattr(cpu_offload.Kept, "pack", count_calls(cpu_offload.Kept.pack, packed))
     again, found = gradients(model, parameters, batches())
     numbers = [number for number in packed if isinstance(number, int)]
     assert len(packed) > len(numbers) > len(set(numbers)) > 20  # weights stay; what several products keep is copied once
@@ -97,7 +97,7 @@ def test_offloaded_is_kept_to_the_bit(tiny, monkeypatch):
 @pytest.mark.parametrize("dora", [False, True])
 def test_weights_that_wait_are_there_to_the_bit(tiny, monkeypatch, dora):
     """Each block's own while it runs, forward and again backward, and those of the next; no others."""
-    monkeypatch.setattr(offload, "SMALLEST", 1)
+    monkeypatch.setattr(cpu_offload, "SMALLEST", 1)
     model, parameters = learner(tiny, dora=dora)
     loss, expected = gradients(model, parameters, batches())
     offload_parameters(model, torch.device("cpu"))

@@ -13,11 +13,11 @@ from conftest import ENV, ROOT, script
 
 import litft
 from litft.args import AdapterArgs, Sampling
-from litft.chat import Chat, Conversation
-from litft.opened import Opened
-from litft.peft import Adapter
-from litft.speculate import Lookup
-from litft.terminal import Blocks, Screen
+from litft.inference.chat import Chat, Conversation
+from litft.inference.session import Opened
+from litft.inference.speculative import Lookup
+from litft.inference.terminal import Blocks, Screen
+from litft.methods import Adapter
 
 
 class Notes(Screen):

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import ExportArgs
-from litft.convert import export
-from litft.folder import resolve
-from litft.weights import Checkpoint
+from litft.checkpoints.weight_files import Checkpoint
+from litft.export.convert import export
+from litft.pretrained import resolve
 
 TOKENS = draw(1, 20, seed=9)
 

@@ -19,14 +19,14 @@ from conftest import ENV
 import litft
 from litft.args import DataArgs
 from litft.data import cache, digests
+from litft.data.chat_template import STYLES
+from litft.data.dataset import load_data
 from litft.data.digests import digest_of
-from litft.data.files import read_records
-from litft.data.load import load_data
-from litft.data.samples import CONTROL, CUT, CUT_AWAY, EMPTY, END_TEXT, IDS, LEARNED, MASKED, UNANSWERED, Encoder, to_sample
-from litft.folder import DEMO
-from litft.loss import IGNORED
-from litft.prompts import STYLES
-from litft.tokenizer import Tokenizer
+from litft.data.encoder import CONTROL, CUT, CUT_AWAY, EMPTY, END_TEXT, IDS, LEARNED, MASKED, UNANSWERED, Encoder, to_sample
+from litft.data.readers import read_records
+from litft.data.tokenizer import Tokenizer
+from litft.model.loss import IGNORED
+from litft.pretrained import DEMO
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -344,7 +344,7 @@ def test_an_answer_has_one_name_whatever_the_template(tmp_path, tiny, shared):
 
 
 def test_several_paths_with_weights(tmp_path, tiny):
-    from litft.data.steps import Order
+    from litft.data.sampler import Order
 
     tokenizer = Tokenizer(tiny)
     paths = []
@@ -499,8 +499,8 @@ def test_many_records_are_tokenized_in_parallel_to_the_same_samples(shared, chec
 PREPARE = """
 import sys
 from litft.args import DataArgs
-from litft.data.load import load_data
-from litft.tokenizer import Tokenizer
+from litft.data.dataset import load_data
+from litft.data.tokenizer import Tokenizer
 from pathlib import Path
 data = load_data(DataArgs(path=[sys.argv[1]]), Tokenizer(Path(sys.argv[2])), 512, 256)
 print(data.digest, len(data.train), len(data.val))

@@ -8,15 +8,14 @@ from parity import relative, shaken
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import litft
-from litft import decode
 from litft.args import LoRAArgs, Sampling
-from litft.decode import Decoder
-from litft.folder import resolve
-from litft.joined import join
-from litft.peft import LoRA
-from litft.speculate import Draft, Lookup
-from litft.streaming import Request, answers, prompt_ids
-from litft.tokenizer import shared
+from litft.data.tokenizer import shared
+from litft.inference.decoder import Decoder
+from litft.inference.fused_linears import join
+from litft.inference.generation import Request, answers, prompt_ids
+from litft.inference.speculative import Draft, Lookup
+from litft.methods import LoRA
+from litft.pretrained import resolve
 
 NEW = {"stories15M": 80, "SmolLM2-135M-Instruct": 48}
 FEW = 40  # where each token takes several passes
@@ -82,7 +81,7 @@ def test_in_a_batch_of_two_where_the_third_waits(case):
 
 @small
 def test_prompts_read_in_small_pieces(case, monkeypatch):
-    monkeypatch.setattr(decode, "PIECE", 7)
+    monkeypatch.setattr("litft.inference.decoder.PIECE", 7)
     assert case.found(Decoder(case.model, 3, capacity(case)))[0] == case.expected
 
 

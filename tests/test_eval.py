@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 import litft
 from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, RunEvalArgs, TrainArgs
-from litft.data.load import load_data
-from litft.examples import compared, readable_by_all
-from litft.opened import open_model, source_of
-from litft.peft import LoRA
-from litft.tokenizer import Tokenizer
+from litft.data.dataset import load_data
+from litft.data.tokenizer import Tokenizer
+from litft.evaluation.examples import compared, readable_by_all
+from litft.inference.session import open_model, source_of
+from litft.methods import LoRA
 
 if importlib.util.find_spec("lm_eval") is None:  # its import takes seconds, which only these tests wait for
     pytest.skip("needs lm-eval, of the extra 'eval'", allow_module_level=True)
@@ -130,7 +130,7 @@ def asked(*args, kind="loglikelihood"):
 
 @pytest.fixture(scope="module")
 def ours(folder):
-    from litft.harness import HarnessModel
+    from litft.evaluation.lm_eval_model import HarnessModel
 
     args = RunEvalArgs(tasks=["any"], precision="fp32")
     return HarnessModel(open_model(args.model(str(folder))), batch_size=3)
@@ -201,7 +201,7 @@ def test_scores_are_those_of_the_harness_s_hugging_face_back_end(checkpoints, ta
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from litft.harness import HarnessModel
+    from litft.evaluation.lm_eval_model import HarnessModel
 
     folder = checkpoints["SmolLM2-135M-Instruct"]
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
@@ -453,7 +453,7 @@ def test_what_cannot_be_scored(folder, words, said, tmp_path, capsys, monkeypatc
 @pytest.fixture(scope="module")
 def manager():
     """What knows the harness's tasks, which takes seconds to find."""
-    from litft.harness import known_tasks
+    from litft.evaluation.lm_eval_model import known_tasks
 
     return known_tasks([], None)
 
@@ -470,7 +470,7 @@ def manager():
     ids=["yaml", "no data", "field", "template"],
 )
 def test_a_task_that_is_wrong(folder, tasks, manager, text, said, tmp_path):
-    from litft.harness import run_tasks
+    from litft.evaluation.lm_eval_model import run_tasks
 
     (tmp_path / "wrong.yaml").write_text(text.format(name="wrong", folder=tasks))
     opened = open_model(RunEvalArgs(tasks=["any"]).model(str(folder)))

@@ -15,8 +15,8 @@ from parity import ROWS, TINY, cached_difference, draw, packed_difference, padde
 
 import litft
 from litft.args import ConvertArgs
-from litft.convert import convert
-from litft.model import GPT
+from litft.export.convert import convert
+from litft.model.transformer import GPT
 
 
 class Trio(NamedTuple):
@@ -50,8 +50,8 @@ REAL_CONFIGS = (
 @pytest.mark.parametrize("name", REAL_CONFIGS)
 def test_a_real_config_is_transformers_model(shared, name):
     """As many parameters, of the same names and shapes, as transformers' model has; on the meta device."""
+    from litft.checkpoints.conversion import exporting
     from litft.families import family, read_config
-    from litft.rules import exporting
 
     path = shared / "configs" / name / "config.json"
     config = read_config(json.loads(path.read_text("utf-8")))

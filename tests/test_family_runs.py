@@ -20,7 +20,7 @@ from litft.args import (
     PlanArgs,
     TrainArgs,
 )
-from litft.preview import on_paper
+from litft.training.schedule import on_paper
 
 METHODS = {
     "lora": LoRAFinetuneArgs(),

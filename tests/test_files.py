@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from litft.data.files import read_records
+from litft.data.readers import read_records
 
 RECORDS = [
     {"instruction": "Say hi,\nplease.", "output": 'He said "hi"\tthere.'},

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from litft.args import Formats
-from litft.data.files import read_records
 from litft.data.formats import FORMATS, to_example
+from litft.data.readers import read_records
 
 ASKED = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
 SYSTEM = {"role": "system", "content": "Be brief."}

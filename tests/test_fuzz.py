@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from test_files import write
 
-from litft.data.files import read_records
-from litft.data.samples import BLANK, CUT_AWAY, EMPTY, MASKED, Encoder
-from litft.prompts import STYLES
-from litft.tokenizer import Tokenizer
+from litft.data.chat_template import STYLES
+from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, Encoder
+from litft.data.readers import read_records
+from litft.data.tokenizer import Tokenizer
 
 TALK = [
     {"role": "system", "content": "Be brief."},

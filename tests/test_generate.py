@@ -8,7 +8,7 @@ from conftest import script
 
 import litft
 from litft.args import GenerateArgs, ModelArgs, Sampling
-from litft.opened import open_model
+from litft.inference.session import open_model
 
 
 @pytest.fixture(scope="module")

@@ -20,12 +20,12 @@ from safetensors.torch import load_file
 
 import litft
 from litft.args import AdapterV2Args, GgufConvertArgs, GgufExportArgs, LoRAArgs
-from litft.gguf.convert import read, write
-from litft.gguf.files import GgufFile
-from litft.gguf.modelfile import modelfile
-from litft.peft import AdapterV2, LoRA
-from litft.prompts import STYLES
-from litft.tokenizer import Tokenizer
+from litft.data.chat_template import STYLES
+from litft.data.tokenizer import Tokenizer
+from litft.export.gguf.convert import read, write
+from litft.export.gguf.files import GgufFile
+from litft.export.gguf.modelfile import modelfile
+from litft.methods import AdapterV2, LoRA
 
 TYPES = gguf.GGMLQuantizationType
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)

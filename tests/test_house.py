@@ -9,53 +9,42 @@ from conftest import COLLECTED, ROOT
 from mutate import problems, read_table
 
 LIBRARY = ROOT / "litft"
-TIERS = [
-    {"config", "args", "runs", "signals", "cli"},
-    {"rope", "attention", "cache", "linear", "rules", "prompts", "sampling", "tokenizer", "hub", "loss", "mlp"},
-    {"model", "families"},
-    {"sharding"},
-    {"weights", "quantize", "adapter_files", "peft", "data"},
-    {
-        "blockwise",
-        "offload",
-        "folder",
-        "result",
-        "optim",
-        "flops",
-        "metrics",
-        "residence",
-        "loggers",
-        "report",
-        "parallel",
-        "together",
-        "checkpoint",
-        "joined",
-        "tensor_parallel",
-        "spread",
-        "decode",
-        "speculate",
-        "streaming",
-    },
-    {
-        "job",
-        "memory_trace",
-        "plan",
-        "traffic",
-        "preview",
-        "remedies",
-        "run",
-        "train",
-        "evaluate",
-        "convert",
-        "gguf",
-        "card",
-        "publish",
-    },
-    {"team", "opened", "generate", "chat", "terminal", "engine", "harness"},
-    {"api", "serve", "examples", "scores"},
+# who may import whom: a room imports rooms above it and itself, never one beside it
+ROOMS = [
+    {"errors", "run_dir"},
+    {"args"},
+    {"signals"},
+    {"model"},
+    {"checkpoints"},
+    {"families", "methods", "data"},
+    {"distributed"},
+    {"pretrained"},
+    {"inference"},
+    {"training"},
+    {"export", "evaluation", "serving"},
+    {"cli"},
 ]
-TIER = {name: level for level, names in enumerate(TIERS) for name in names}
-TORCHLESS = {"config", "args", "runs", "signals", "cli"}
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+# within a room, a file imports only files to its left
+ORDER = """
+args: checks sampling methods processes finetune tools
+model: config linear loss rope mlp kv_cache attention transformer placement quantization
+checkpoints: conversion weight_files peft_format hub
+methods: mixins new_tokens base full llama_adapter lora
+data: chat_template digests tokenizer formats readers encoder sources token_store token_cache sampler dataset
+distributed: devices process_group tensor_parallel device_map
+inference: sampling decoder fused_linears speculative tp_decoding generation terminal session chat generate
+training: residence flops metrics loggers html_report optimizers activation_checkpointing cpu_offload setup run_state
+ validation memory_trace memory_plan communication_plan schedule remedies recorder trainer
+export: merge model_card convert publish gguf
+evaluation: lm_eval_model examples run_eval
+serving: openai_api engine server
+"""
+LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
+ORDERS = {room: files.split() for room, _, files in LINES}
+TORCHLESS = {"errors", "run_dir", "args", "signals", "cli"}
+UPWARD = {("hub", "data"), ("examples", "cli"), ("convert", "cli"), ("publish", "cli"), ("decoder", "training")}
+UPWARD |= {("tp_decoding", "cli"), ("recorder", "export"), ("processes", "args")}
 
 
 def imports(path: Path) -> set[str]:
@@ -73,22 +62,27 @@ FILES = [path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.p
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(LIBRARY)))
-def test_left_never_imports_right(path):
-    room = path.relative_to(LIBRARY).parts[0].removesuffix(".py")
-    modules = imports(path)
-    ours = {name.split(".")[1] for name in modules if name.startswith("litft.")} & TIER.keys()
-    assert all(TIER[other] <= TIER[room] for other in ours), f"{room} imports {ours}"
-    if room == "families":
-        assert ours <= {"config", "rules", "families"}
-    if room == "model":
-        assert not ours & {"families", "peft"}
-    if room in TORCHLESS:
-        assert not any(name.split(".")[0] == "torch" for name in modules)
+def test_who_imports_whom(path):
+    room, file, *_ = *path.relative_to(LIBRARY).with_suffix("").parts, ""
+    modules = [name.split(".") for name in imports(path)]
+    for other, *more in (parts for package, *parts in modules if package == "litft" and parts):
+        if (file or room, other) in UPWARD:
+            continue
+        if other != room:
+            assert LEVEL.get(other, -1) < LEVEL[room], f"{room} imports {other}"
+            assert room != "families" or other in ("model", "checkpoints")
+        elif file != "__init__" and more[0] in (order := ORDERS.get(room, ())):
+            assert more[0] == file or order.index(more[0]) < order.index(file), f"{room}/{file} imports {more[0]}"
+    assert room not in TORCHLESS or not any(package == "torch" for package, *_ in modules)
 
 
-def test_every_room_has_its_tier():
-    rooms = {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in FILES}
-    assert rooms == TIER.keys()
+def test_every_file_has_its_place_in_the_order():
+    assert {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in FILES} <= LEVEL.keys()
+    for room, order in ORDERS.items():
+        files = {
+            path.stem for path in (LIBRARY / room).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+        }
+        assert files - {"__init__"} == set(order)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(LIBRARY)))

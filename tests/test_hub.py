@@ -15,10 +15,10 @@ from hub import Hub
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, UploadArgs
-from litft.card import model_card
-from litft.folder import resolve
-from litft.hub import HubId, hub_id, needed, origin
-from litft.publish import _subject
+from litft.checkpoints.hub import HubId, hub_id, needed, origin
+from litft.export.model_card import model_card
+from litft.export.publish import _subject
+from litft.pretrained import resolve
 
 CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_")}
 
@@ -200,7 +200,7 @@ def test_what_the_hub_refuses_is_told(online):
 def test_answers_of_no_hub_are_told(answer, tmp_path, monkeypatch):
     import huggingface_hub
 
-    from litft.hub import fetch
+    from litft.checkpoints.hub import fetch
 
     with Hub() as hub:
         hub.answer = answer
@@ -220,7 +220,7 @@ def test_no_network_is_told(tmp_path):
 
 def test_data_is_pinned_where_the_hub_answers(online):
     _, _, env = online
-    code = "from litft.hub import *; print(*map(pinned_data, [HubId('me/data'), HubId('me/data', 'e' * 40)]))"
+    code = "from litft.checkpoints.hub import *; print(*map(pinned_data, [HubId('me/data'), HubId('me/data', 'e' * 40)]))"
     done = subprocess.run([sys.executable, "-c", code], env={**CLEAN, **env}, capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.split() == [f"me/data@{'d' * 40}", f"me/data@{'e' * 40}"], done.stderr
     off = {**CLEAN, **env, "HF_ENDPOINT": "http://127.0.0.1:9"}

@@ -13,7 +13,7 @@ from serving import Server
 
 import litft
 from litft.args import LoRAArgs
-from litft.peft import LoRA
+from litft.methods import LoRA
 
 CLIENTS = 64
 SECONDS = float(os.environ.get("LITFT_LOAD_SECONDS", "20"))

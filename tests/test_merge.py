@@ -10,10 +10,10 @@ from test_peft import TOKENS, write_adapter
 
 import litft
 from litft.args import MergeArgs
-from litft.convert import merge
-from litft.folder import resolve
-from litft.result import Result, model_entries
-from litft.weights import write_weights
+from litft.checkpoints.weight_files import write_weights
+from litft.export.convert import merge
+from litft.export.merge import Result, model_entries
+from litft.pretrained import resolve
 
 
 @pytest.fixture

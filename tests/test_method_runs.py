@@ -12,10 +12,10 @@ from transformers import LlamaConfig
 
 import litft
 from litft.args import DataArgs, FullFinetuneArgs, TrainArgs
-from litft.data.load import load_data
-from litft.data.steps import collate
-from litft.folder import resolve
-from litft.tokenizer import Tokenizer
+from litft.data.dataset import load_data
+from litft.data.sampler import collate
+from litft.data.tokenizer import Tokenizer
+from litft.pretrained import resolve
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 # what random numbers, warm-up, epochs, validation and checkpoints can get wrong, all at once

@@ -19,12 +19,12 @@ from litft.args import (
     LoRAArgs,
     MergeArgs,
 )
-from litft.convert import merge
-from litft.folder import base_record, resolve
-from litft.mlp import grouped_product
-from litft.peft import Adapter, AdapterV2, Full, LoRA, detach, disabled
-from litft.peft.parts import Part, Trained
-from litft.result import Result, write_result
+from litft.export.convert import merge
+from litft.export.merge import Result, write_result
+from litft.methods import Adapter, AdapterV2, Full, LoRA, detach, disabled
+from litft.methods.mixins import Part, Trained
+from litft.model.mlp import grouped_product
+from litft.pretrained import base_record, resolve
 
 FAMILIES = {
     "llama": "grouped",

@@ -5,8 +5,8 @@ import torch
 from parity import relative
 
 import litft
-from litft.cache import KVCache
-from litft.model import default_positions
+from litft.model.kv_cache import KVCache
+from litft.model.transformer import default_positions
 
 
 def test_positions_restart_with_each_document():

@@ -16,12 +16,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import litft
-from litft import checkpoint
 from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
-from litft.folder import resolve
-from litft.memory_trace import Alive
-from litft.model import Normalize
-from litft.optim import (
+from litft.methods import AdapterV2, Full, LoRA
+from litft.model.transformer import Normalize
+from litft.pretrained import resolve
+from litft.training import run_state
+from litft.training.memory_trace import Alive
+from litft.training.optimizers import (
     OPTIMIZERS,
     ROUNDING,
     Rounded,
@@ -32,8 +33,7 @@ from litft.optim import (
     set_rate,
     stochastically_rounded,
 )
-from litft.peft import AdapterV2, Full, LoRA
-from litft.train import Training, prepared
+from litft.training.trainer import Training, prepared
 
 TOKENS = draw(2, 17, seed=4)
 PROGRESS = {"identity": {}, "samples": 0, "elapsed": 0.0}
@@ -289,11 +289,11 @@ def test_every_optimizer_goes_on_to_the_bit(tiny, tmp_path, name, precision):
     model, method, parameters = trainable(tiny, precision)
     model, optimizer = fabric.setup(model, optimizer_of(name, method, parameters, weight_decay=0.1))
     whole = steps(model, optimizer, 3)
-    checkpoint.Saver(tmp_path, True, None).begin(3, parameters, optimizer, PROGRESS, lambda: None, beside=False)
+    run_state.Saver(tmp_path, True, None).begin(3, parameters, optimizer, PROGRESS, lambda: None, beside=False)
     whole += steps(model, optimizer, 3, first=3)
     other, method, found = trainable(tiny, precision)
     resumed = optimizer_of(name, method, found, weight_decay=0.1)
-    progress, damaged = checkpoint.restore_newest(tmp_path, {}, found, resumed)
+    progress, damaged = run_state.restore_newest(tmp_path, {}, found, resumed)
     assert progress["step"] == 3 and not damaged
     other, resumed = fabric.setup(other, resumed)
     assert steps(other, resumed, 3, first=3) == whole[3:]
@@ -331,13 +331,13 @@ def test_a_part_of_a_parameter_goes_on_to_the_bit(mesh):
     for number in range(5):
         step(whole, optimizer, number)
     part, resumed = learner()
-    checkpoint._begin(resumed)
+    run_state._begin(resumed)
     with torch.no_grad():
         part.copy_(whole)
         for kind, value in optimizer.state[whole].items():
             if isinstance(value, torch.Tensor):
                 resumed.state[part][kind].copy_(value)
-    checkpoint._set_numbers(checkpoint._numbers({"w": whole}, optimizer), {"w": part}, resumed)
+    run_state._set_numbers(run_state._numbers({"w": whole}, optimizer), {"w": part}, resumed)
     for weight, own in ((whole, optimizer), (part, resumed)):
         step(weight, own, 5)
     assert torch.equal(whole.full_tensor(), part.full_tensor())
@@ -349,17 +349,17 @@ def test_a_checkpoint_is_a_copy_of_its_moment(tiny, tmp_path):
     optimizer, done = optimizer_of("adamw", method, parameters), []
     steps(model, optimizer, 2)
     then = {name: p.detach().clone() for name, p in parameters.items()}
-    saver = checkpoint.Saver(tmp_path, True, None)
+    saver = run_state.Saver(tmp_path, True, None)
     saver.begin(2, parameters, optimizer, PROGRESS, lambda: done.append(2))
-    assert checkpoint.newest(tmp_path) is None
+    assert run_state.newest(tmp_path) is None
     steps(model, optimizer, 2, first=2)
     saver.finish()
-    assert checkpoint.newest(tmp_path).name == "step-000002" and done == [2] and saver.saved == 2
-    saved = checkpoint.read_parameters(checkpoint.newest(tmp_path))
+    assert run_state.newest(tmp_path).name == "step-000002" and done == [2] and saver.saved == 2
+    saved = run_state.read_parameters(run_state.newest(tmp_path))
     assert all(torch.equal(saved[name], value) for name, value in then.items())
     assert not any(torch.equal(saved[name], p) for name, p in parameters.items())
     other = optimizer_of("adamw", method, parameters)
-    checkpoint.restore_newest(tmp_path, {}, parameters, other)
+    run_state.restore_newest(tmp_path, {}, parameters, other)
     assert all(torch.equal(p, then[name]) for name, p in parameters.items())
 
 
@@ -376,8 +376,8 @@ def test_schedule_free_keeps_an_average(tiny, tmp_path):
         z = optimizer.state[p]["z"]
         torch.testing.assert_close(kept[name], (1 - 1 / 0.9) * z + stepped[name] / 0.9, rtol=1e-5, atol=1e-6)
     assert not torch.equal(kept["embed.weight"], stepped["embed.weight"])
-    checkpoint.Saver(tmp_path, True, None).begin(5, parameters, optimizer, PROGRESS, lambda: None, beside=False)
-    saved = checkpoint.read_parameters(checkpoint.newest(tmp_path))
+    run_state.Saver(tmp_path, True, None).begin(5, parameters, optimizer, PROGRESS, lambda: None, beside=False)
+    saved = run_state.read_parameters(run_state.newest(tmp_path))
     assert all(torch.equal(saved[name], value) for name, value in kept.items())
 
 

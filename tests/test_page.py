@@ -10,7 +10,7 @@ from serving import Server, lengthened
 
 import litft
 from litft.args import LoRAArgs
-from litft.peft import LoRA
+from litft.methods import LoRA
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra 'test'")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")

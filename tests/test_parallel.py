@@ -18,20 +18,20 @@ from conftest import ENV, FORKS, ROOT, rows_of, script
 from safetensors.torch import load_file, save_file
 from strategies import free_port, losses, torchrun_env
 
-import litft.preview
-from litft import checkpoint
+import litft.training.schedule
 from litft.args import DataArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, TrainArgs
 from litft.args.processes import as_started, cores
-from litft.data.load import load_data
-from litft.folder import resolve
-from litft.job import Job
-from litft.parallel import cgroup_limit, check_there, memory_there
-from litft.plan import predict
-from litft.preview import Preview, on_paper
-from litft.sharding import part, placement
-from litft.together import lost
-from litft.traffic import Cluster, traffic
-from litft.train import prepared
+from litft.data.dataset import load_data
+from litft.distributed.devices import cgroup_limit, check_there, memory_there
+from litft.distributed.process_group import lost
+from litft.model.placement import part, placement
+from litft.pretrained import resolve
+from litft.training import run_state
+from litft.training.communication_plan import Cluster, traffic
+from litft.training.memory_plan import predict
+from litft.training.schedule import Preview, on_paper
+from litft.training.setup import Job
+from litft.training.trainer import prepared
 
 FAST = {"ddp": ["lora nf4"], "fsdp": ["full none", "lora nf4"]}
 REST = {  # with FAST and OTHERS, every pair of method, base and strategy that there is
@@ -132,11 +132,11 @@ SHARE = """
 import sys, torch
 sys.path[:0] = [{tests!r}]
 from litft.cli import COMMANDS, parse
-from litft.folder import resolve
-from litft.job import Job
-from litft.parallel import make_fabric, mesh_of
-from litft.sharding import gathered, local
-from litft.together import launch
+from litft.pretrained import resolve
+from litft.training.setup import Job
+from litft.distributed.devices import make_fabric, mesh_of
+from litft.model.placement import gathered, local
+from litft.distributed.process_group import launch
 args = parse(COMMANDS["finetune lora"].args, {words!r})
 fabric = make_fabric(args, "fsdp")
 launch(fabric, "60s")
@@ -146,7 +146,7 @@ found = {{name: (local(p).nbytes, p.numel() * p.itemsize) for name, p in model.n
 q = model.blocks[0].attention.q_proj
 found["scales"] = (q.state.absmax.numel(), q.in_features * q.out_features // 64)
 found["weight"] = gathered(q.weight)
-from litft.quantize import Packed
+from litft.model.quantization import Packed
 found["expected"] = Packed.of(job.source.tensor("blocks.0.attention.q_proj.weight").float(), "nf4").data
 torch.save(found, f"{out}{{fabric.global_rank}}.pt")
 """
@@ -177,7 +177,7 @@ def two_gigabytes(tiny, tmp_path_factory):
     hf |= {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
     hf |= {"intermediate_size": 7680, "head_dim": 128, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(hf))
-    from litft.rules import exporting
+    from litft.checkpoints.conversion import exporting
 
     source = resolve(folder)
     model = source.meta_model(torch.bfloat16)
@@ -191,12 +191,12 @@ def two_gigabytes(tiny, tmp_path_factory):
 WAITING = """
 import torch
 from litft.cli import COMMANDS, parse
-from litft.folder import resolve
-from litft.job import Job
-from litft.optim import make_optimizer
-from litft.parallel import make_fabric, mesh_of
-from litft.sharding import gathered
-from litft.together import launch, synced
+from litft.pretrained import resolve
+from litft.training.setup import Job
+from litft.training.optimizers import make_optimizer
+from litft.distributed.devices import make_fabric, mesh_of
+from litft.model.placement import gathered
+from litft.distributed.process_group import launch, synced
 args = parse(COMMANDS["finetune full"].args, {words!r})
 fabric = make_fabric(args, "fsdp")
 launch(fabric, "60s")
@@ -230,11 +230,11 @@ def test_sharded_weights_that_wait_on_the_host_learn_the_same(tiny, examples, tm
 LOADED = """
 import sys
 from litft.cli import COMMANDS, parse
-from litft.folder import resolve
-from litft.job import Job
-from litft.parallel import make_fabric, mesh_of, peak_memory
-from litft.together import launch
-from litft.weights import Checkpoint
+from litft.pretrained import resolve
+from litft.training.setup import Job
+from litft.distributed.devices import make_fabric, mesh_of, peak_memory
+from litft.distributed.process_group import launch
+from litft.checkpoints.weight_files import Checkpoint
 args = parse(COMMANDS["finetune lora"].args, {words!r})
 fabric = make_fabric(args, "fsdp")
 launch(fabric, "60s")
@@ -277,7 +277,7 @@ def flags(tiny, examples, *more):
 def back_to(run, step):
     """A run as it was when its checkpoint of this step was written, and before it went on."""
     shutil.rmtree(run / "final")
-    checkpoint.cut(run, step)
+    run_state.cut(run, step)
 
 
 @pytest.mark.slow
@@ -324,7 +324,7 @@ def settled(tiny, examples, monkeypatch):
 
     def settle(room, **given):
         args = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)]), devices=2, **given)
-        monkeypatch.setattr(litft.preview, "memory_there", lambda device, processes: room)
+        monkeypatch.setattr(litft.training.schedule, "memory_there", lambda device, processes: room)
         job = Job(args, resolve(tiny))
         data = load_data(args.data, job.tokenizer, 512, 256)
         preview = Preview(args, data, job.tokenizer, 2)
@@ -530,9 +530,9 @@ def test_a_sharded_plans_weights_are_what_is_held(tiny):
     """Those of each of two devices; gathered at once are the network's own, and two units besides."""
     source = resolve(tiny)
     args = FullFinetuneArgs(checkpoint_dir=str(tiny))
-    job_method = litft.preview.method_of(args)
+    job_method = litft.training.schedule.method_of(args)
     job_method.choose(source.meta_model(), source.adapter_rules)
-    shape = litft.preview.Shape(2, 64)
+    shape = litft.training.schedule.Shape(2, 64)
     one, two = (predict(source, job_method, "fp32", "none", shape, shards=n) for n in (1, 2))
     model = source.meta_model()
     every, buffers = sum(p.nbytes for p in model.parameters()), sum(b.nbytes for b in model.buffers())
@@ -548,8 +548,8 @@ def test_a_sharded_plans_weights_are_what_is_held(tiny):
 def test_traffic_is_what_rings_move(tiny):
     """Against sums over the devices of a ring, written out."""
     source = resolve(tiny)
-    method = litft.preview.method_of(FullFinetuneArgs(checkpoint_dir=str(tiny)))
-    plan = predict(source, method, "fp32", "none", litft.preview.Shape(1, 64), shards=4)
+    method = litft.training.schedule.method_of(FullFinetuneArgs(checkpoint_dir=str(tiny)))
+    plan = predict(source, method, "fp32", "none", litft.training.schedule.Shape(1, 64), shards=4)
     whole, gradients = plan.gathered, 4 * plan.trained
     fsdp = traffic(plan, Cluster(4, 1, 4, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
     assert fsdp.near == pytest.approx(3 * sum(2 * whole / 4 + gradients / 4 for _ in range(3))) and fsdp.far == 0

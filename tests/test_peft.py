@@ -10,11 +10,11 @@ from parity import shaken, theirs
 
 import litft
 from litft.args import AdapterV2Args, DataArgs, LoRAArgs
-from litft.data.load import load_data
-from litft.data.steps import collate
-from litft.folder import networks, resolve
-from litft.joined import pack_weights
-from litft.peft import AdapterV2, LoRA, disabled
+from litft.data.dataset import load_data
+from litft.data.sampler import collate
+from litft.inference.fused_linears import pack_weights
+from litft.methods import AdapterV2, LoRA, disabled
+from litft.pretrained import networks, resolve
 
 
 def write_adapter(base, folder, seed=1, **values):
@@ -171,7 +171,7 @@ def test_factors_stay_fp32_on_a_bf16_base(tiny):
 def test_a_small_update_survives_a_bf16_base(tiny):
     """An update of 1e-3 of the output is added before rounding, as PEFT does: against fp64, it moves what it should."""
     torch.manual_seed(0)
-    from litft.peft.lora import LoRALinear
+    from litft.methods.lora import LoRALinear
 
     linear = torch.nn.Linear(64, 64, bias=False).bfloat16()
     x, plain = torch.randn(200, 64).bfloat16(), linear.weight.double()

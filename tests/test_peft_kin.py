@@ -12,10 +12,10 @@ from test_peft import peft_losses
 
 import litft
 from litft.args import AdapterArgs, DataArgs, LoRAArgs
-from litft.data.load import load_data
-from litft.folder import resolve
-from litft.peft import Adapter, LoRA
-from litft.result import Result, write_result
+from litft.data.dataset import load_data
+from litft.export.merge import Result, write_result
+from litft.methods import Adapter, LoRA
+from litft.pretrained import resolve
 
 TOKENS = draw(2, 23, seed=8)
 KIN = {

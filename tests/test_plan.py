@@ -14,7 +14,7 @@ from conftest import ENV, script
 from tracked import tracked
 from transformers import Qwen3MoeConfig
 
-import litft.preview
+import litft.training.schedule
 from litft.args import (
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -24,16 +24,16 @@ from litft.args import (
     LoRAFinetuneArgs,
     TrainArgs,
 )
-from litft.data.load import load_data
-from litft.data.samples import Sample
-from litft.flops import CHIPS, Flops, peak_flops
-from litft.folder import resolve
-from litft.job import Job
-from litft.optim import OPTIMIZERS
-from litft.peft import LoRA, method_of
-from litft.plan import Shape, predict
-from litft.preview import Preview
-from litft.quantize import QuantizedLinear
+from litft.data.dataset import load_data
+from litft.data.encoder import Sample
+from litft.methods import LoRA, method_of
+from litft.model.quantization import QuantizedLinear
+from litft.pretrained import resolve
+from litft.training.flops import CHIPS, Flops, peak_flops
+from litft.training.memory_plan import Shape, predict
+from litft.training.optimizers import OPTIMIZERS
+from litft.training.schedule import Preview
+from litft.training.setup import Job
 
 
 def test_flops_of_a_tiny_llama(tiny):
@@ -284,7 +284,7 @@ def test_a_run_recomputes_as_little_as_its_memory_asks_for(tiny, examples, monke
     data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.context)
     found = []
     for room in (2**40, 10 * 2**20, 4 * 2**20, 1):
-        monkeypatch.setattr(litft.preview, "memory_there", lambda device, processes, room=room: room)
+        monkeypatch.setattr(litft.training.schedule, "memory_there", lambda device, processes, room=room: room)
         preview = Preview(args, data, job.tokenizer, 1)
         preview.settle(job, cpu)
         found.append((preview.layout.rows, preview.recomputed))
@@ -358,7 +358,7 @@ def attached(source, method):
 
 def test_memory_is_that_of_the_process_alone():
     """A parent of 1 GiB starts a child that needs a fifth of it."""
-    child = "import torch; from litft.parallel import peak_memory; print(peak_memory(torch.device('cpu')))"
+    child = "import torch; from litft.distributed.devices import peak_memory; print(peak_memory(torch.device('cpu')))"
     parent = f"import subprocess, sys; held = bytearray(b'x') * 2**30; subprocess.run([sys.executable, '-c', {child!r}])"
     done = subprocess.run([sys.executable, "-c", parent], env=ENV, capture_output=True, text=True, check=True)
     assert 0.05 < float(done.stdout) < 0.7

@@ -16,7 +16,7 @@ from conftest import script
 from test_data import write
 from test_train import rows_of
 
-from litft.data.steps import Layout, Order, cells, heaviest
+from litft.data.sampler import Layout, Order, cells, heaviest
 
 RECORDS = [{"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 7)} for n in range(40)]
 

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from litft.prompts import ALPACA, STYLES, assistant_turns, render, user_content
+from litft.data.chat_template import ALPACA, STYLES, assistant_turns, render, user_content
 
 TALK = [
     {"role": "user", "content": "What is <b>2</b> & 3?"},

@@ -14,12 +14,12 @@ from parity import ROWS, draw, relative
 
 import litft
 from litft.args import ConvertArgs, LoRAArgs, LoRAFinetuneArgs
-from litft.convert import convert
-from litft.folder import resolve
-from litft.job import Job
-from litft.linear import Linear
-from litft.peft import LoRA
-from litft.quantize import KINDS, Packed, QuantizedLinear, rounded
+from litft.export.convert import convert
+from litft.methods import LoRA
+from litft.model.linear import Linear
+from litft.model.quantization import KINDS, Packed, QuantizedLinear, rounded
+from litft.pretrained import resolve
+from litft.training.setup import Job
 
 TOKENS = draw(2, 23, seed=8)
 WIDE = dict(hidden_size=64, intermediate_size=128)  # blocks of 64 do not cross rows
@@ -168,11 +168,11 @@ LOADS = """
 import re, sys, threading, time, torch
 from pathlib import Path
 import bitsandbytes
-from litft.folder import resolve
+from litft.pretrained import resolve
 # of its own: pages of the mapped files are the page cache's, and come and go as the kernel likes
 def held(): return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 source = resolve(sys.argv[1])
-from litft.quantize import Packed
+from litft.model.quantization import Packed
 Packed.of(torch.randn(64, 64), "nf4").dense()
 before, most = held(), 0
 def watch():
@@ -259,7 +259,7 @@ def test_bits_that_do_not_fit_are_refused(make_model, tmp_path, spoil, message):
 def test_bitsandbytes_is_kept_from_the_network(tmp_path):
     """Its import would fetch code through `kernels` on some CPUs; neither that nor its complaint reaches the user."""
     (tmp_path / "kernels.py").write_text("raise SystemExit('fetched from the hub')")
-    text = "from litft.quantize import bitsandbytes; bitsandbytes(); import sys; print('kernels' in sys.modules)"
+    text = "from litft.model.quantization import bitsandbytes; bitsandbytes(); import sys; print('kernels' in sys.modules)"
     env = ENV | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     done = subprocess.run([sys.executable, "-c", text], env=env, capture_output=True, text=True, check=True)
     assert done.stdout == "False\n" and not done.stderr

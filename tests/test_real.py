@@ -14,10 +14,10 @@ from conftest import script
 
 import litft
 from litft.args import DataArgs, TrainArgs
-from litft.data.load import load_data
-from litft.data.steps import Order, collate
-from litft.evaluate import spread
-from litft.train import learning_rate
+from litft.data.dataset import load_data
+from litft.data.sampler import Order, collate
+from litft.training.trainer import learning_rate
+from litft.training.validation import spread
 
 pytestmark = pytest.mark.slow
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from litft.config import Rope
-from litft.rope import Rotary, inverse_frequencies
+from litft.model.config import Rope
+from litft.model.rope import Rotary, inverse_frequencies
 
 
 def test_a_cast_of_the_model_leaves_the_frequencies_in_fp32():

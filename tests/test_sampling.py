@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litft.args import Sampling
-from litft.sampling import Sampler, draw
+from litft.inference.sampling import Sampler, draw
 
 V = 50
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2

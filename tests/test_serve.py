@@ -16,9 +16,9 @@ from serving import NEVER, Server, lengthened
 
 import litft
 from litft.args import AdapterV2Args, LoRAArgs, Sampling
-from litft.decode import Decoder
-from litft.peft import AdapterV2, LoRA
-from litft.streaming import Request, answers
+from litft.inference.decoder import Decoder
+from litft.inference.generation import Request, answers
+from litft.methods import AdapterV2, LoRA
 
 ROWS, ROOM = 3, 2000
 ENDLESS = {"2": NEVER}  # a logit_bias without the end token

@@ -9,9 +9,9 @@ from transformers import LlamaConfig
 
 import litft
 from litft.args import Sampling
-from litft.decode import Decoder
-from litft.sampling import Sampler
-from litft.speculate import Draft, Guess, Lookup, rounds
+from litft.inference.decoder import Decoder
+from litft.inference.sampling import Sampler
+from litft.inference.speculative import Draft, Guess, Lookup, rounds
 
 V, RUNS = 6, 900
 PROMPT = [1, 2, 3, 1, 2]

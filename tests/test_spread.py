@@ -7,8 +7,8 @@ from conftest import script
 from parity import ROWS
 
 import litft
-from litft.folder import resolve
-from litft.spread import Spread, fitting
+from litft.distributed.device_map import Spread, fitting
+from litft.pretrained import resolve
 
 
 @pytest.mark.parametrize(

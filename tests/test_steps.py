@@ -8,12 +8,12 @@ from parity import ROWS
 
 import litft
 from litft.args import DataArgs
-from litft.attention import Documents, attend, attend_plainly, visible
-from litft.data.load import load_data
-from litft.data.samples import Sample
-from litft.data.steps import Layout, Order, collate, pack
-from litft.folder import resolve
-from litft.tokenizer import Tokenizer
+from litft.data.dataset import load_data
+from litft.data.encoder import Sample
+from litft.data.sampler import Layout, Order, collate, pack
+from litft.data.tokenizer import Tokenizer
+from litft.model.attention import Documents, attend, attend_plainly, visible
+from litft.pretrained import resolve
 
 
 def draws(count: int, vocabulary: int = 96, longest: int = 40, seed: int = 0) -> list[Sample]:

@@ -20,9 +20,9 @@ from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, seconds
-from litft.checkpoint import Saver
-from litft.runs import Stopped
+from litft.run_dir import Stopped
 from litft.signals import Signals
+from litft.training.run_state import Saver
 
 
 def losses(run: Path) -> list[float]:
@@ -154,8 +154,8 @@ def test_patience_ends_a_run_and_the_best_is_kept(args, disk, monkeypatch):
 
 def held_out_loss(model, args) -> float:
     """The loss on the validation part, sample after sample."""
-    from litft.data.load import load_data
-    from litft.folder import resolve
+    from litft.data.dataset import load_data
+    from litft.pretrained import resolve
 
     data = load_data(args.data, resolve(args.checkpoint_dir).tokenizer(), 512, 256)
     with torch.no_grad():
@@ -196,7 +196,7 @@ def test_times_in_words():
 @pytest.fixture
 def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
     """One example of 31 has a token whose embedding is infinite."""
-    from litft.folder import resolve
+    from litft.pretrained import resolve
 
     model = tmp_path / "model"
     model.mkdir()
@@ -216,7 +216,7 @@ def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_its_examples(poisoned):
-    from litft.data.steps import Order
+    from litft.data.sampler import Order
 
     with pytest.raises(ValueError, match="is nan, so nothing more can be learned") as error:
         litft.finetune(poisoned)
@@ -271,7 +271,7 @@ def test_a_loss_that_explodes_ends_the_run(args, shared):
 WORKER = """
 import re, resource, sys
 sys.path[:0] = [{tests!r}]
-import litft, litft.train
+import litft, litft.training.trainer
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
 from litft.cli import user_errors
 
@@ -394,7 +394,7 @@ def test_killed_at_any_moment_a_run_ends_the_same(shared, method, kills, flags):
 
 def interrupted(args, monkeypatch, step: int, where: str):
     """A run that gets SIGTERM in its validation after `step` steps: while it measures, or while it answers."""
-    from litft.evaluate import Validation
+    from litft.training.validation import Validation
 
     real = getattr(Validation, where)
 
@@ -527,28 +527,28 @@ def test_a_progress_with_odd_content_is_damaged(args, capfd):
 
 
 def test_a_loss_that_is_infinite_can_be_left_out_too(args, monkeypatch):
-    import litft.train
+    import litft.training.trainer
 
-    real, steps = litft.train.accumulate, []
+    real, steps = litft.training.trainer.accumulate, []
 
     def infinite(*words):
         steps.append(real(*words))
         return steps[-1] * (torch.inf if len(steps) == 3 else 1.0)
 
-    monkeypatch.setattr(litft.train, "accumulate", infinite)
+    monkeypatch.setattr(litft.training.trainer, "accumulate", infinite)
     args.train.skip_nan = True
     folder, metrics = litft.finetune(args)
     assert metrics["step"] == 12 and math.isinf(rows_of(folder)[3]["loss"])
 
 
 def test_checkpoints_beyond_a_million_steps(tmp_path):
-    from litft import checkpoint
+    from litft.training import run_state
 
     for step in (999_900, 999_950, 1_000_000, 1_000_050):
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    assert checkpoint.newest(tmp_path).name == "step-1000050"
-    checkpoint.cut(tmp_path, 1_000_000)
-    checkpoint.prune(tmp_path, 1)
+    assert run_state.newest(tmp_path).name == "step-1000050"
+    run_state.cut(tmp_path, 1_000_000)
+    run_state.prune(tmp_path, 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1000000"]
 
 

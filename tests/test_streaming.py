@@ -7,8 +7,8 @@ import torch
 
 import litft
 from litft.args import Sampling
-from litft.decode import Decoder
-from litft.streaming import Answer, Batch, Chosen, Request, TextStream, answers, prompt_ids
+from litft.inference.decoder import Decoder
+from litft.inference.generation import Answer, Batch, Chosen, Request, TextStream, answers, prompt_ids
 
 
 @pytest.fixture(scope="module")

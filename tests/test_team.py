@@ -11,7 +11,7 @@ from conftest import ENV, adapted, script, start
 
 import litft
 from litft.args import AdapterV2Args, LoRAArgs
-from litft.peft import AdapterV2, LoRA
+from litft.methods import AdapterV2, LoRA
 
 PROMPTS = ["One day", "Lily and Tom went to the park. " * 4, "A", "Once upon a time there was a dog. He", "The"]
 

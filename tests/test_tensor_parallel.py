@@ -8,9 +8,9 @@ from parts import logits
 from test_methods import FAMILIES, METHODS, saved, tokens_for
 
 import litft
-from litft.folder import resolve
-from litft.quantize import is_quantizable, rounded
-from litft.tensor_parallel import Slices, check_divides
+from litft.distributed.tensor_parallel import Slices, check_divides
+from litft.model.quantization import is_quantizable, rounded
+from litft.pretrained import resolve
 
 TOKENS = draw(2, 20, seed=1)
 

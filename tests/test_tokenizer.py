@@ -6,8 +6,8 @@ import shutil
 
 import pytest
 
-from litft.streaming import TextStream
-from litft.tokenizer import Tokenizer
+from litft.data.tokenizer import Tokenizer
+from litft.inference.generation import TextStream
 
 GOLDEN = {
     "llama-2-7b": "llama-spm",

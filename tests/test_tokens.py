@@ -7,11 +7,11 @@ import torch
 from conftest import script
 from parity import draw
 
-from litft.data.samples import IDS, LEARNED, Encoder, to_sample
-from litft.model import with_noise
-from litft.peft.tokens import first_rows, grown, untrained
-from litft.prompts import STYLES
-from litft.tokenizer import Tokenizer
+from litft.data.chat_template import STYLES
+from litft.data.encoder import IDS, LEARNED, Encoder, to_sample
+from litft.data.tokenizer import Tokenizer
+from litft.methods.new_tokens import first_rows, grown, untrained
+from litft.model.transformer import with_noise
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)])
@@ -103,7 +103,7 @@ def test_noise_is_as_large_as_the_samples_own_length_says():
 
 
 def test_noise_and_smoothing_are_of_training_alone(tiny):
-    from litft.folder import resolve
+    from litft.pretrained import resolve
 
     model, tokens = resolve(tiny).base_model(), draw(2, 20, seed=1)
     plain = model(tokens[:, :-1], targets=tokens[:, 1:])[0]

@@ -12,16 +12,16 @@ from conftest import ROOT, kill_after, script
 from lightning_fabric import Fabric
 
 import litft
-import litft.train
+import litft.training.trainer
 from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, TrainArgs
-from litft.data.load import load_data
-from litft.data.samples import Sample
-from litft.data.steps import Layout, Order
-from litft.folder import resolve
-from litft.loss import IGNORED
-from litft.peft import LoRA
-from litft.preview import planned_samples
-from litft.train import accumulate, learning_rate
+from litft.data.dataset import load_data
+from litft.data.encoder import Sample
+from litft.data.sampler import Layout, Order
+from litft.methods import LoRA
+from litft.model.loss import IGNORED
+from litft.pretrained import resolve
+from litft.training.schedule import planned_samples
+from litft.training.trainer import accumulate, learning_rate
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 
@@ -90,9 +90,9 @@ WORKER = """
 import sys, torch
 sys.path[:0] = [{tests!r}]
 from litft.args import LoRAFinetuneArgs
-from litft.parallel import make_fabric
-from litft.data.steps import Layout
-from litft.train import accumulate
+from litft.distributed.devices import make_fabric
+from litft.data.sampler import Layout
+from litft.training.trainer import accumulate
 from test_train import LAYOUTS, ragged, trainable
 fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
 fabric.launch()
@@ -337,7 +337,7 @@ def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkey
     short, long = "once upon a time " * 3, "once upon a time " * 12
     records = [{"prompt": long, "completion": "Lily"}, {"prompt": "Who?", "completion": short}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 4))
-    targets, probe = [], litft.train.Training._probe
+    targets, probe = [], litft.training.trainer.Training._probe
 
     def watched(self, model, optimizer):
         seen = lambda module, words, inputs: targets.append(len(inputs["kept"]))  # noqa: E731
@@ -345,7 +345,7 @@ def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkey
             probe(self, model, optimizer)
         assert max(self.data.train.supervised) == self.preview.largest.learned > self.data.train.supervised.min()
 
-    monkeypatch.setattr(litft.train.Training, "_probe", watched)
+    monkeypatch.setattr(litft.training.trainer.Training, "_probe", watched)
     data = DataArgs(path=[str(tmp_path / "data.jsonl")], packing=False, val_fraction=0.0)
     train = TrainArgs(max_steps=1, micro_batch_size=1)
     out = litft.finetune(LoRAFinetuneArgs(str(tiny), data=data, train=train, out_dir=str(tmp_path / "run")))
@@ -356,7 +356,7 @@ def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkey
 def test_a_step_waits_for_no_gpu(tiny, examples, tmp_path):
     """CUDA itself says where the host waits: between two flushes, nowhere."""
 
-    class Watched(litft.train.Training):
+    class Watched(litft.training.trainer.Training):
         def _advance(self, *words):
             torch.cuda.set_sync_debug_mode("error" if self.metrics.last else "default")  # the first step sets things up
             try:
@@ -371,5 +371,5 @@ def test_a_step_waits_for_no_gpu(tiny, examples, tmp_path):
         train=TrainArgs(max_steps=6, log_interval=2),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("litft.train.Training", Watched)
+        patch.setattr("litft.training.trainer.Training", Watched)
         assert litft.finetune(args).metrics["step"] == 6

@@ -15,7 +15,7 @@ from conftest import ENV, FORKS, ROOT, script
 from hub import Hub
 from parity import ROWS
 
-from litft.folder import DEMO
+from litft.pretrained import DEMO
 
 RECORDS = [
     {"instruction": f"Tell me story {n}.", "input": "", "output": "Once upon a time " * (n % 4 + 1)} for n in range(60)

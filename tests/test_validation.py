@@ -8,10 +8,10 @@ from lightning_fabric import Fabric
 
 import litft
 from litft.args import DataArgs, EvalArgs
-from litft.data.load import load_data
-from litft.data.steps import Layout
-from litft.evaluate import Validation, exact_match, greedy_answers, validation_loss
-from litft.together import HostGroup
+from litft.data.dataset import load_data
+from litft.data.sampler import Layout
+from litft.distributed.process_group import HostGroup
+from litft.training.validation import Validation, exact_match, greedy_answers, validation_loss
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from conftest import rows_of, script
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
-from litft.loggers import make_logger, row_sink
-from litft.report import POINTS, Report, chart, points, ticks, write_report
+from litft.training.html_report import POINTS, Report, chart, points, ticks, write_report
+from litft.training.loggers import make_logger, row_sink
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import litft
-from litft.folder import resolve
-from litft.result import model_entries
-from litft.weights import Checkpoint, write_weights
+from litft.checkpoints.weight_files import Checkpoint, write_weights
+from litft.export.merge import model_entries
+from litft.pretrained import resolve
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.hooks import RemovableHandle
 
 from litft.args import TrainArgs
-from litft.blockwise import recompute
-from litft.folder import Source
-from litft.model import GPT
-from litft.optim import InBackward, make_optimizer
-from litft.peft import Method
-from litft.plan import Shape
+from litft.methods import Method
+from litft.model.transformer import GPT
+from litft.pretrained import Source
+from litft.training.activation_checkpointing import recompute
+from litft.training.memory_plan import Shape
+from litft.training.optimizers import InBackward, make_optimizer
 
 
 class Numbers(TorchDispatchMode):

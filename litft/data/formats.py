@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from litft.prompts import Message, user_content
+from litft.data.chat_template import Message, user_content
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SHAREGPT = {

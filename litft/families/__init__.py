@@ -12,8 +12,8 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from litft.config import Config, is_positive
-from litft.rules import Rule
+from litft.checkpoints.conversion import Rule
+from litft.model.config import Config, is_positive
 
 
 @cache

@@ -4,9 +4,9 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config, Norm, Rope
+from litft.checkpoints.conversion import Rename, Rule, Shift
 from litft.families import llama
-from litft.rules import Rename, Rule, Shift
+from litft.model.config import Config, Norm, Rope
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3")
 GGUF = {

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config
+from litft.checkpoints.conversion import Rule
 from litft.families import llama
 from litft.families.phi3 import gate_up
-from litft.rules import Rule
+from litft.model.config import Config
 
 MODEL_TYPES = ("glm", "glm4")
 

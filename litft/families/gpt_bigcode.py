@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config
+from litft.checkpoints.conversion import Rule, Split
 from litft.families import gpt2, llama
 from litft.families.phi3 import qkv
-from litft.rules import Rule, Split
+from litft.model.config import Config
 
 MODEL_TYPES = ("gpt_bigcode",)
 

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config, Norm
+from litft.checkpoints.conversion import Drop, Rule, Split
 from litft.families import llama
 from litft.families.phi3 import qkv
-from litft.rules import Drop, Rule, Split
+from litft.model.config import Config, Norm
 
 MODEL_TYPES = ("gpt_neox",)
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config, Experts
+from litft.checkpoints.conversion import Dequantize, Rename, Rule, Split
 from litft.families import llama
-from litft.rules import Dequantize, Rename, Rule, Split
+from litft.model.config import Config, Experts
 
 MODEL_TYPES = ("gpt_oss",)
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config, Norm
+from litft.checkpoints.conversion import Drop, Rule
 from litft.families import gpt2, llama
-from litft.rules import Drop, Rule
+from litft.model.config import Config, Norm
 
 MODEL_TYPES = ("gptj",)
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-from litft.config import Config, Layer, Norm, Rope
-from litft.rules import Drop, Interleave, Rename, Rule
+from litft.checkpoints.conversion import Drop, Interleave, Rename, Rule
+from litft.model.config import Config, Layer, Norm, Rope
 
 MODEL_TYPES = ("llama",)
 GGUF = {"llama": ("llama", "LlamaForCausalLM")}

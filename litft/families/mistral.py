@@ -6,10 +6,10 @@ Ministral 3 scales its queries with their position; it and Mistral Small 3.1 com
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config
 from litft.families import llama
 from litft.families.llama import gguf_rules
 from litft.families.llama import wrapped_rules as rules
+from litft.model.config import Config
 
 __all__ = ["MODEL_TYPES", "config", "gguf_rules", "rules", "text_config"]
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config, Experts
+from litft.checkpoints.conversion import Rename, Rule, Split, Stack
 from litft.families import llama, mistral
-from litft.rules import Rename, Rule, Split, Stack
+from litft.model.config import Config, Experts
 
 MODEL_TYPES = ("mixtral",)
 

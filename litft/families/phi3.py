@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config
+from litft.checkpoints.conversion import Rule, Split
 from litft.families import llama
-from litft.rules import Rule, Split
+from litft.model.config import Config
 
 MODEL_TYPES = ("phi3",)
 GGUF = {"phi3": ("phi3", "Phi3ForCausalLM")}

@@ -3,10 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config
 from litft.families import llama
 from litft.families.llama import gguf_names as gguf_rules
 from litft.families.llama import rules
+from litft.model.config import Config
 
 __all__ = ["MODEL_TYPES", "config", "gguf_rules", "rules"]
 

@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config, Experts
+from litft.checkpoints.conversion import Rule
 from litft.families import llama, mixtral
-from litft.rules import Rule
+from litft.model.config import Config, Experts
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
 

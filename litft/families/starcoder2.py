@@ -3,9 +3,9 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.config import Config, Norm
+from litft.checkpoints.conversion import Rule
 from litft.families import llama
-from litft.rules import Rule
+from litft.model.config import Config, Norm
 
 MODEL_TYPES = ("starcoder2",)
 

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from turns import Contender, Sample, contend
 
-import litft.data.samples as data
-from litft.data.steps import Layout
-from litft.folder import resolve
-from litft.train import accumulate
+import litft.data.encoder as data
+from litft.data.sampler import Layout
+from litft.pretrained import resolve
+from litft.training.trainer import accumulate
 
 
 class Litft(Contender):
@@ -29,11 +29,11 @@ class Litft(Contender):
         self.layout = Layout(setup["rows"], setup["room"])
         if not setup["adapter"]:
             from litft.args import TrainArgs
-            from litft.optim import make_optimizer
+            from litft.training.optimizers import make_optimizer
 
             named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
             self.optimizer = make_optimizer(TrainArgs(optimizer=setup["optimizer"], learning_rate=1e-5), method, named)
-        from litft.flops import Flops
+        from litft.training.flops import Flops
 
         self.flops = Flops(model)
 
@@ -48,7 +48,7 @@ class Litft(Contender):
     def with_method(self, setup: dict[str, Any], device: str) -> tuple:
         """The method as the flags say."""
         from litft import args
-        from litft.peft import method_of
+        from litft.methods import method_of
 
         lora, adapter = args.LoRAArgs(**setup["lora"]), args.AdapterV2Args(**setup["adapter_flags"])
         finetuning = {
@@ -73,12 +73,12 @@ class Litft(Contender):
     def arrange(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:
         """Compiled, recomputed, offloaded, where asked for."""
         if setup["compile"] or setup["recomputed"] != "none" or setup["cpu_offload"] != "none":
-            from litft import blockwise
-            from litft.offload import offload_activations
+            from litft.training import activation_checkpointing
+            from litft.training.cpu_offload import offload_activations
 
-            blockwise.recompute(model, setup["recomputed"])
+            activation_checkpointing.recompute(model, setup["recomputed"])
             if setup["compile"]:
-                blockwise.compile_blocks(model)
+                activation_checkpointing.compile_blocks(model)
             if setup["cpu_offload"] == "activations":
                 offload_activations(model, torch.device(setup["device"]))
 
@@ -93,9 +93,9 @@ class Litft(Contender):
 
 def random_model(source: Any, precision: str, device: str, quantize: str, plain: set[str]) -> torch.nn.Module:
     """A network of normal weights with a deviation of 0.02, vectors one."""
-    from litft.parallel import DTYPES
-    from litft.quantize import Packed, Quantized, is_quantizable, quantize_modules
-    from litft.sharding import allocate
+    from litft.distributed.devices import DTYPES
+    from litft.model.placement import allocate
+    from litft.model.quantization import Packed, Quantized, is_quantizable, quantize_modules
 
     model = source.meta_model(DTYPES[precision])
     owners = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_quantizable(name, model)]

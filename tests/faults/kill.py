@@ -19,8 +19,8 @@ import time
 from importlib import import_module
 from pathlib import Path
 
-from litft import checkpoint
 from litft.cli import run
+from litft.training import run_state
 
 
 def start(words: list[str], log: Path) -> int:
@@ -64,10 +64,10 @@ def wait(child: int, folder: Path, saving: bool, longest: float, last: float) ->
 
 def lost(folder: Path) -> int:
     """How many steps a kill has cost: those in metrics.csv beyond the newest checkpoint, which has to be whole."""
-    path, newest = folder / "metrics.csv", checkpoint.newest(folder)
-    saved = checkpoint.read_progress(newest)["step"] if newest else 0
+    path, newest = folder / "metrics.csv", run_state.newest(folder)
+    saved = run_state.read_progress(newest)["step"] if newest else 0
     if newest:
-        checkpoint.read_parameters(newest)
+        run_state.read_parameters(newest)
     with path.open(newline="") as file:
         steps = [int(row["step"]) for row in csv.DictReader(file) if (row["step"] or "").isdigit()]
     return max([0, *steps]) - saved
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--flags", default="", help="more flags of the run, with spaces between them")
     args = parser.parse_args()
     random.seed(args.seed)
-    import_module("litft.train")  # what a run needs is there before the first begins
+    import_module("litft.training.trainer")  # what a run needs is there before the first begins
     top = Path(tempfile.mkdtemp(prefix="litft-kills-"))
     records = [{"instruction": f"Count to {n}", "output": " ".join(map(str, range(1, n % 12 + 2)))} for n in range(60)]
     (top / "data.json").write_text(json.dumps(records), "utf-8")

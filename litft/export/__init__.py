@@ -1,0 +1,1 @@
+"""Results for others: merged folders, Hugging Face and GGUF exports, model cards, uploads."""

@@ -1,0 +1,1 @@
+"""Decoding: sampling, speculation, streaming, tensor-parallel decoding, and the commands that generate."""

@@ -1,0 +1,160 @@
+"""Which part of a tensor a process holds: FSDP2 (arXiv 2304.11277) cuts every parameter along one dimension.
+
+What is filled, gathered and summed part by part. A plain tensor is held whole, so that the same code serves one process.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from litft.model.config import Config
+from litft.model.transformer import GPT, Normalize
+
+
+def shard(model: GPT, mesh: DeviceMesh, rounded: torch.dtype | None = None, on_host: bool = False) -> None:
+    """Have each process of the mesh's last dimension hold its part of `model`; those of another hold the same.
+
+    Blocks are gathered one at a time, forward and backward, an embedding with weights of its own too; the head, which the
+    loss reads, with the network. Gradients are reduced in fp32. rounded: what matrices are gathered in, where they are kept
+    in more. on_host: parts wait in the host's memory, and are stepped there.
+    """
+    width = mesh.size(mesh.ndim - 1)
+    settings = {
+        "mesh": mesh,
+        "reshard_after_forward": True,  # the network's own too: else what was gathered may outlive a change of its part
+        "shard_placement_fn": lambda parameter: placement(tuple(parameter.shape), width),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_host else OffloadPolicy(),
+    }
+    as_kept = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False)
+    norms = [module for module in model.modules() if isinstance(module, Normalize) and [*module.parameters()]]
+    with _frozen_integers():
+        for norm in norms if rounded is not None else ():  # they are used in fp32
+            fully_shard(norm, mp_policy=as_kept, **settings)
+        for unit in [*model.blocks, *([] if model.config.tied else [model.embed]), model]:
+            fully_shard(unit, mp_policy=cast, **settings)
+
+
+@contextmanager
+def _frozen_integers() -> Iterator[None]:
+    """Parameters of packed bits require no gradient: torch 2.11 asks for one before it reads their own flag, and fails."""
+    made = nn.Parameter.__new__
+
+    def frozen(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:
+        return made(cls, data, requires_grad and (data is None or data.is_floating_point()))
+
+    nn.Parameter.__new__ = frozen
+    try:
+        yield
+    finally:
+        nn.Parameter.__new__ = made
+
+
+def placement(shape: tuple[int, ...], width: int) -> Shard:
+    """The dimension that a parameter is cut along: the first, or the first that leaves no process with less than others."""
+    even = [dim for dim, size in enumerate(shape) if size % width == 0]
+    return Shard(even[0] if even else 0)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether this process holds a part of it only."""
+    return isinstance(model, FSDPModule)
+
+
+def part(tensor: Tensor) -> tuple[slice, ...]:
+    """Which part of a tensor this process holds; torch.chunk's, of which the last may be short or empty."""
+    found = [slice(0, size) for size in tensor.shape]
+    for dim, place in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+        if isinstance(place, Shard):
+            size = tensor.shape[place.dim]
+            each = -(-size // tensor.device_mesh.size(dim))
+            start = min(size, each * tensor.device_mesh.get_local_rank(dim))
+            found[place.dim] = slice(start, min(size, start + each))
+    return tuple(found)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part, in the tensor's own memory."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole, on every process; all of them have to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(tensor: Tensor, held: Tensor) -> Tensor:
+    """What this process holds of something of the tensor's shape, as that."""
+    if not isinstance(tensor, DTensor):
+        return held
+    return DTensor.from_local(held, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+
+
+@torch.no_grad()
+def put(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    """Fill this process's part of a tensor; `read` gives that of what it is filled with, which may be shorter."""
+    mine = local(tensor)
+    if mine.numel():
+        found = read(part(tensor))
+        mine[tuple(slice(0, size) for size in found.shape)].copy_(found)
+
+
+class Share:
+    """What this process holds of the tensors of a network, by their names: here what `part` says."""
+
+    def network(self, config: Config) -> GPT:
+        """A network to hold it, of the architecture that the whole one has."""
+        return GPT(config)
+
+    def allocate(self, model: GPT, device: torch.device | str) -> None:
+        """As the function."""
+        allocate(model, device)
+
+    def put(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+        """As the function."""
+        put(tensor, read)
+
+    def cut(self, name: str, tensor: Tensor) -> Tensor:
+        """What is held of a whole tensor, before it is packed."""
+        return tensor
+
+    def connect(self, model: GPT) -> GPT:
+        """Have a filled network, with what a method has added, compute what the whole one would."""
+        return model
+
+
+WHOLE = Share()  # and each parameter as it is, where none is cut
+
+
+@contextmanager
+def whole(module: nn.Module, *but: str) -> Iterator[None]:
+    """Inside, the module's own parameters, `but` some, are plain and complete; what becomes of them is kept."""
+    cut = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor) and n not in but}
+    for name, parameter in cut.items():
+        setattr(module, name, nn.Parameter(parameter.detach().full_tensor(), requires_grad=False))
+    try:
+        yield
+        for name, parameter in cut.items():
+            put(parameter, getattr(module, name).__getitem__)
+    finally:
+        for name, parameter in cut.items():
+            setattr(module, name, parameter)
+
+
+def allocate(model: nn.Module, device: torch.device | str) -> None:
+    """Give a network on the meta device memory for what this process holds of it; what is tied stays so."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in made or local(parameter).is_meta:
+                held = torch.empty_like(local(parameter), device=device)
+                made.setdefault(id(parameter), nn.Parameter(like(parameter, held), requires_grad=parameter.requires_grad))
+                setattr(module, name, made[id(parameter)])
+        for name, buffer in module.named_buffers(recurse=False):
+            if not buffer.is_meta:
+                setattr(module, name, buffer.to(device))

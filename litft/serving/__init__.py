@@ -1,0 +1,1 @@
+"""A server with OpenAI's API and a chat page."""
