@@ -17,10 +17,10 @@ import torch
 
 from litft import run_dir
 from litft.checkpoints.conversion import Move, Rule, importing, upright
-from litft.checkpoints.hub import HubId, fetch, hub_id, origin
+from litft.checkpoints.hub import TOKENIZER_FILES, HubId, fetch, hub_id, origin
 from litft.checkpoints.peft_format import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
-from litft.data.tokenizer import FILES, Tokenizer
+from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.families import family, peft_rules, read_config, text_config
 from litft.methods import Method, read_method
@@ -322,7 +322,7 @@ def base_record(source: Source, folder: Path) -> dict[str, Any]:
 
 def copy_files(source: Path, folder: Path) -> None:
     """Copy tokenizer, chat template and generation config as they are."""
-    for name in FILES:
+    for name in TOKENIZER_FILES:
         if (path := source / name).is_file():
             shutil.copyfile(path, folder / name)
 

@@ -6,28 +6,13 @@
 import os
 import re
 import shutil
-import signal
 from collections.abc import Iterable
 from pathlib import Path
 
 OUT = Path("out")
 CONFIG = "config.yaml"
 _MARK = "# A run of litft"  # how its config.yaml begins: other programs have files of that name
-
 _LAUNCH = "# begun by the launch "
-
-
-class Stopped(Exception):
-    """A run that a signal ended, its state saved; `code` is the exit code that a shell expects."""
-
-    def __init__(self, number: int, step: int, folder: Path) -> None:
-        self.code = 128 + number
-        what = f"stopped after step {step}, and saved" if step else "stopped before the first step"
-        super().__init__(f"{signal.Signals(number).name}: {what}; --resume --out_dir {folder} goes on")
-
-
-class Alone(ValueError):
-    """What one of several processes has to say, though it is not the first: the others may not know."""
 
 
 def is_run(folder: Path) -> bool:

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from litft.args import AdapterV2Args, DataArgs, LoRAArgs, TrainArgs, impossible_numbers
-from litft.cli import fail, parse, user_errors
+from litft.args.parser import parse
+from litft.cli import fail, user_errors
 
 ROOT = Path(__file__).parent.parent
 PEERS = Path(__file__).parent / "peers"

@@ -23,7 +23,8 @@ from typing import Literal
 
 from litft.args import impossible_numbers
 from litft.args.checks import below
-from litft.cli import COMMANDS, fail, parse, user_errors
+from litft.args.parser import parse
+from litft.cli import COMMANDS, user_errors
 
 
 @dataclass
@@ -194,8 +195,7 @@ def copy_speed(device, size: int = 2**28) -> float:
 
 if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", COMMANDS["generate"].spins)
-    args = parse(SpeedArgs, sys.argv[1:])
-    if problems := args.problems():
-        fail("\n".join(problems))
-    with user_errors(), busy_processes(args.busy):
-        main(args)
+    with user_errors():
+        args = parse(SpeedArgs, sys.argv[1:])
+        with busy_processes(args.busy):
+            main(args)

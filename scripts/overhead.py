@@ -9,7 +9,8 @@ import sys
 import time
 from statistics import median
 
-from litft.cli import COMMANDS, parse, user_errors
+from litft.args.parser import parse
+from litft.cli import COMMANDS, user_errors
 
 DEFAULTS = (
     "--eval.interval 0 --eval.max_new_tokens 0 --data.val_fraction 0 --train.log_interval 1 --save.interval 10".split()

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from litft.cli import fail, parse, user_errors
+from litft.args.parser import parse
+from litft.cli import fail, user_errors
 from litft.run_dir import write_whole
 
 BENCHMARK = Path(__file__).parent / "benchmark.py"

@@ -24,7 +24,8 @@ from typing import Literal
 
 from litft.args import impossible_numbers
 from litft.args.checks import below
-from litft.cli import parse, user_errors
+from litft.args.parser import parse
+from litft.cli import user_errors
 
 ROOT = Path(__file__).parent.parent
 THINGS = "story poem letter speech recipe review report joke song riddle".split()

@@ -25,7 +25,8 @@ from litft.args import (
     LoRAFinetuneArgs,
     impossible_numbers,
 )
-from litft.cli import fail, parse, user_errors
+from litft.args.parser import parse
+from litft.cli import fail, user_errors
 
 ROOT = Path(__file__).parent.parent
 METHODS = {

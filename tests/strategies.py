@@ -78,7 +78,8 @@ def main() -> None:
     import torch
 
     import litft
-    from litft.cli import COMMANDS, parse
+    from litft.args.parser import parse
+    from litft.cli import COMMANDS
 
     torch.set_num_threads(1)
     model, data, _, strategy, *chosen = sys.argv[1:]

@@ -12,8 +12,8 @@ import litft
 from litft.args import MergeArgs
 from litft.checkpoints.weight_files import write_weights
 from litft.export.convert import merge
-from litft.export.merge import Result, model_entries
 from litft.pretrained import resolve
+from litft.save_pretrained import Result, model_entries
 
 
 @pytest.fixture

@@ -20,11 +20,11 @@ from litft.args import (
     MergeArgs,
 )
 from litft.export.convert import merge
-from litft.export.merge import Result, write_result
 from litft.methods import Adapter, AdapterV2, Full, LoRA, detach, disabled
 from litft.methods.mixins import Part, Trained
 from litft.model.mlp import grouped_product
 from litft.pretrained import base_record, resolve
+from litft.save_pretrained import Result, write_result
 
 FAMILIES = {
     "llama": "grouped",

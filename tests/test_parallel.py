@@ -20,7 +20,8 @@ from strategies import free_port, losses, torchrun_env
 
 import litft.training.schedule
 from litft.args import DataArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, TrainArgs
-from litft.args.processes import as_started, cores
+from litft.args.finetune import as_started
+from litft.args.processes import cores
 from litft.data.dataset import load_data
 from litft.distributed.devices import cgroup_limit, check_there, memory_there
 from litft.distributed.process_group import lost
@@ -131,7 +132,8 @@ def test_parts_are_equal_where_they_can_be():
 SHARE = """
 import sys, torch
 sys.path[:0] = [{tests!r}]
-from litft.cli import COMMANDS, parse
+from litft.args.parser import parse
+from litft.cli import COMMANDS
 from litft.pretrained import resolve
 from litft.training.setup import Job
 from litft.distributed.devices import make_fabric, mesh_of
@@ -190,7 +192,8 @@ def two_gigabytes(tiny, tmp_path_factory):
 
 WAITING = """
 import torch
-from litft.cli import COMMANDS, parse
+from litft.args.parser import parse
+from litft.cli import COMMANDS
 from litft.pretrained import resolve
 from litft.training.setup import Job
 from litft.training.optimizers import make_optimizer
@@ -229,7 +232,8 @@ def test_sharded_weights_that_wait_on_the_host_learn_the_same(tiny, examples, tm
 
 LOADED = """
 import sys
-from litft.cli import COMMANDS, parse
+from litft.args.parser import parse
+from litft.cli import COMMANDS
 from litft.pretrained import resolve
 from litft.training.setup import Job
 from litft.distributed.devices import make_fabric, mesh_of, peak_memory

@@ -13,9 +13,9 @@ from test_peft import peft_losses
 import litft
 from litft.args import AdapterArgs, DataArgs, LoRAArgs
 from litft.data.dataset import load_data
-from litft.export.merge import Result, write_result
 from litft.methods import Adapter, LoRA
 from litft.pretrained import resolve
+from litft.save_pretrained import Result, write_result
 
 TOKENS = draw(2, 23, seed=8)
 KIN = {

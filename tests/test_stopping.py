@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, seconds
-from litft.run_dir import Stopped
+from litft.errors import Interrupted
 from litft.signals import Signals
 from litft.training.run_state import Saver
 
@@ -59,7 +59,7 @@ def test_a_signal_saves_and_the_run_goes_on(args, name, tmp_path):
             os.kill(os.getpid(), getattr(signal, name))
 
     with pytest.raises(
-        Stopped, match=f"{name}: stopped after step 4, and saved; --resume --out_dir .*/run goes on"
+        Interrupted, match=f"{name}: stopped after step 4, and saved; --resume --out_dir .*/run goes on"
     ) as stopped:
         litft.finetune(args, callback)
     assert stopped.value.code == 128 + getattr(signal, name)
@@ -405,7 +405,7 @@ def interrupted(args, monkeypatch, step: int, where: str):
 
     with monkeypatch.context() as patch:
         patch.setattr(Validation, where, signalled)
-        with pytest.raises(Stopped) as stopped:
+        with pytest.raises(Interrupted) as stopped:
             litft.finetune(args)
     return str(stopped.value)
 

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 import litft
 from litft.checkpoints.weight_files import Checkpoint, write_weights
-from litft.export.merge import model_entries
 from litft.pretrained import resolve
+from litft.save_pretrained import model_entries
 
 
 @pytest.fixture(scope="module")

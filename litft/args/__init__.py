@@ -2,6 +2,7 @@
 
 from litft.args.checks import impossible_numbers, seconds, size
 from litft.args.finetune import (
+    FINETUNE,
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
     DataArgs,
@@ -39,6 +40,7 @@ from litft.args.tools import (
 GROUPS = ("data", "train", "eval", "save", "lora", "adapter")
 
 __all__ = [
+    "FINETUNE",
     "NUMBERS",
     "AdapterArgs",
     "AdapterFinetuneArgs",

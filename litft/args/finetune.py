@@ -1,12 +1,13 @@
 """The flags of fine-tuning: groups that all methods share, and the command of each."""
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal
 
 from litft.args.checks import below, impossible_numbers, seconds, wrong_types
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
-from litft.args.processes import as_started
+from litft.args.processes import counted, started_by
 
 Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
 
@@ -371,3 +372,21 @@ class FullFinetuneArgs(FinetuneArgs):
             reason = "full fine-tuning changes every weight by less than 4 or 8 bits can hold"
             found.append(f"--quantize {self.quantize}: {reason}; use finetune/lora.py, or leave it out")
         return found
+
+
+FINETUNE: dict[str, type[FinetuneArgs]] = {  # by the method's name
+    "lora": LoRAFinetuneArgs,
+    "adapter": AdapterFinetuneArgs,
+    "adapter_v2": AdapterV2FinetuneArgs,
+    "full": FullFinetuneArgs,
+}
+
+
+def as_started(args: FinetuneArgs) -> FinetuneArgs:
+    """The flags with the processes that there are, where torchrun or SLURM has started them; a restarted run goes on."""
+    if started_by() is None:
+        return args
+    devices, nodes = counted(*((1, 1) if args.resume else (args.devices, args.num_nodes)))  # a resumed run may change them
+    again = (os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
+    args = replace(args, devices=devices, num_nodes=nodes)
+    return replace(args, resume=True, overwrite=False) if again else args

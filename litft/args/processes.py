@@ -1,11 +1,6 @@
 """The processes that torchrun, or SLURM's srun, has started; of Fabric's own the flags know."""
 
 import os
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from litft.args.finetune import FinetuneArgs
 
 
 def started_by() -> tuple[str, int, int] | None:
@@ -80,13 +75,3 @@ def launch_id() -> str | None:
     """What all processes of a launch, and all that are started again for them, have in common; None: nothing is known."""
     name = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
     return None if name == "none" else name  # torchrun's default, which any two launches have in common
-
-
-def as_started(args: "FinetuneArgs") -> "FinetuneArgs":
-    """The flags with the processes that there are, where torchrun or SLURM has started them; a restarted run goes on."""
-    if started_by() is None:
-        return args
-    devices, nodes = counted(*((1, 1) if args.resume else (args.devices, args.num_nodes)))  # a resumed run may change them
-    again = (os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
-    args = replace(args, devices=devices, num_nodes=nodes)
-    return replace(args, resume=True, overwrite=False) if again else args

@@ -15,8 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from litft.args.tools import HUB_NAME
-from litft.data.tokenizer import FILES
 
+# what a tokenizer consists of: copied beside every model and adapter that litft writes
+TOKENIZER_FILES = (
+    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
+    "chat_template.jinja generation_config.json"
+).split()
 _ID = re.compile(rf"({HUB_NAME.pattern})(?:@((?!.*\.\.)\w[\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _BESIDE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*|README\.md", re.IGNORECASE)  # what its use is bound to
@@ -49,7 +53,7 @@ def hub_id(text: str | Path) -> HubId | None:
 
 def needed(names: list[str]) -> list[str]:
     """Of a repository's files those that litft reads, and its licence; weights last, in one format."""
-    known = {"config.json", "adapter_config.json", *FILES}
+    known = {"config.json", "adapter_config.json", *TOKENIZER_FILES}
     small = [name for name in names if name in known or _BESIDE.fullmatch(name)]
     for stem in WEIGHTS[:2]:
         kind, ending = stem.split(".")

@@ -32,7 +32,7 @@ from litft.data.encoder import Encoded, Encoder
 from litft.data.readers import Records
 from litft.data.sources import File, HubSplit
 from litft.data.token_store import NAMED, Report, Store, Writer
-from litft.run_dir import Alone
+from litft.errors import RankError
 
 SKIP = "--data.skip_bad allows a share of bad ones"
 CHUNK = 250  # records that a process tokenizes at once; where there are more than eight of these, several do
@@ -81,7 +81,7 @@ def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
             seen, since = now, time.monotonic()
         if time.monotonic() - since > timeout:
             reason = f"another process is tokenizing {label}, and has written nothing for {timeout:.0f} s (--timeout)"
-            raise Alone(f"{reason}; end it, or raise --timeout")
+            raise RankError(f"{reason}; end it, or raise --timeout")
         time.sleep(0.05)
 
 

@@ -13,12 +13,6 @@ from typing import Any
 from litft.data.chat_template import ALPACA, Message, render
 from litft.model.config import read_object
 
-# what a tokenizer consists of: copied beside every model and adapter that litft writes
-FILES = (
-    "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
-    "chat_template.jinja generation_config.json"
-).split()
-
 MANY = 64  # places of a text that are found by the lengths of its pieces: exact unless a model rewrites characters
 # a control token as chat templates write them
 CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>")

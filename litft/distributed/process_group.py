@@ -15,8 +15,8 @@ from torch import distributed, nn
 
 from litft.args import seconds
 from litft.args.processes import local_rank, started_by
+from litft.errors import RankError
 from litft.model.placement import is_sharded
-from litft.run_dir import Alone
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
@@ -34,7 +34,7 @@ def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
     except (distributed.DistStoreError, distributed.DistNetworkError) as error:
         reason = str(error).split("\n")[0][:200]
         remedy = "look at the others' messages, at their --strategy, and whether they reach MASTER_ADDR and MASTER_PORT"
-        raise Alone(f"the processes have not met within --timeout {timeout} ({reason}); {remedy}") from None
+        raise RankError(f"the processes have not met within --timeout {timeout} ({reason}); {remedy}") from None
 
 
 def _meet_anew(rank: int, processes: int, timeout: float) -> None:

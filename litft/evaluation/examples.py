@@ -6,8 +6,8 @@ from pathlib import Path
 
 from litft import run_dir
 from litft.args import DataArgs, RunEvalArgs
+from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
-from litft.cli import finetune_args
 from litft.data.dataset import Data, length_limit, load_data
 from litft.data.sources import File, HubSplit, locate
 from litft.data.token_store import Samples

@@ -10,16 +10,17 @@ from typing import Any, NamedTuple
 
 import torch
 
-from litft import cli, run_dir
+from litft import run_dir
 from litft.args import ConvertArgs, ExportArgs, GgufExportArgs, MergeArgs
+from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
 from litft.checkpoints.weight_files import Checkpoint, Entry
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
-from litft.export.merge import Result, write_result
 from litft.methods import Method, Values
 from litft.model.quantization import KINDS
 from litft.pretrained import Source, base_record, copy_files, copy_tokenizer, resolve
+from litft.save_pretrained import Result, write_result
 from litft.training import run_state
 from litft.training.setup import Job
 
@@ -151,7 +152,7 @@ def _of_checkpoint(
         raise ValueError(f"{step} does not exist; the checkpoints there are: {there}")
     if not run_dir.is_run(run):
         raise ValueError(f"{step} lies in no run of litft: there is no {run_dir.CONFIG} two folders up")
-    args = cli.finetune_args(run)
+    args = finetune_args(run)
     there = Path(args.checkpoint_dir).exists() or hub_id(args.checkpoint_dir)
     if not (there or base_dir):
         raise ValueError(

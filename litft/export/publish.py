@@ -5,8 +5,9 @@ import sys
 from io import BytesIO
 from pathlib import Path
 
-from litft import __version__, cli, run_dir
+from litft import __version__, run_dir
 from litft.args import DownloadArgs, UploadArgs
+from litft.args.parser import finetune_args
 from litft.checkpoints.hub import HubId, fetch, hub_id, library, needed, origin, told
 from litft.checkpoints.peft_format import ADAPTER_CONFIG, read_adapter_config
 from litft.export.model_card import Subject, licence_of, model_card
@@ -58,7 +59,7 @@ def _subject(source: Source, args: UploadArgs) -> Subject:
     parent = Path(args.run) if args.run else source.folder.resolve().parent
     if args.run and not run_dir.is_run(parent):
         raise ValueError(f"--run {args.run} is no run of litft; name the folder with its config.yaml")
-    trained = cli.finetune_args(parent) if run_dir.is_run(parent) else None
+    trained = finetune_args(parent) if run_dir.is_run(parent) else None
     config = read_adapter_config(source.adapter) if source.adapter else {}
     if args.base_model:
         name, _, revision = args.base_model.partition("@")

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from litft.data.tokenizer import shared
 from litft.distributed.devices import is_out_of_memory
+from litft.errors import summary
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
-from litft.training.activation_checkpointing import in_short
 
 PIECE = 512  # tokens of a prompt that go through the network at once: what it needs besides the cache is bounded
 NOT_A_NUMBER = "the model's logits are NaN; look for NaN or infinity in its weights"
@@ -172,7 +172,7 @@ class Decoder:
             except Exception as error:  # compilers raise many kinds
                 if not self.compiled or is_out_of_memory(error):
                     raise
-                warnings.warn(f"decoding runs uncompiled, since torch.compile fails: {in_short(error)}", stacklevel=2)
+                warnings.warn(f"decoding runs uncompiled, since torch.compile fails: {summary(error)}", stacklevel=2)
                 self._piece = self._token = self.model
                 return self._known(self.model(tokens, **inputs))
 

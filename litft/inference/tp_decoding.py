@@ -22,16 +22,15 @@ import torch
 from torch import Tensor, distributed
 
 from litft.args.processes import counted, local_rank, started_by
-from litft.cli import fail
 from litft.distributed.devices import is_out_of_memory, linked
 from litft.distributed.process_group import end_children, launch, lost
 from litft.distributed.tensor_parallel import Slices, check_divides
+from litft.errors import PeerLost, RankError
 from litft.inference.decoder import Decoder
 from litft.methods.mixins import disabled, parts
 from litft.model.config import Config
 from litft.model.transformer import GPT
 from litft.pretrained import Source
-from litft.run_dir import Alone
 from litft.signals import held_back
 
 MEETING = "10m"  # how long the processes wait for each other at the start, and within a pass
@@ -51,7 +50,7 @@ class Team:
             _end_with(int(os.environ[LEADER]))
         elif started_by() is None:  # torchrun and srun end whom they have started
             reason = f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r}, and no launcher has started this process"
-            raise Alone(f"{reason}; unset it")
+            raise RankError(f"{reason}; unset it")
         self.fabric = linked(accelerator, devices)
         launch(self.fabric, MEETING)
         self.rank, self.device = self.fabric.global_rank, self.fabric.device
@@ -91,7 +90,7 @@ class Team:
             if is_out_of_memory(error) or not (reason := lost(error, MEETING)):
                 raise
             end_children(self.fabric)
-            fail(f"{reason}; start again", alone=True)  # nothing can go on: no chat may take it for a wrong question
+            raise PeerLost(f"{reason}; start again") from None
         finally:
             self._inside = False
 

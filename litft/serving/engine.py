@@ -1,6 +1,7 @@
 """One thread that makes everybody's answers: those of a model together, each beginning as soon as there is a row for it."""
 
 import os
+import sys
 import threading
 import traceback
 from collections import Counter
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count, islice
 from queue import Empty, SimpleQueue
 
+from litft.errors import PeerLost
 from litft.inference.decoder import PIECE
 from litft.inference.generation import Batch, Piece, Request
 from litft.inference.sampling import Sampling
@@ -124,9 +126,10 @@ class Engine:
                 for name in list(self._batches):
                     self._go_on(name)
         except BaseException as error:
+            if isinstance(error, PeerLost):
+                print(f"error: {error}", file=sys.stderr)
+                os._exit(2)
             traceback.print_exc()
-            if isinstance(error, SystemExit):  # another process of a network that is cut has gone
-                os._exit(int(error.code or 1))
             for number in list(self._jobs):
                 self._finish(number, error)
         finally:

@@ -34,11 +34,11 @@ except ModuleNotFoundError as error:
 from litft.args import ServeArgs
 from litft.args.processes import local_rank
 from litft.distributed.devices import is_out_of_memory, memory_there
+from litft.errors import summary
 from litft.inference.decoder import BrokenModel
 from litft.inference.generation import Piece, Request
 from litft.inference.session import Opened, open_models, source_of
 from litft.serving.engine import Engine, Overloaded, Stopping
-from litft.training.activation_checkpointing import in_short
 
 PAGE = Path(__file__).parent / "page.html"
 KEY = "LITFT_API_KEY"
@@ -91,7 +91,7 @@ def _engine(args: ServeArgs, models: dict[str, Opened]) -> Engine:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise ValueError(f"there is no memory for the texts ({in_short(error)}); {remedy}") from None
+        raise ValueError(f"there is no memory for the texts ({summary(error)}); {remedy}") from None
     return engine
 
 

@@ -72,11 +72,6 @@ def run_uncompiled(model: GPT, reason: str) -> None:
         block._compiled_call_impl = None
 
 
-def in_short(error: BaseException) -> str:
-    """An error's kind and the first line of what it says: compilers say hundreds."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0][:200]}"
-
-
 @contextmanager
 def as_written() -> Iterator[None]:
     """Inside, nothing is compiled: for what runs rarely, in shapes of its own."""

@@ -21,9 +21,9 @@ from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT
 from litft.distributed.devices import machine_lines, mesh_of
 from litft.distributed.process_group import HostGroup
-from litft.export.merge import Result, write_result
 from litft.model.placement import gathered
 from litft.pretrained import base_record, copy_tokenizer
+from litft.save_pretrained import Result, write_result
 from litft.training import run_state
 from litft.training.activation_checkpointing import compile_blocks, recompute
 from litft.training.cpu_offload import offload_activations, offload_parameters

@@ -19,7 +19,8 @@ from tqdm import tqdm
 import litft
 from litft import run_dir
 from litft.args import FinetuneArgs, TrainArgs, seconds
-from litft.args.processes import as_started, launch_id
+from litft.args.finetune import as_started
+from litft.args.processes import launch_id
 from litft.checkpoints.hub import fetch, hub_id, pinned_data
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
@@ -27,11 +28,12 @@ from litft.data.sampler import MicroBatch
 from litft.data.sources import hub_data
 from litft.distributed.devices import check_there, is_out_of_memory, make_fabric, pick_accelerator
 from litft.distributed.process_group import end_children, launch, lost, synced
+from litft.errors import Interrupted, RankError, summary
 from litft.model.placement import gathered, local
 from litft.model.quantization import bitsandbytes
 from litft.pretrained import DEMO, resolve
 from litft.signals import Signals
-from litft.training.activation_checkpointing import as_written, in_short, is_compiled, run_uncompiled
+from litft.training.activation_checkpointing import as_written, is_compiled, run_uncompiled
 from litft.training.flops import Flops
 from litft.training.loggers import check_logger, finish
 from litft.training.metrics import Row
@@ -65,7 +67,7 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
     """Train as `args` say; of a dry run nothing is returned.
 
     callback: gets every row of metrics.csv when it is written, in the first process. ValueError for whatever the user can
-    mend, `run_dir.Stopped` where a signal ended the run with its state saved.
+    mend, `Interrupted` where a signal ended the run with its state saved.
     """
     args = as_started(args)
     if problems := args.problems():
@@ -191,10 +193,10 @@ class Training(Run):
             status = "success"
         except RuntimeError as error:
             if is_out_of_memory(error):
-                raise run_dir.Alone(self._too_large(str(error))) from None
+                raise RankError(self._too_large(str(error))) from None
             if self.fabric.world_size > 1 and (reason := lost(error, self.args.timeout)):
                 end_children(self.fabric)
-                raise run_dir.Alone(f"{reason}; {self.kept()}") from None
+                raise RankError(f"{reason}; {self.kept()}") from None
             raise
         except OSError as error:
             free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there" if self.folder.is_dir() else ""
@@ -246,7 +248,7 @@ class Training(Run):
     def _stop(self, optimizer: Optimizer, done: int, number: int) -> None:
         """End with the state saved."""
         self._keep(optimizer, done)
-        stopped = run_dir.Stopped(number, done, self.folder)
+        stopped = Interrupted(number, done, self.folder)
         if self.main and done:
             self.report(str(stopped))
         raise stopped
@@ -441,7 +443,7 @@ class Training(Run):
                 if not is_out_of_memory(error) and not is_compiled(self.model):
                     raise
                 if not is_out_of_memory(error):
-                    run_uncompiled(self.model, in_short(error))
+                    run_uncompiled(self.model, summary(error))
                     optimizer.zero_grad(set_to_none=True)
                     continue
                 reason = str(error)
@@ -478,7 +480,7 @@ class Training(Run):
         before = self.preview.layout
         after = before.halved(int(self.data.train.lengths.max()))
         if after is None or not self.args.train.oom_retry:
-            raise run_dir.Alone(self._too_large(reason))
+            raise RankError(self._too_large(reason))
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
         shape = self.preview.shape()

@@ -20,11 +20,11 @@ from litft.export.gguf.architecture import describe, described
 from litft.export.gguf.files import GgufFile, gguf
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import add_tokenizer, model_name, write_tokenizer
-from litft.export.merge import model_entries, write_result
 from litft.families import gguf_architectures, gguf_rules, read_config
 from litft.methods import Method
 from litft.methods.lora import LoRA
 from litft.pretrained import Source
+from litft.save_pretrained import model_entries, write_result
 
 _TYPES = gguf.GGMLQuantizationType
 _FILE_TYPES = gguf.LlamaFileType

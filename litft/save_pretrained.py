@@ -1,4 +1,4 @@
-"""What a method has learned, as a model: merged into its base, or the whole that it is; tensor by tensor."""
+"""A model as a folder, the reverse of `pretrained.py`: the base's tensors as a method has changed them, one by one."""
 
 import json
 from dataclasses import dataclass, replace
