@@ -18,7 +18,7 @@ from conftest import ENV
 
 import litft
 from litft.args import DataArgs
-from litft.data import cache, digests
+from litft.data import digests, token_cache
 from litft.data.chat_template import STYLES
 from litft.data.dataset import load_data
 from litft.data.digests import digest_of
@@ -375,7 +375,7 @@ def test_a_bad_file_is_named_with_line_or_record(tmp_path, tiny, name, content, 
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message):
         load(tmp_path / name, Tokenizer(tiny))
-    assert not list(cache.cache_folder().glob("*.partial"))
+    assert not list(token_cache.cache_folder().glob("*.partial"))
 
 
 def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
@@ -477,10 +477,10 @@ def test_what_decides_the_tokens_decides_the_entry(tmp_path, tiny, own_cache):
 def test_another_version_of_the_code_tokenizes_anew(tmp_path, tiny, own_cache, monkeypatch):
     path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
     load(path, Tokenizer(tiny))
-    monkeypatch.setattr(cache, "version", lambda name: "another")
-    cache._code.cache_clear()
+    monkeypatch.setattr(token_cache, "version", lambda name: "another")
+    token_cache._code.cache_clear()
     load(path, Tokenizer(tiny))
-    cache._code.cache_clear()
+    token_cache._code.cache_clear()
     assert len(entries(own_cache)) == 2
 
 
@@ -490,7 +490,7 @@ def test_many_records_are_tokenized_in_parallel_to_the_same_samples(shared, chec
     alone = [encoder(where, record) for where, record in records]
     chunks = iter([records[start : start + 50] for start in range(0, 600, 50)])
     with (tmp_path / "lock").open("w") as lock:
-        together = list(cache._in_parallel(chunks, encoder, 2, lock))
+        together = list(token_cache._in_parallel(chunks, encoder, 2, lock))
     assert [found.where for found in together] == [found.where for found in alone]
     for one, other in zip(alone, together, strict=True):
         assert all(map(np.array_equal, one.samples, other.samples)) and len(one.samples) == len(other.samples)

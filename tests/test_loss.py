@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from litft.model import loss as loss_module
 from litft.model.loss import IGNORED, summed_cross_entropy
-from litft.model.transformer import loss as loss_module
 
 
 def plain(hidden, head, targets, softcap=None, smoothing=0.0):
