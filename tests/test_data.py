@@ -340,7 +340,18 @@ def test_an_answer_has_one_name_whatever_the_template(tmp_path, tiny, shared):
         found.append({name: sample.answer[1].tolist() for name, sample in zip(data.names, data, strict=True)})
     one, each = found
     assert len(one) == 2 and len(each) == 4 and one.keys() <= each.keys()
-    assert {turn for _, turn, _ in one} == {3} and {turn for _, turn, _ in each} == {1, 3}
+    assert {turn for _, turn, _ in one} == {6} and {turn for _, turn, _ in each} == {2, 6}
+
+
+def test_an_example_with_a_cut_answer_has_a_name_of_its_own(tmp_path, tiny):
+    """Its loss counts tokens of that answer, of which the example without it has none."""
+    talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one"}]
+    path = write(tmp_path / "a.json", [{"messages": [*talk, talk[0], {"role": "assistant", "content": "two " * 50}]}])
+    found = set()
+    for length in (140, 200):
+        samples = load(path, Tokenizer(tiny), template="vicuna", val_fraction=0.0, max_seq_length=length).train
+        found |= {turn for _, turn, _ in samples.names}
+    assert found == {2, 3}
 
 
 def test_several_paths_with_weights(tmp_path, tiny):

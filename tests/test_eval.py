@@ -507,6 +507,8 @@ def test_a_runs_own_split_is_the_only_one(folder, tmp_path, monkeypatch, capsys)
     assert "not the same files" in refused("run_eval", *words, "--data.path", "b.jsonl", capsys=capsys)
     said = refused("run_eval", *words, "--data.seed", "1", capsys=capsys)
     assert "held out other examples (--data.seed 42)" in said and "leave it out" in said
+    said = refused("run_eval", *words, "--data.columns", "prompt=q,completion=a", capsys=capsys)
+    assert "--data.columns prompt=q,completion=a: " in said
     other = finished(folder, tmp_path, "other", path=["a.jsonl", "b.jsonl"], val_fraction=0.0)
     capsys.readouterr()
     said = refused("run_eval", *words, "--against", other, capsys=capsys)
@@ -516,7 +518,10 @@ def test_a_runs_own_split_is_the_only_one(folder, tmp_path, monkeypatch, capsys)
     assert "was trained on some of what" in refused("run_eval", "--checkpoint_dir", chained, capsys=capsys)
     assert "is the model itself" in refused("run_eval", *words, "--against", run, capsys=capsys)
     whole = finished(folder, tmp_path, "whole", path=["data"])
+    said = refused("run_eval", "--checkpoint_dir", whole, "--data.val_path", "a.jsonl", capsys=capsys)
+    assert "held out other examples (without --data.val_path)" in said
     words = ["--checkpoint_dir", whole, "--max_new_tokens", "1", "--data.path", "data/train.jsonl"]
+    words += ["--data.val_path", str(tmp_path / "data" / "val.jsonl")]  # the same file by another name
     found, _ = evaluated(tmp_path, *words)  # the folder's validation file is the held-out part
     assert all("data/val" in answer["prompt"] for answer in found["answers"]) and len(found["answers"]) == 20
 

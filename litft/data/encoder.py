@@ -60,7 +60,7 @@ class Encoded:
     form: str = ""
     samples: list[np.ndarray] = field(default_factory=list)
     units: list[int] = field(default_factory=list)  # of each sample: the hash by which it falls into a split
-    turns: list[int] = field(default_factory=list)  # of each sample: which message its last whole answer is, or -1
+    turns: list[int] = field(default_factory=list)  # of each sample: see Samples.names
     text: bool = False  # the samples are a text's spans, one behind the other
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that close its answers
@@ -120,12 +120,14 @@ class Encoder:
         self._note_controls([message["content"] for message in messages], encoded)
         cut, before = False, []
         for ids, spans in self._texts(messages, example.tools):
-            sample, whole = np.array(ids, np.uint32), -1
+            sample, whole, begun = np.array(ids, np.uint32), -1, False
             for turn, start, end in spans:
                 sample[start:end] |= LEARNED if turn in learned else np.uint32(0)
                 if end <= self.limit + 1:
                     whole = turn
                     sample[start:end] |= SAID
+                elif start <= self.limit:
+                    begun = turn in learned
             if not self.mask_prompt:  # of several texts each goes on from the one before, which is learned already
                 sample[shared(ids, before) :] |= LEARNED
             before = ids
@@ -135,7 +137,7 @@ class Encoder:
                 encoded.ends.add(ids[spans[-1][2] - 1])
             if (sample[1:] & LEARNED).any():
                 encoded.samples.append(sample)
-                encoded.turns.append(whole)
+                encoded.turns.append(2 * whole + begun)
         if cut and encoded.samples:
             encoded.notes.append(CUT)
         elif not encoded.samples and EMPTY not in encoded.notes:

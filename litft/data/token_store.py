@@ -165,7 +165,7 @@ class Places(NamedTuple):
     supervised: np.ndarray  # tokens that are learned
     digests: np.ndarray  # hash of an example's tokens; unused for a window of a text
     units: np.ndarray  # hash of its record's content; 0 for a window of a text
-    turns: np.ndarray  # index of the message that is its last whole answer, or -1
+    turns: np.ndarray  # twice the message that is its last whole answer, or -1; 1 more where a cut answer follows
 
 
 class Samples(Sequence):
@@ -218,9 +218,10 @@ class Samples(Sequence):
 
     @property
     def names(self) -> list[tuple[int, int, int]]:
-        """Of each its unit, the message that its last whole answer is, and how many came before that have both.
+        """Of each its unit, its turn (which answers it has: see `Places.turns`), and how many came before that have both.
 
-        The same whatever template and tokenizer made the sample, where the same answers are whole. The unit of text is 0.
+        The same whatever template and tokenizer made the sample, where the same answers are whole and cut. The unit of text
+        is 0.
         """
         seen: Counter[tuple[int, int]] = Counter()
         names = []

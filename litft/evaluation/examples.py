@@ -3,6 +3,7 @@
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from litft import run_dir
 from litft.args import DataArgs, RunEvalArgs
@@ -75,22 +76,33 @@ def _runs(args: RunEvalArgs, source: Source) -> dict[Path, DataArgs]:
 def _learned_from(data: DataArgs, trained: DataArgs) -> bool:
     """Whether a run has learned from some of what is scored of `data`."""
     splits = [
-        [_files(each), _digests(locate(each)[1]), *(getattr(each, name) for name in SPLITTING if name != "val_path")]
+        [_files(each), _validation(each), *(getattr(each, name) for name in SPLITTING if name != "val_path")]
         for each in (data, trained)
     ]
     if splits[0] == splits[1]:
         return False
-    return bool((_digests(locate(data)[1]) or _files(data)) & _files(trained))
+    return bool((_validation(data) or _files(data)) & _files(trained))
 
 
 def _as_trained(asked: DataArgs, trained: DataArgs, run: Path) -> DataArgs:
     """A run's own data, read as asked for; ValueError where that would hold out other examples than the run did."""
     usual = asdict(RunEvalArgs().data)
     given = {name: value for name, value in asdict(asked).items() if value != usual[name] and name != "path"}
-    if odd := [name for name in SPLITTING if name in given and given[name] != getattr(trained, name)]:
-        reason = f"{run} held out other examples (--data.{odd[0]} {getattr(trained, odd[0])})"
-        raise ValueError(f"--data.{odd[0]} {given[odd[0]]}: {reason}; leave it out")
+    for name in SPLITTING:
+        if name not in given or given[name] == getattr(trained, name):
+            continue
+        if name == "val_path" and _validation(replace(trained, val_path=given[name])) == _validation(trained):
+            continue
+        reason = f"{run} held out other examples ({_flag(name, getattr(trained, name))})"
+        raise ValueError(f"{_flag(name, given[name])}: {reason}; leave it out")
     return replace(trained, **given | {"weights": [], "new_tokens": []})
+
+
+def _flag(name: str, value: Any) -> str:
+    """A flag of the data as it is typed."""
+    if value is None:
+        return f"without --data.{name}"
+    return f"--data.{name} {','.join(value) if isinstance(value, list) else value}"
 
 
 def _run_of(folder: Path) -> Path | None:
@@ -104,6 +116,11 @@ def _files(data: DataArgs) -> set[str]:
     if not data.path:
         return set()
     return _digests(locate(data)[0])
+
+
+def _validation(data: DataArgs) -> set[str]:
+    """The validation files, by what they hold."""
+    return _digests(locate(data)[1])
 
 
 def _digests(files: list[File | HubSplit]) -> set[str]:

@@ -184,10 +184,10 @@ def restore_newest(
             progress = read_progress(folder)
             if "split" in identity and progress.get("identity", {}).get("split") != identity["split"]:
                 reason = "when which examples are held out still depended on how many there are"
-                remedy = "begin another run, with this one's adapter as --checkpoint_dir to go on from it"
+                remedy = "begin another run, with this one's newest result as --checkpoint_dir"
                 raise ValueError(f"{folder} was saved {reason}: it would now learn some that it was measured on; {remedy}")
             if changed := changes(progress, identity):
-                remedy = "resume with what the run began with, or begin another run with its adapter as --checkpoint_dir"
+                remedy = "resume with what it began with, or begin another run with its newest result as --checkpoint_dir"
                 raise ValueError(f"{folder} was saved with {'; '.join(changed)}; {remedy}")
             _restore(folder, progress, parameters, optimizer)
             return progress, damaged
