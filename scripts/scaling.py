@@ -47,7 +47,7 @@ def config(model: str) -> dict:
 def row(folder: str, model: str, method: str, base: str, strategy: str, nodes: int) -> str:
     """One line: as little recomputed as fits, of what gives the largest share of the peak."""
     from litft.args import PlanArgs
-    from litft.training.schedule import on_paper
+    from litft.training.plan_command import on_paper
 
     flags = {"checkpoint_dir": folder, "method": method, "quantize": base, "strategy": strategy, "num_nodes": nodes}
     sizes = {"devices": DEVICES, "max_seq_length": TOKENS, "budget": f"{ROOM}GiB", "chip": CHIP, "micro_batches": 2}

@@ -32,7 +32,8 @@ from litft.args import (
 )
 from litft.data.dataset import load_data
 from litft.pretrained import resolve
-from litft.training.schedule import Preview
+from litft.training.schedule import Schedule
+from litft.training.settings import choose
 from litft.training.setup import Job
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
@@ -118,22 +119,22 @@ def compared(model: str, layers: int, tokenizer: str, args: FinetuneArgs, work: 
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     job, cpu = Job(args, source), torch.device("cpu")
     data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.context)
-    preview = Preview(args, data, job.tokenizer, 1)
-    preview.settle(job, cpu)
-    shape = preview.shape()
-    learned = preview.largest.learned
-    expected = tracked(source, job.method, args.train, preview.precision, shape, preview.recomputed, supervised=learned)
+    schedule = Schedule(args, data, 1)
+    settings = choose(job, schedule, cpu)
+    shape = schedule.shape()
+    learned = schedule.largest.learned
+    expected = tracked(source, job.method, args.train, settings.precision, shape, settings.recomputed, supervised=learned)
     changes = getattr(args, job.method.name.split("_")[0], None) if not job.method.whole else None
     usual = vars(type(changes)()) if changes else {}
     details = {name: value for name, value in vars(changes or args.train).items() if usual.get(name, value) != value}
     what = [
         f"{model} {layers} layers",
         f"{job.method.title} {details}",
-        preview.precision,
+        settings.precision,
         f"{shape}{' accumulated' * shape.accumulated}",
     ]
-    what += [f"{learned:,} learned", preview.recomputed, args.train.optimizer]
-    return preview.plan.memory.peak, expected, ", ".join(what) + ", in the backward" * args.train.optimizer_in_backward
+    what += [f"{learned:,} learned", settings.recomputed, args.train.optimizer]
+    return settings.plan.memory.peak, expected, ", ".join(what) + ", in the backward" * args.train.optimizer_in_backward
 
 
 def main() -> int:

@@ -5,9 +5,12 @@ import itertools
 import pytest
 import torch
 
-from litft.model.attention import Documents, attend, attend_documents, attend_documents_backward, attend_plainly, visible
+from litft.model.attention import attend
+from litft.model.attention_cpu import attend_documents, attend_documents_backward
+from litft.model.attention_eager import attend_plainly, visible
 from litft.model.config import Config, Layer, Norm
 from litft.model.kv_cache import KVCache
+from litft.model.packed_sequences import Documents
 
 
 def tensors(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0):

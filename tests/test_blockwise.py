@@ -8,15 +8,16 @@ from torch import nn
 
 from litft.args import LoRAArgs, LoRAFinetuneArgs, TrainArgs
 from litft.data.encoder import Sample
-from litft.data.sampler import Layout
+from litft.data.packing import Layout
 from litft.methods import LoRA
 from litft.model.config import Norm
 from litft.model.mlp import ACTIVATIONS, _Gated
+from litft.model.norm import Normalize
 from litft.model.rope import rotate
-from litft.model.transformer import Normalize
 from litft.pretrained import resolve
 from litft.training import cpu_offload
-from litft.training.activation_checkpointing import as_written, compile_blocks, is_compiled, recompute, run_uncompiled
+from litft.training.activation_checkpointing import recompute
+from litft.training.compile import as_written, compile_blocks, is_compiled, run_uncompiled
 from litft.training.cpu_offload import offload_activations, offload_parameters
 from litft.training.memory_trace import Alive
 

@@ -20,7 +20,7 @@ from litft.args import (
     PlanArgs,
     TrainArgs,
 )
-from litft.training.schedule import on_paper
+from litft.training.plan_command import on_paper
 
 METHODS = {
     "lora": LoRAFinetuneArgs(),

@@ -29,15 +29,16 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # within a room, a file imports only files to its left
 ORDER = """
-args: checks sampling methods processes finetune tools parser
-model: config linear loss rope mlp kv_cache attention transformer placement quantization
+args: checks sampling methods processes finetune plan inference serving evaluation export hub parser
+model: config linear norm loss rope mlp kv_cache packed_sequences attention_eager attention_cpu attention transformer
+ placement quantization
 checkpoints: conversion weight_files peft_format hub
 methods: mixins new_tokens base full llama_adapter lora
-data: chat_template digests tokenizer formats readers encoder sources token_store token_cache sampler dataset
-distributed: devices process_group tensor_parallel device_map
+data: chat_template digests tokenizer formats readers encoder sources token_store token_cache packing sampler dataset
+distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling decoder fused_linears speculative tp_decoding generation terminal session chat generate
-training: residence flops metrics loggers html_report optimizers activation_checkpointing cpu_offload setup run_state
- validation memory_trace memory_plan communication_plan schedule remedies recorder trainer
+training: residence flops metrics loggers html_report optimizers activation_checkpointing compile cpu_offload setup run_state
+ validation memory_trace memory_plan communication_plan schedule settings dry_run plan_command remedies recorder trainer
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples run_eval
 serving: openai_api engine server
@@ -100,6 +101,15 @@ def test_nothing_is_unpickled_but_weights_and_nothing_evaluated():
         assert not re.search(banned, text.replace(".eval(", "")), path
         for call in re.findall(r"torch\.load\([^)]*\)", text):
             assert "weights_only=True" in call, path
+
+
+def test_only_commands_and_workers_end_a_process():
+    """cli.py ends commands; the others are the main functions of worker processes, and the server's."""
+    ends = {
+        str(path.relative_to(LIBRARY)) for path in FILES if re.search(r"sys\.exit\(|os\._exit\(", path.read_text("utf-8"))
+    }
+    workers = {"data/token_cache.py", "inference/tp_decoding.py", "serving/engine.py", "serving/server.py"}
+    assert ends == {"cli.py"} | workers
 
 
 def test_entry_scripts_hold_one_call():

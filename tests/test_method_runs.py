@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 import litft
 from litft.args import DataArgs, FullFinetuneArgs, TrainArgs
 from litft.data.dataset import load_data
-from litft.data.sampler import collate
+from litft.data.packing import collate
 from litft.data.tokenizer import Tokenizer
 from litft.pretrained import resolve
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import litft
 from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
 from litft.methods import AdapterV2, Full, LoRA
-from litft.model.transformer import Normalize
+from litft.model.norm import Normalize
 from litft.pretrained import resolve
 from litft.training import run_state
 from litft.training.memory_trace import Alive
@@ -448,9 +448,9 @@ def test_no_step_of_the_run_may_be_several_micro_batches(tiny, tmp_path):
 def step_of_the_longest(args):
     """In which step the longest example is."""
     plain = replace(args, train=replace(args.train, optimizer_in_backward=False))
-    preview = prepared(plain)[1]
-    number = int(preview.data.train.lengths.argmax())
-    return next(step for step in range(preview.steps) if number in preview.of_step(step))
+    schedule = prepared(plain)[1]
+    number = int(schedule.data.train.lengths.argmax())
+    return next(step for step in range(schedule.steps) if number in schedule.of_step(step))
 
 
 def test_the_largest_micro_batch_is_tried_without_gradients_that_stay(tiny, examples, tmp_path, monkeypatch):

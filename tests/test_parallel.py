@@ -18,7 +18,7 @@ from conftest import ENV, FORKS, ROOT, rows_of, script
 from safetensors.torch import load_file, save_file
 from strategies import free_port, losses, torchrun_env
 
-import litft.training.schedule
+import litft.training.settings
 from litft.args import DataArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, TrainArgs
 from litft.args.finetune import as_started
 from litft.args.processes import cores
@@ -29,8 +29,11 @@ from litft.model.placement import part, placement
 from litft.pretrained import resolve
 from litft.training import run_state
 from litft.training.communication_plan import Cluster, traffic
+from litft.training.dry_run import plan_lines
 from litft.training.memory_plan import predict
-from litft.training.schedule import Preview, on_paper
+from litft.training.plan_command import on_paper
+from litft.training.schedule import Schedule
+from litft.training.settings import choose
 from litft.training.setup import Job
 from litft.training.trainer import prepared
 
@@ -328,24 +331,24 @@ def settled(tiny, examples, monkeypatch):
 
     def settle(room, **given):
         args = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)]), devices=2, **given)
-        monkeypatch.setattr(litft.training.schedule, "memory_there", lambda device, processes: room)
+        monkeypatch.setattr(litft.training.settings, "memory_there", lambda device, processes: room)
         job = Job(args, resolve(tiny))
         data = load_data(args.data, job.tokenizer, 512, 256)
-        preview = Preview(args, data, job.tokenizer, 2)
-        preview.settle(job, torch.device("cpu"))
-        return preview, list(preview.plan_lines(job, torch.device("cpu"), 1e12))
+        schedule = Schedule(args, data, 2)
+        settings = choose(job, schedule, torch.device("cpu"))
+        return settings, list(plan_lines(job, schedule, settings, 1e12))
 
     return settle
 
 
 def test_auto_shards_what_does_not_fit(settled):
     """And says why."""
-    preview, lines = settled(2**30)
-    assert preview.strategy == "ddp" and "each device holds all of the weights (ddp, since each needs" in lines[1]
+    settings, lines = settled(2**30)
+    assert settings.strategy == "ddp" and "each device holds all of the weights (ddp, since each needs" in lines[1]
     once, _ = settled(2**30, train=TrainArgs(micro_batch_size=16))
     assert once.plan.memory.shape.accumulated and not once.shape().accumulated  # DDP's buckets are gradients
-    preview, lines = settled(preview.plan.memory.peak // 4)
-    assert preview.strategy == "fsdp" and preview.plan.memory.weights < 2**20
+    settings, lines = settled(settings.plan.memory.peak // 4)
+    assert settings.strategy == "fsdp" and settings.plan.memory.weights < 2**20
     assert re.search(r"fsdp, since each needs .* MiB with all of the weights, and has [\d.]+ [MK]iB", lines[1])
     assert settled(1, strategy="ddp")[0].strategy == "ddp"  # asked for is asked for
     with pytest.raises(

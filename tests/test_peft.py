@@ -11,7 +11,7 @@ from parity import shaken, theirs
 import litft
 from litft.args import AdapterV2Args, DataArgs, LoRAArgs
 from litft.data.dataset import load_data
-from litft.data.sampler import collate
+from litft.data.packing import collate
 from litft.inference.fused_linears import pack_weights
 from litft.methods import AdapterV2, LoRA, disabled
 from litft.pretrained import networks, resolve

@@ -14,7 +14,7 @@ from conftest import ENV, script
 from tracked import tracked
 from transformers import Qwen3MoeConfig
 
-import litft.training.schedule
+import litft.training.settings
 from litft.args import (
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -32,7 +32,8 @@ from litft.pretrained import resolve
 from litft.training.flops import CHIPS, Flops, peak_flops
 from litft.training.memory_plan import Shape, predict
 from litft.training.optimizers import OPTIMIZERS
-from litft.training.schedule import Preview
+from litft.training.schedule import Schedule
+from litft.training.settings import choose
 from litft.training.setup import Job
 
 
@@ -284,11 +285,11 @@ def test_a_run_recomputes_as_little_as_its_memory_asks_for(tiny, examples, monke
     data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.context)
     found = []
     for room in (2**40, 10 * 2**20, 4 * 2**20, 1):
-        monkeypatch.setattr(litft.training.schedule, "memory_there", lambda device, processes, room=room: room)
-        preview = Preview(args, data, job.tokenizer, 1)
-        preview.settle(job, cpu)
-        found.append((preview.layout.rows, preview.recomputed))
-        assert room == 1 or preview.plan.memory.peak <= 0.9 * room
+        monkeypatch.setattr(litft.training.settings, "memory_there", lambda device, processes, room=room: room)
+        schedule = Schedule(args, data, 1)
+        settings = choose(job, schedule, cpu)
+        found.append((schedule.layout.rows, settings.recomputed))
+        assert room == 1 or settings.plan.memory.peak <= 0.9 * room
     assert found[0] == (32, "none") and found[-1] == (1, "full")
     assert found[0][0] > found[1][0] > found[2][0]
 

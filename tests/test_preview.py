@@ -16,7 +16,8 @@ from conftest import script
 from test_data import write
 from test_train import rows_of
 
-from litft.data.sampler import Layout, Order, cells, heaviest
+from litft.data.packing import Layout, cells
+from litft.data.sampler import Order, heaviest
 
 RECORDS = [{"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 7)} for n in range(40)]
 

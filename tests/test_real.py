@@ -15,7 +15,8 @@ from conftest import script
 import litft
 from litft.args import DataArgs, TrainArgs
 from litft.data.dataset import load_data
-from litft.data.sampler import Order, collate
+from litft.data.packing import collate
+from litft.data.sampler import Order
 from litft.training.trainer import learning_rate
 from litft.training.validation import spread
 

@@ -10,9 +10,12 @@ import litft
 from litft.args import DataArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
-from litft.data.sampler import Layout, Order, collate, pack
+from litft.data.packing import Layout, collate, pack
+from litft.data.sampler import Order
 from litft.data.tokenizer import Tokenizer
-from litft.model.attention import Documents, attend, attend_plainly, visible
+from litft.model.attention import attend
+from litft.model.attention_eager import attend_plainly, visible
+from litft.model.packed_sequences import Documents
 from litft.pretrained import resolve
 
 

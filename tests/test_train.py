@@ -16,7 +16,8 @@ import litft.training.trainer
 from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
-from litft.data.sampler import Layout, Order
+from litft.data.packing import Layout
+from litft.data.sampler import Order
 from litft.methods import LoRA
 from litft.model.loss import IGNORED
 from litft.pretrained import resolve
@@ -91,7 +92,7 @@ import sys, torch
 sys.path[:0] = [{tests!r}]
 from litft.args import LoRAFinetuneArgs
 from litft.distributed.devices import make_fabric
-from litft.data.sampler import Layout
+from litft.data.packing import Layout
 from litft.training.trainer import accumulate
 from test_train import LAYOUTS, ragged, trainable
 fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
@@ -343,7 +344,7 @@ def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkey
         seen = lambda module, words, inputs: targets.append(len(inputs["kept"]))  # noqa: E731
         with self.model.register_forward_pre_hook(seen, with_kwargs=True):
             probe(self, model, optimizer)
-        assert max(self.data.train.supervised) == self.preview.largest.learned > self.data.train.supervised.min()
+        assert max(self.data.train.supervised) == self.schedule.largest.learned > self.data.train.supervised.min()
 
     monkeypatch.setattr(litft.training.trainer.Training, "_probe", watched)
     data = DataArgs(path=[str(tmp_path / "data.jsonl")], packing=False, val_fraction=0.0)

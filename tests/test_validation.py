@@ -9,7 +9,7 @@ from lightning_fabric import Fabric
 import litft
 from litft.args import DataArgs, EvalArgs
 from litft.data.dataset import load_data
-from litft.data.sampler import Layout
+from litft.data.packing import Layout
 from litft.distributed.process_group import HostGroup
 from litft.training.validation import Validation, exact_match, greedy_answers, validation_loss
 

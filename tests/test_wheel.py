@@ -39,7 +39,7 @@ def test_a_whole_path(litft):
     litft("merge_lora --checkpoint_dir out/lora/final --out_dir merged")
     litft("convert_to_hf --checkpoint_dir out/lora --merge false --out_dir adapter")
     litft("convert_hf_checkpoint --checkpoint_dir merged --out_dir clean --precision bf16")
-    assert (litft.pretrained / "merged" / "model.safetensors").is_file()
+    assert (litft.folder / "merged" / "model.safetensors").is_file()
 
 
 def test_every_file_is_in_it(litft):
@@ -54,7 +54,7 @@ def test_the_demo_of_another_method_on_two_processes(litft):
     """By the method's own recipe; Fabric starts the second process by running the same command again."""
     done = litft("finetune adapter --train.max_steps 2 --eval.exact_match false --devices 2")
     assert "adapter trains" in done.stdout and "litft chat --checkpoint_dir out/adapter/final" in done.stdout
-    assert (litft.pretrained / "out" / "adapter" / "final").is_dir()
+    assert (litft.folder / "out" / "adapter" / "final").is_dir()
 
 
 def test_help_and_mistakes(litft):

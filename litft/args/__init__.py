@@ -1,6 +1,8 @@
 """Every flag, as typed and documented fields. The text under a field is its --help; a default stands there only."""
 
 from litft.args.checks import impossible_numbers, seconds, size
+from litft.args.evaluation import RunEvalArgs
+from litft.args.export import ConvertArgs, ExportArgs, GgufConvertArgs, GgufExportArgs, MergeArgs, WriteArgs
 from litft.args.finetune import (
     FINETUNE,
     AdapterFinetuneArgs,
@@ -15,27 +17,12 @@ from litft.args.finetune import (
     SaveArgs,
     TrainArgs,
 )
+from litft.args.hub import DownloadArgs, UploadArgs
+from litft.args.inference import ChatArgs, GenerateArgs, GuessArgs, ModelArgs, OpenArgs
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
+from litft.args.plan import PlanArgs, PrepareArgs
 from litft.args.sampling import NUMBERS, Sampling
-from litft.args.tools import (
-    ChatArgs,
-    ConvertArgs,
-    DownloadArgs,
-    ExportArgs,
-    GenerateArgs,
-    GgufConvertArgs,
-    GgufExportArgs,
-    GuessArgs,
-    MergeArgs,
-    ModelArgs,
-    OpenArgs,
-    PlanArgs,
-    PrepareArgs,
-    RunEvalArgs,
-    ServeArgs,
-    UploadArgs,
-    WriteArgs,
-)
+from litft.args.serving import ServeArgs
 
 GROUPS = ("data", "train", "eval", "save", "lora", "adapter")
 

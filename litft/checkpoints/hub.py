@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from litft.args.tools import HUB_NAME
+from litft.args.hub import HUB_NAME
 
 # what a tokenizer consists of: copied beside every model and adapter that litft writes
 TOKENIZER_FILES = (

@@ -22,6 +22,7 @@ from litft.data.token_store import Report, Samples, Store
 from litft.data.tokenizer import CONTROL, Tokenizer
 
 SPLIT = "by content"  # how it is decided what is held out; a run that is resumed has to share it
+BARS = 10  # of the histogram
 
 
 @dataclass
@@ -205,3 +206,10 @@ def _check_vocabulary(report: Report, tokenizer: Tokenizer, vocab_size: int) -> 
             f"{where}: token {token!r} has the id {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
             f"{tokenizer.folder} holds the tokenizer of another model: copy the right one there"
         )
+
+
+def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
+    """How many samples have how many tokens: the least and most of each bar, and its count."""
+    edges = np.unique(np.linspace(lengths.min() - 1, lengths.max(), BARS + 1).astype(int))
+    counts, _ = np.histogram(lengths, edges + 1)
+    return [tuple(map(int, bar)) for bar in zip(edges[:-1] + 1, edges[1:], counts, strict=True)]

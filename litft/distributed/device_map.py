@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from litft.methods.mixins import mixed
-from litft.model.attention import Documents
 from litft.model.kv_cache import KVCache, LayerCache
+from litft.model.packed_sequences import Documents
 from litft.model.placement import Share, allocate
 from litft.model.quantization import Quantized
 from litft.model.rope import Angles

@@ -14,8 +14,9 @@ from torch import Tensor, distributed, nn
 from litft.methods.mixins import mixed
 from litft.model.config import Config
 from litft.model.linear import Linear
+from litft.model.norm import Normalize
 from litft.model.placement import Share, put
-from litft.model.transformer import GPT, Normalize
+from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, H heads, D head dim, V vocabulary
 

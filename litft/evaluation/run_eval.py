@@ -19,7 +19,7 @@ from tqdm import tqdm
 from litft.args import RunEvalArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
-from litft.data.sampler import Layout
+from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
 from litft.evaluation.examples import Name, chosen_data, compared, readable_by_all, same_length, scored
 from litft.inference.generation import Said

@@ -19,10 +19,11 @@ from litft.checkpoints.peft_format import (
 )
 from litft.methods.base import Base, Method, Values
 from litft.methods.mixins import Part, norm_names, train_parameters
-from litft.model.attention import Documents, attend_plainly
+from litft.model.attention_eager import attend_plainly
 from litft.model.config import Config
 from litft.model.kv_cache import LayerCache
 from litft.model.mlp import ExpertLinear, Grouping, by_expert
+from litft.model.packed_sequences import Documents
 from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, P prefix length, E experts

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model.mlp import ExpertLinear, Grouping, expert_linear
+from litft.model.norm import Normalize
 from litft.model.quantization import Quantized
-from litft.model.transformer import GPT, Normalize
+from litft.model.transformer import GPT
 
 
 @cache

@@ -18,20 +18,23 @@ from litft import run_dir
 from litft.args import seconds
 from litft.args.processes import launch_id, started_by
 from litft.checkpoints.weight_files import SHARD_BYTES
-from litft.data.dataset import SPLIT
+from litft.data.dataset import SPLIT, histogram
 from litft.distributed.devices import machine_lines, mesh_of
 from litft.distributed.process_group import HostGroup
 from litft.model.placement import gathered
 from litft.pretrained import base_record, copy_tokenizer
 from litft.save_pretrained import Result, write_result
 from litft.training import run_state
-from litft.training.activation_checkpointing import compile_blocks, recompute
+from litft.training.activation_checkpointing import recompute
+from litft.training.compile import compile_blocks
 from litft.training.cpu_offload import offload_activations, offload_parameters
+from litft.training.dry_run import data_lines, plan_lines
 from litft.training.flops import peak_flops
 from litft.training.html_report import Report, write_report
 from litft.training.loggers import make_logger, row_sink
 from litft.training.metrics import Metrics
-from litft.training.schedule import Preview, histogram
+from litft.training.schedule import Schedule
+from litft.training.settings import Settings
 from litft.training.setup import Job
 from litft.training.validation import Validation
 
@@ -39,12 +42,15 @@ from litft.training.validation import Validation
 class Run:
     """Where a run stands, and what it keeps: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
 
-    def __init__(self, fabric: Fabric, hosts: HostGroup, job: Job, preview: Preview, folder: Path) -> None:
-        self.args, self.fabric, self.hosts, self.job, self.preview = job.args, fabric, hosts, job, preview
-        args, self.data, self.precision = job.args, preview.data, preview.precision
+    def __init__(
+        self, fabric: Fabric, hosts: HostGroup, job: Job, schedule: Schedule, settings: Settings, folder: Path
+    ) -> None:
+        self.args, self.fabric, self.hosts, self.job, self.schedule = job.args, fabric, hosts, job, schedule
+        self.settings = settings
+        args, self.data, self.precision = job.args, schedule.data, settings.precision
         self.source, self.tokenizer, self.method = job.source, job.tokenizer, job.method
         self.folder, self.main = folder, fabric.global_rank == 0
-        self.mesh = mesh_of(args, preview.strategy, fabric.device)
+        self.mesh = mesh_of(args, settings.strategy, fabric.device)
         self.model, self.parameters = job.build(self.precision, fabric.device, self.mesh)
         self._arrange_blocks()
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
@@ -68,7 +74,7 @@ class Run:
         train, device = self.args.train, self.fabric.device
         if self.on_host:
             offload_parameters(self.model, device)
-        recompute(self.model, self.preview.recomputed)
+        recompute(self.model, self.settings.recomputed)
         if train.compile if train.compile is not None else device.type == "cuda" and not self.on_host:
             compile_blocks(self.model)
         if train.cpu_offload == "activations":
@@ -77,7 +83,7 @@ class Run:
     @property
     def steps(self) -> int:
         """How many there are, if no other limit comes first."""
-        return self.preview.steps
+        return self.schedule.steps
 
     def resume(self, optimizer: Optimizer) -> list[str]:
         """Continue from the newest whole checkpoint if asked to; returns what is wrong with newer ones."""
@@ -92,7 +98,7 @@ class Run:
             raise ValueError(f"{newest} is beyond the run's {self.steps} steps; raise --train.max_steps or --train.epochs")
         self.elapsed, self.logged_as = progress["elapsed"], progress.get("logger")
         self.clock -= self.elapsed
-        self.preview.go_on(self.begun, progress["samples"])
+        self.schedule.go_on(self.begun, progress["samples"])
         return [f"warning: {reason}; the checkpoint before it is taken" for reason in damaged]
 
     def open_folder(self) -> None:
@@ -132,7 +138,7 @@ class Run:
     @cached_property
     def headline(self) -> list[str]:
         """What is about to be done: the data, the plan, where it begins."""
-        lines = [*self.preview.lines(), *self.preview.plan_lines(self.job, self.fabric.device, self.peak)]
+        lines = [*data_lines(self.schedule, self.tokenizer), *plan_lines(self.job, self.schedule, self.settings, self.peak)]
         if self.source.adapter:
             lines.append("going on with this adapter: ranks, targets and tokens are its own")
             lines += filter(None, [self.source.another_quantization(self.job.quantize)])
@@ -150,7 +156,7 @@ class Run:
     def save(self, optimizer: Optimizer, done: int) -> None:
         """The state after so many steps, to resume from; every process takes part."""
         progress = {
-            "samples": self.preview.seen(done),
+            "samples": self.schedule.seen(done),
             "elapsed": self.elapsed,
             "identity": self.identity(),
             "tokenizer": self.tokenizer.choices(),

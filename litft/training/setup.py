@@ -10,10 +10,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from litft.args import FinetuneArgs
 from litft.checkpoints.peft_format import adapter_digest
 from litft.distributed.devices import DTYPES, pick_full_precision, pick_precision
+from litft.distributed.fsdp import shard
 from litft.methods import Method, Values, method_of
 from litft.methods.base import means
 from litft.methods.new_tokens import untrained
-from litft.model.placement import put, shard
+from litft.model.placement import put
 from litft.model.transformer import GPT
 from litft.pretrained import Source, fingerprint
 

@@ -24,7 +24,7 @@ from litft.args.processes import launch_id
 from litft.checkpoints.hub import fetch, hub_id, pinned_data
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
-from litft.data.sampler import MicroBatch
+from litft.data.packing import MicroBatch
 from litft.data.sources import hub_data
 from litft.distributed.devices import check_there, is_out_of_memory, make_fabric, pick_accelerator
 from litft.distributed.process_group import end_children, launch, lost, synced
@@ -33,7 +33,8 @@ from litft.model.placement import gathered, local
 from litft.model.quantization import bitsandbytes
 from litft.pretrained import DEMO, resolve
 from litft.signals import Signals
-from litft.training.activation_checkpointing import as_written, is_compiled, run_uncompiled
+from litft.training.compile import as_written, is_compiled, run_uncompiled
+from litft.training.dry_run import dry_run, duration
 from litft.training.flops import Flops
 from litft.training.loggers import check_logger, finish
 from litft.training.metrics import Row
@@ -41,7 +42,8 @@ from litft.training.optimizers import averaged, make_optimizer, set_rate, state_
 from litft.training.recorder import Run
 from litft.training.remedies import remedies
 from litft.training.residence import residence
-from litft.training.schedule import Preview, dry_run, duration
+from litft.training.schedule import Schedule
+from litft.training.settings import Settings, choose
 from litft.training.setup import Job
 
 MOST_LEFT_OUT = 10  # steps in a row that --train.skip_nan leaves out before the run ends all the same
@@ -81,25 +83,25 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
     if named:
         inputs = (args.checkpoint_dir, args.base_dir, *args.data.path, args.data.val_path, args.data.template)
         run_dir.check(named, args.resume, args.overwrite, inputs)
-    job, preview = prepared(args)
+    job, schedule, settings = prepared(args)
     if args.dry_run:
-        dry_run(job, preview)
+        dry_run(job, schedule, settings)
         return None
-    fabric = make_fabric(args, preview.strategy)
+    fabric = make_fabric(args, settings.strategy)
     hosts = launch(fabric, args.timeout)
     # the first process makes the folder; all have looked at what was there before any gets here
     chosen = str(named or run_dir.claim(job.method.title)) if fabric.global_rank == 0 else None
     folder = Path(fabric.broadcast(chosen))
     if any(hosts.most(args.resume)):
         job.args = replace(job.args, resume=True, overwrite=False)
-    hosts.agree(facts(job, preview))
-    run = Training(fabric, hosts, job, preview, folder)
+    hosts.agree(facts(job, schedule, settings))
+    run = Training(fabric, hosts, job, schedule, settings, folder)
     run.metrics.sinks += [callback] if callback else []
     run.train()
     return Outcome(folder, run.metrics.newest)
 
 
-def prepared(args: FinetuneArgs) -> tuple[Job, Preview]:
+def prepared(args: FinetuneArgs) -> tuple[Job, Schedule, Settings]:
     """What is known before the processes meet: the method, the data, the plan. No weight is read; ValueError."""
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check()
@@ -124,18 +126,17 @@ def prepared(args: FinetuneArgs) -> tuple[Job, Preview]:
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
     if job.tokenizer.tells_date:  # a resumed run goes on with its first day
         job.args = replace(args, data=replace(args.data, date=job.tokenizer.day))
-    preview = Preview(job.args, data, job.tokenizer, args.devices * args.num_nodes)
-    preview.settle(job, device)
-    return job, preview
+    schedule = Schedule(job.args, data, args.devices * args.num_nodes)
+    return job, schedule, choose(job, schedule, device)
 
 
-def facts(job: Job, preview: Preview) -> dict[str, Any]:
+def facts(job: Job, schedule: Schedule, settings: Settings) -> dict[str, Any]:
     """What all processes of a run must share."""
     groups = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(job.args).items()}
     flags = {f"--{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
     versions = {"torch": torch.__version__, "litft": litft.__version__}
-    own = {"strategy": preview.strategy, "recomputation": preview.recomputed, "rows": preview.layout.rows}
-    data = {"training data": preview.data.digest, "validation data": preview.data.held_out}
+    own = {"strategy": settings.strategy, "recomputation": settings.recomputed, "rows": schedule.layout.rows}
+    data = {"training data": schedule.data.digest, "validation data": schedule.data.held_out}
     return {**versions, **own, **data, **job.identity(), **flags}
 
 
@@ -302,14 +303,14 @@ class Training(Run):
         """One step and its row."""
         metrics = self.metrics
         metrics.start()
-        samples = [self.data.train[number] for number in self.preview.of_step(step)]
+        samples = [self.data.train[number] for number in self.schedule.of_step(step)]
         rate = learning_rate(self.args.train, step, self._projected(step))
         loss, norm = self._step(model, optimizer, samples, step, rate)
         metrics.stop()
-        seen = self.preview.seen(step + 1)
+        seen = self.schedule.seen(step + 1)
         metrics.add(
             step=step + 1,
-            epoch=seen / self.preview.order.size,
+            epoch=seen / self.schedule.order.size,
             samples=seen,
             tokens=sum(sample.tokens.numel() for sample in samples),
             flops=flops(samples),
@@ -356,7 +357,7 @@ class Training(Run):
         while True:
             try:
                 torch.manual_seed(seed)
-                batches = self.preview.layout.batches(samples, self.fabric.global_rank)
+                batches = self.schedule.layout.batches(samples, self.fabric.global_rank)
                 self.metrics.data_ready()
                 return accumulate(self.fabric, model, batches, sum(sample.supervised for sample in samples))
             except RuntimeError as error:
@@ -372,7 +373,7 @@ class Training(Run):
         self.left_out += 1
         if self.left_out >= MOST_LEFT_OUT:
             raise ValueError(f"step {step + 1}: {MOST_LEFT_OUT} steps in a row are not finite; {self._slower()}")
-        examples = ", ".join(map(str, self.preview.of_step(step)))
+        examples = ", ".join(map(str, self.schedule.of_step(step)))
         self.say(f"step {step + 1} is left out: its loss or gradient is not finite; its training examples: {examples}")
 
     def _evaluate(self, optimizer: Optimizer, step: int, final: bool = False) -> None:
@@ -383,7 +384,7 @@ class Training(Run):
         self.metrics.settle(self.fabric.device)
         with averaged(optimizer), as_written():
             if len(self.data.val) and not scored:
-                values = validation.measure(step, self.preview.layout, size, final)
+                values = validation.measure(step, self.schedule.layout, size, final)
                 if not math.isfinite(values["val_loss"]):
                     raise ValueError(self._not_finite(step, "validation loss", values["val_loss"]))
                 self.metrics.note(step, **values)
@@ -429,7 +430,7 @@ class Training(Run):
 
     def _not_finite(self, step: int, name: str, value: float, more: str = "") -> str:
         remedy = self._slower() if step else "look for NaN or infinity in its weights and config.json"
-        examples = ", ".join(map(str, self.preview.of_step(step - 1))) if step and "validation" not in name else ""
+        examples = ", ".join(map(str, self.schedule.of_step(step - 1))) if step and "validation" not in name else ""
         whose = f"; the step's training examples: {examples} (--train.skip_nan leaves such steps out)" if examples else ""
         return f"step {step}: the {name} is {value:.4g}{more}, so nothing more can be learned; {remedy}{whose}"
 
@@ -455,16 +456,16 @@ class Training(Run):
     def _probe(self, model: nn.Module, optimizer: Optimizer) -> None:
         """One micro-batch, and where a step has several another beside its gradients."""
         in_backward = self.args.train.optimizer_in_backward
-        largest = self.preview.largest
+        largest = self.schedule.largest
         rows = [[self.data.train[number] for number in row] for row in largest.rows]
-        batch = self.preview.layout.collated(rows).learning(largest.learned).to(self.fabric.device)
+        batch = self.schedule.layout.collated(rows).learning(largest.learned).to(self.fabric.device)
         held, passes = 0, 1
         if self.fabric.device.type == "cuda":
             mine = {name: local(parameter) for name, parameter in self.trained.items()}
             train = self.args.train
             place = residence(train.optimizer, train.cpu_offload, self.mesh is not None, self.fabric.device.type)
             held = state_bytes(train.optimizer, mine) if place.state and not self.begun else 0
-            passes += self.preview.shape().accumulated
+            passes += self.schedule.shape().accumulated
         state = torch.empty(held, dtype=torch.uint8, device=self.fabric.device)
         model.train()
         with (
@@ -477,21 +478,21 @@ class Training(Run):
 
     def _halve(self, reason: str) -> None:
         """Lay the steps out in micro-batches of half the size; ValueError where that is not asked for, or not possible."""
-        before = self.preview.layout
+        before = self.schedule.layout
         after = before.halved(int(self.data.train.lengths.max()))
         if after is None or not self.args.train.oom_retry:
             raise RankError(self._too_large(reason))
         if self.fabric.device.type == "cuda":
             torch.cuda.empty_cache()
-        shape = self.preview.shape()
-        self.preview.lay_out(after)
-        self.say(f"micro-batches of up to {shape} do not fit into memory; going on with {self.preview.shape()}")
+        shape = self.schedule.shape()
+        self.schedule.lay_out(after)
+        self.say(f"micro-batches of up to {shape} do not fit into memory; going on with {self.schedule.shape()}")
 
     def _too_large(self, reason: str) -> str:
-        number, tokens = self.preview.longest()
-        what = f"micro-batches of up to {self.preview.shape()} do not fit into {self.fabric.device}'s memory"
+        number, tokens = self.schedule.longest()
+        what = f"micro-batches of up to {self.schedule.shape()} do not fit into {self.fabric.device}'s memory"
         longest = f"the longest row has training example {number} with its {tokens:,} tokens"
-        less = ", or ".join(remedies(self.job, self.preview)) or "choose a smaller model"
+        less = ", or ".join(remedies(self.job, self.schedule, self.settings)) or "choose a smaller model"
         return f"{what} ({reason.split('. ')[0][:200]}); {longest}; {less}"
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from litft.args import EvalArgs
 from litft.data.dataset import Data
 from litft.data.encoder import Sample
-from litft.data.sampler import Layout, MicroBatch
+from litft.data.packing import Layout, MicroBatch
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup, in_step
 from litft.inference.decoder import Decoder

@@ -6,7 +6,7 @@ import torch
 from turns import Contender, Sample, contend
 
 import litft.data.encoder as data
-from litft.data.sampler import Layout
+from litft.data.packing import Layout
 from litft.pretrained import resolve
 from litft.training.trainer import accumulate
 

@@ -1,0 +1,38 @@
+"""Attention in its plain form: the mask, and the softmax written out."""
+
+import torch
+from torch import Tensor
+
+from litft.model.kv_cache import seen
+from litft.model.packed_sequences import Documents
+
+
+def visible(q: Tensor, k: Tensor, documents: Documents | None, window: int | None) -> Tensor:
+    """Which keys a query sees: booleans of shape (T, S), or (B, 1, T, S) where documents differ by row."""
+    rows = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[None]
+    mask = seen(rows, k.size(2), window)[0, 0]
+    if documents is not None:
+        mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])
+    return mask
+
+
+def attend_plainly(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Attention written out, softmax in fp32: for what the fused kernels lack, and the reference in the tests."""
+    groups = q.size(1) // k.size(1)
+    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    scores = (q @ k.transpose(-2, -1)).float() * (scale or q.size(-1) ** -0.5)  # (B, H, T, S)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is not None:
+        column = sinks.float()[None, :, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, column), dim=-1)
+    return scores.softmax(-1)[..., : k.size(2)].to(v.dtype) @ v

@@ -1,0 +1,198 @@
+"""What a run would do, as text: its data, samples as the model reads them, its plan.
+
+The command `prepare_data` and the `--dry_run` of every fine-tuning script.
+"""
+
+import os
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from litft.args import LoRAFinetuneArgs, PrepareArgs
+from litft.args.processes import global_rank
+from litft.data.dataset import Data, histogram, load_data, unknown_tokens
+from litft.data.encoder import Sample
+from litft.data.packing import cells
+from litft.data.token_store import Report
+from litft.data.tokenizer import Tokenizer
+from litft.distributed.devices import shards
+from litft.model.loss import IGNORED
+from litft.pretrained import resolve
+from litft.training.communication_plan import SHARE
+from litft.training.flops import peak_flops
+from litft.training.memory_plan import in_words
+from litft.training.schedule import Schedule
+from litft.training.settings import Settings
+from litft.training.setup import Job
+
+STRATEGIES = {
+    "ddp": "each device holds all of the weights",
+    "fsdp": "each device holds a part of the weights and of the optimizer's state",
+    "hsdp": "each device holds a part of the weights and of the optimizer's state, and each {size} devices all of them",
+}
+GREEN, OFF = "\033[32m", "\033[0m"
+
+
+MARKS = "⟦", "⟧"  # where there is no colour
+
+
+def dry_run(job: Job, schedule: Schedule, settings: Settings) -> None:
+    """What a run would do, said by the first process."""
+    if global_rank() != "0":
+        return
+    for line in data_report(schedule, job.tokenizer, count=3):
+        print(line)
+    print()
+    for line in plan_lines(job, schedule, settings, peak_flops(settings.device, settings.precision)):
+        print(line)
+
+
+def prepare_data(args: PrepareArgs) -> None:
+    """Tokenize the data into the cache, and show what became of it."""
+    finetuning = LoRAFinetuneArgs(checkpoint_dir=args.checkpoint_dir, base_dir=args.base_dir, data=args.data)
+    finetuning.train.global_batch_size = args.global_batch_size
+    source = resolve(args.checkpoint_dir, args.base_dir)
+    job = Job(finetuning, source)
+    data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
+    for line in data_report(Schedule(finetuning, data, 1), job.tokenizer, args.show):
+        print(line)
+
+
+def data_report(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
+    """All there is to know of the data before it is trained on."""
+    yield from data_lines(schedule, tokenizer)
+    yield from details(schedule.data)
+    yield "training examples by length:"
+    yield from histogram_lines(schedule.data.train.lengths)
+    yield from samples_lines(schedule, tokenizer, count)
+
+
+def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
+    """The data, in a line a file and a line on how they are laid out."""
+    data = schedule.data
+    for name, report in data.reports.items():
+        yield f"{name}: {file_line(report)}"
+    yield f"the chat template is {data.template}"
+    yield (
+        f"{len(data.train):,} training and {len(data.val):,} validation examples; {_count(schedule.steps, 'step')} of "
+        f"{schedule.size}, {schedule.samples / schedule.order.size:.3g} epochs of {schedule.order.size:,}, on "
+        f"{_count(schedule.layout.ranks, 'device')}"
+    )
+    yield packing_line(schedule)
+    if not len(data.val):
+        yield "nothing is held out for validation; --data.val_fraction or --data.val_path changes that"
+    if unknown := unknown_tokens(tokenizer):
+        texts = ",".join(unknown)
+        remedy = f"--data.new_tokens '{texts}' makes them tokens"
+        yield f"warning: the tokenizer does not know the template's {texts}; {remedy}"
+    if len(data.duplicates):
+        yield (
+            f"warning: {len(data.duplicates):,} training examples are in the validation part too, token for token; "
+            "validation will look better than it is"
+        )
+
+
+def packing_line(schedule: Schedule) -> str:
+    """How full the rows are, over the first 200 steps."""
+    fed, slots, rows, steps = 0, 0, 0, range(min(schedule.steps, 200))
+    for lengths in map(schedule.lengths, steps):
+        fed += int(lengths.sum())
+        for batch in schedule.layout.plan(lengths.tolist()):
+            slots, rows = slots + cells(lengths, batch), rows + len(batch)
+    room = (
+        f"packed into rows of at most {schedule.data.limit:,} tokens" if schedule.layout.room else "a row for each example"
+    )
+    return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / slots:.1%} padding"
+
+
+def file_line(report: Report) -> str:
+    """A file's counts."""
+    formats = ", ".join(f"{name} {count:,}" if len(report.formats) > 1 else name for name, count in report.formats.items())
+    parts = [
+        f"{_count(report.records, 'record')} ({formats}), {report.tokens:,} tokens, {report.supervised:,} of them learned"
+    ]
+    parts += [f"{count:,} {note}" for note, (count, _) in report.notes.items()]
+    parts += [f"{report.bad[0]:,} bad, which are left out"] if report.bad[0] else []
+    return "; ".join(parts)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
+
+
+def plan_lines(job: Job, schedule: Schedule, settings: Settings, peak: float | None) -> Iterator[str]:
+    """What the run needs, on the machine at hand."""
+    plan, device = settings.plan, settings.device
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    what = f"{job.source.folder} in {settings.precision if job.quantize == 'none' else job.quantize}"
+    yield f"{what}: {plan.title_line(job.method.title)}"
+    if settings.strategy != "single":
+        size = shards(job.args, settings.strategy)
+        yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"
+    recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
+    yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
+    yield time_line(schedule.flops(plan.flops), settings.slower, "the run", chip, peak, schedule.layout.ranks)
+    if plan.memory.peak > settings.there:
+        flag = "--train.micro_batch_size" if schedule.layout.rows > 1 else "--data.max_seq_length"
+        yield f"warning: that is more than the {in_words(settings.there)} there are; lower {flag}"
+
+
+def time_line(flops: float, slower: float, what: str, chip: str, peak: float | None, devices: int) -> str:
+    """What so many FLOPs, which take `slower` times as long, come to on so many chips that can do `peak` a second."""
+    time = "whose peak is not known"
+    if peak:
+        time = f"{duration(flops * slower / (peak * SHARE * devices))} at {SHARE:.0%} of its peak"
+    size = f"{flops / 1e12:,.0f}" if flops >= 1e13 else f"{flops / 1e12:.2g}"
+    return f"{what}: {size} TFLOPs; on {devices} x {chip}, {time}"
+
+
+def duration(seconds: float) -> str:
+    """In the unit that fits."""
+    size, unit = next((row for row in ((86400, "days"), (3600, "hours"), (60, "minutes")) if seconds >= row[0]), (1, "s"))
+    return f"{seconds / size:.2g} {unit}"
+
+
+def details(data: Data) -> Iterator[str]:
+    """Which records something happened to: the first few of each kind."""
+    for name, report in data.reports.items():
+        for note, (count, places) in report.notes.items():
+            found = ", ".join(place.removeprefix(f"{name}, ") for place in places)
+            yield f"  {note}: {found}{' ...' if count > len(places) else ''}"
+        yield from (f"  bad: {message}" for message in report.bad[1])
+        if (more := report.bad[0] - len(report.bad[1])) > 0:
+            yield f"  bad: {more:,} more"
+
+
+def histogram_lines(lengths: np.ndarray) -> Iterator[str]:
+    """The same as text."""
+    bars = histogram(lengths)
+    most = max(count for _, _, count in bars)
+    for low, high, count in bars:
+        yield f"  {low:7,} to {high:7,} tokens {'█' * round(40 * count / most):<40} {count:,}"
+
+
+def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
+    """The first samples of the run."""
+    colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
+    train = schedule.data.train
+    for number in schedule.order.indices(0, min(count, schedule.order.size)):
+        sample = train[number]
+        yield f"\n--- training example {number}: {sample.tokens.numel():,} tokens, {sample.supervised:,} learned"
+        yield shown(sample, tokenizer, colour)
+
+
+def shown(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
+    """A sample as the model reads it, with what is learned in colour, or between marks."""
+    counted = (sample.targets != IGNORED).tolist()
+    ids = [*sample.tokens.tolist(), *sample.targets[-1:].tolist() * counted[-1]]
+    learned = [False, *counted[:-1], *[True] * counted[-1]]
+    begin, end = (GREEN, OFF) if colour else MARKS
+    text, before = "", 0
+    for at in range(1, len(ids) + 1):
+        if at == len(ids) or learned[at] != learned[at - 1]:
+            whole = tokenizer.decode(ids[:at], skip_special=False)
+            text += f"{begin}{whole[before:]}{end}" if learned[at - 1] else whole[before:]
+            before = len(whole)
+    return text

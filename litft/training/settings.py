@@ -1,0 +1,98 @@
+"""What memory decides: the strategy, what is recomputed in the backward pass, the rows of a micro-batch."""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from litft.args import FinetuneArgs
+from litft.distributed.devices import memory_there, shards
+from litft.training.activation_checkpointing import RECOMPUTED
+from litft.training.memory_plan import FILLED, Fit, Plan, fastest, in_words, predict
+from litft.training.memory_trace import Shape
+from litft.training.schedule import Schedule
+from litft.training.setup import Job
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a run uses the devices, and the memory that it needs of each."""
+
+    device: torch.device
+    strategy: str  # single, ddp, fsdp or hsdp
+    reason: str  # for the strategy
+    width: int  # processes that share the weights
+    precision: str
+    recomputed: str
+    plan: Plan
+    slower: float  # factor of a step's time, for what is recomputed or waits on the host
+    there: int  # bytes of a device's memory
+
+
+def planned_shape(schedule: Schedule, strategy: str) -> Shape:
+    """The largest micro-batch as the plan counts it: DDP's buckets hold all gradients from the beginning."""
+    shape = schedule.shape()
+    return shape._replace(accumulated=shape.accumulated or strategy == "ddp")
+
+
+def choose(job: Job, schedule: Schedule, device: torch.device) -> Settings:
+    """Choose what the flags leave open, from the memory there is; lays out the schedule with the rows that were chosen.
+
+    ValueError for flags that the chosen strategy cannot do.
+    """
+    args, reason, there = job.args, "as asked for", memory_there(device, job.args.devices)
+    for strategy in _strategies(args, schedule.layout.ranks):
+        width = shards(args, strategy)
+        precision = job.precision(device, width)
+        found, smallest = _fastest(job, schedule, device, strategy, precision, width, int(FILLED * there))
+        if args.strategy == "auto" and strategy == "ddp":
+            needed = in_words(smallest.plan.memory.peak)
+            reason = f"since each needs {needed} with all of the weights, and has {in_words(there)}"
+        if found:
+            break
+    chosen = found or smallest
+    if chosen.rows != schedule.layout.rows:
+        schedule.lay_out(replace(schedule.layout, rows=chosen.rows))
+    _check(args, schedule, strategy, reason)
+    return Settings(device, strategy, reason, width, precision, chosen.recomputed, chosen.plan, chosen.slower, there)
+
+
+def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -> None:
+    """ValueError for flags that do not go with the strategy, or with several micro-batches a step."""
+    if clashes := args.clashes(strategy):
+        raise ValueError("\n".join(clashes) + (f" ({strategy}: {reason})" if args.strategy == "auto" else ""))
+    if args.train.optimizer_in_backward and (step := schedule.first_of_several()) is not None:
+        reason = f"the {args.train.global_batch_size} examples of step {step + 1} are several micro-batches"
+        remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
+        raise ValueError(f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}")
+
+
+def _strategies(args: FinetuneArgs, ranks: int) -> list[str]:
+    """Those to choose from, the fastest first."""
+    if args.strategy != "auto":
+        return [args.strategy]
+    if ranks == 1:
+        return ["single"]
+    return ["fsdp"] if args.train.cpu_offload == "parameters" else ["ddp", "fsdp"]
+
+
+def _fastest(
+    job: Job, schedule: Schedule, device: torch.device, strategy: str, precision: str, width: int, room: int
+) -> tuple[Fit | None, Fit]:
+    """Of the settings that the flags leave open, the fastest that fit into `room` bytes, and the smallest."""
+    train, first = job.args.train, schedule.layout
+    rows, kinds = [first.rows], [train.activation_checkpointing]
+    if train.micro_batch_size == "auto":
+        steps = (first.plan(schedule.lengths(step).tolist()) for step in range(min(schedule.steps, 16)))
+        most = max(sum(len(batch) for batch in step) for step in steps)
+        rows = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < 2 * most]
+    if train.activation_checkpointing == "auto":
+        kinds = list(RECOMPUTED)
+
+    def planned(count: int, kind: str, quantize: str, offload: str) -> Plan:
+        if count != schedule.layout.rows:
+            schedule.lay_out(replace(first, rows=count))
+        shape, in_backward = planned_shape(schedule, strategy), train.optimizer_in_backward
+        fixed = (train.optimizer, kind, device.type, in_backward, offload, width)
+        return predict(job.source, job.method, precision, quantize, shape, *fixed)
+
+    return fastest(planned, rows, kinds, [(job.quantize, train.cpu_offload)], room)
