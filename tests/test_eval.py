@@ -509,6 +509,11 @@ def test_a_runs_own_split_is_the_only_one(folder, tmp_path, monkeypatch, capsys)
     assert "held out other examples (--data.seed 42)" in said and "leave it out" in said
     said = refused("run_eval", *words, "--data.columns", "prompt=q,completion=a", capsys=capsys)
     assert "--data.columns prompt=q,completion=a: " in said
+    lines = (tmp_path / "a.jsonl").read_text().splitlines()
+    (tmp_path / "mixed.jsonl").write_text("\n".join([*lines, json.dumps({"prompt": "New?", "completion": "Lily"})]) + "\n")
+    warned = evaluated(tmp_path, *words, "--data.path", "mixed.jsonl")[1].stderr
+    count = int(re.search(r"trained on (\d+) of the 21 scored examples", warned)[1])
+    assert 10 <= count < 20  # those that were held out are none of them
     other = finished(folder, tmp_path, "other", path=["a.jsonl", "b.jsonl"], val_fraction=0.0)
     capsys.readouterr()
     said = refused("run_eval", *words, "--against", other, capsys=capsys)
@@ -518,6 +523,7 @@ def test_a_runs_own_split_is_the_only_one(folder, tmp_path, monkeypatch, capsys)
     assert "was trained on some of what" in refused("run_eval", "--checkpoint_dir", chained, capsys=capsys)
     assert "is the model itself" in refused("run_eval", *words, "--against", run, capsys=capsys)
     whole = finished(folder, tmp_path, "whole", path=["data"])
+    capsys.readouterr()
     said = refused("run_eval", "--checkpoint_dir", whole, "--data.val_path", "a.jsonl", capsys=capsys)
     assert "held out other examples (without --data.val_path)" in said
     words = ["--checkpoint_dir", whole, "--max_new_tokens", "1", "--data.path", "data/train.jsonl"]

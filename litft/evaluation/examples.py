@@ -187,6 +187,17 @@ def readable_by_all(args: RunEvalArgs, sources: list[Source]) -> set[Name]:
     return shared
 
 
+def warn_of_trained(args: RunEvalArgs, source: Source, names: set[Name]) -> None:
+    """Print how many of the scored examples a run was trained on, as records of another file."""
+    units = {unit for unit, _, _ in names}
+    for run, trained in _runs(args, source).items():
+        data = replace(trained, weights=[], new_tokens=[])
+        learned = load_data(data, _tokenizer(source), ANY, source.config.context).train.names
+        if both := units & {unit for unit, _, _ in learned}:
+            count = f"{len(both):,} of the {len(units):,} scored examples"
+            print(f"warning: {run} was trained on {count}, which its training data has too", file=sys.stderr)
+
+
 def _adds_tokens(args: RunEvalArgs, source: Source) -> bool:
     """Whether an adapter has tokens that its base knows nothing of: that reads with its own tokenizer."""
     adapter = source.read_adapter()

@@ -21,7 +21,7 @@ from litft.data.dataset import load_data
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
-from litft.evaluation.examples import Name, chosen_data, compared, readable_by_all, same_length, scored
+from litft.evaluation.examples import Name, chosen_data, compared, readable_by_all, same_length, scored, warn_of_trained
 from litft.inference.generation import Said
 from litft.inference.session import Opened, open_model, source_of
 from litft.run_dir import write_whole
@@ -64,6 +64,7 @@ def run_eval(args: RunEvalArgs) -> None:
     if args.data.path:
         args = replace(args, data=same_length(args.data, sources))
         readable = readable_by_all(args, sources)
+        warn_of_trained(args, source, readable)
     subjects, shown = [], {}
     for subject, opened, answering in _subjects(args, apart=len(sources) > 1):
         with answering:
