@@ -25,12 +25,14 @@ from litft.args.processes import cores
 from litft.data.dataset import load_data
 from litft.distributed.devices import cgroup_limit, check_there, memory_there
 from litft.distributed.process_group import lost
+from litft.methods import method_of
 from litft.model.placement import part, placement
 from litft.pretrained import resolve
 from litft.training import run_state
 from litft.training.communication_plan import Cluster, traffic
 from litft.training.dry_run import plan_lines
 from litft.training.memory_plan import predict
+from litft.training.memory_trace import Shape
 from litft.training.plan_command import on_paper
 from litft.training.schedule import Schedule
 from litft.training.settings import choose
@@ -336,18 +338,18 @@ def settled(tiny, examples, monkeypatch):
         data = load_data(args.data, job.tokenizer, 512, 256)
         schedule = Schedule(args, data, 2)
         settings = choose(job, schedule, torch.device("cpu"))
-        return settings, list(plan_lines(job, schedule, settings, 1e12))
+        return settings, list(plan_lines(job, schedule, settings, 1e12)), schedule
 
     return settle
 
 
 def test_auto_shards_what_does_not_fit(settled):
     """And says why."""
-    settings, lines = settled(2**30)
+    settings, lines, _ = settled(2**30)
     assert settings.strategy == "ddp" and "each device holds all of the weights (ddp, since each needs" in lines[1]
-    once, _ = settled(2**30, train=TrainArgs(micro_batch_size=16))
-    assert once.plan.memory.shape.accumulated and not once.shape().accumulated  # DDP's buckets are gradients
-    settings, lines = settled(settings.plan.memory.peak // 4)
+    once, _, schedule = settled(2**30, train=TrainArgs(micro_batch_size=16))
+    assert once.plan.memory.shape.accumulated and not schedule.shape().accumulated  # DDP's buckets are gradients
+    settings, lines, _ = settled(settings.plan.memory.peak // 4)
     assert settings.strategy == "fsdp" and settings.plan.memory.weights < 2**20
     assert re.search(r"fsdp, since each needs .* MiB with all of the weights, and has [\d.]+ [MK]iB", lines[1])
     assert settled(1, strategy="ddp")[0].strategy == "ddp"  # asked for is asked for
@@ -537,10 +539,10 @@ def test_a_sharded_plans_weights_are_what_is_held(tiny):
     """Those of each of two devices; gathered at once are the network's own, and two units besides."""
     source = resolve(tiny)
     args = FullFinetuneArgs(checkpoint_dir=str(tiny))
-    job_method = litft.training.schedule.method_of(args)
-    job_method.choose(source.meta_model(), source.adapter_rules)
-    shape = litft.training.schedule.Shape(2, 64)
-    one, two = (predict(source, job_method, "fp32", "none", shape, shards=n) for n in (1, 2))
+    method = method_of(args)
+    method.choose(source.meta_model(), source.adapter_rules)
+    shape = Shape(2, 64)
+    one, two = (predict(source, method, "fp32", "none", shape, shards=n) for n in (1, 2))
     model = source.meta_model()
     every, buffers = sum(p.nbytes for p in model.parameters()), sum(b.nbytes for b in model.buffers())
     block, embedding = sum(p.nbytes for p in model.blocks[0].parameters()), model.embed.weight.nbytes
@@ -555,8 +557,8 @@ def test_a_sharded_plans_weights_are_what_is_held(tiny):
 def test_traffic_is_what_rings_move(tiny):
     """Against sums over the devices of a ring, written out."""
     source = resolve(tiny)
-    method = litft.training.schedule.method_of(FullFinetuneArgs(checkpoint_dir=str(tiny)))
-    plan = predict(source, method, "fp32", "none", litft.training.schedule.Shape(1, 64), shards=4)
+    method = method_of(FullFinetuneArgs(checkpoint_dir=str(tiny)))
+    plan = predict(source, method, "fp32", "none", Shape(1, 64), shards=4)
     whole, gradients = plan.gathered, 4 * plan.trained
     fsdp = traffic(plan, Cluster(4, 1, 4, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
     assert fsdp.near == pytest.approx(3 * sum(2 * whole / 4 + gradients / 4 for _ in range(3))) and fsdp.far == 0

@@ -295,7 +295,7 @@ def test_learned_positions_are_not_overrun(make_model, shared, examples, tmp_pat
 def test_resume_with_other_factors_is_refused(uninterrupted, tmp_path):
     whole, _, _ = uninterrupted
     done = script("finetune/lora.py", "--out_dir", whole, "--resume", "--lora.r", "5", cwd=tmp_path, code=2)
-    assert "was saved with lora.r 8, now 5; resume with what the run began with" in done.stderr
+    assert "was saved with lora.r 8, now 5; resume with what it began with" in done.stderr
     assert not (tmp_path / "out").exists() and "r: 8" in (whole / "config.yaml").read_text()
 
 
