@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from litft import run_dir
-from litft.checkpoints.conversion import Move, Rule, importing, upright
+from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, untransposed
 from litft.checkpoints.hub import TOKENIZER_FILES, HubId, fetch, hub_id, origin
 from litft.checkpoints.peft_format import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
@@ -25,7 +25,7 @@ from litft.distributed.devices import DTYPES
 from litft.families import family, peft_rules, read_config, text_config
 from litft.methods import Method, read_method
 from litft.model.config import Config, read_object
-from litft.model.placement import WHOLE, Share
+from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.quantization import KINDS, quantize_modules
 from litft.model.transformer import GPT, built_in
 
@@ -33,7 +33,7 @@ DEMO = Path(__file__).parent / "demo"
 
 
 @dataclass(frozen=True)
-class Source:
+class PretrainedFolder:
     """What a folder holds, known before any weight is read."""
 
     folder: Path  # the model's or the adapter's: where the tokenizer lies
@@ -56,7 +56,7 @@ class Source:
     @property
     def stored_rules(self) -> list[Rule]:
         """How this very folder's weights are named."""
-        return upright(self.rules) if self.checkpoint.is_quantized else self.rules
+        return untransposed(self.rules) if self.checkpoint.is_quantized else self.rules
 
     @property
     def adapter_rules(self) -> list[Rule]:
@@ -89,20 +89,20 @@ class Source:
     def dtype(self, precision: str | None) -> torch.dtype:
         """The dtype asked for; None: the folder's own."""
         if precision is None:
-            embedding = next((move.sources[0] for move in self.moves if move.targets == ("embed.weight",)), None)
+            embedding = next((mapping.sources[0] for mapping in self.mappings if mapping.targets == ("embed.weight",)), None)
             return self.checkpoint.meta(embedding or self.checkpoint.names[0]).dtype
         if precision not in DTYPES:
             raise ValueError(f"precision {precision!r} is not known; use {', '.join(DTYPES)}")
         return DTYPES[precision]
 
-    def meta_model(self, dtype: torch.dtype = torch.float32, share: Share = WHOLE) -> GPT:
+    def meta_model(self, dtype: torch.dtype = torch.float32, placement: WeightPlacement = UNSHARDED) -> GPT:
         """The network without memory for its weights."""
         with torch.device("meta"), built_in(dtype):
-            return share.network(self.config)
+            return placement.network(self.config)
 
     def check_length(self, flag: str, tokens: int | None) -> None:
         """ValueError where the model has no positions for so many tokens."""
-        context = self.config.context
+        context = self.config.max_positions
         if self.config.learned_positions and tokens and tokens > context:
             raise ValueError(f"{flag} {tokens}: this model has learned {context} positions and no more; lower it")
 
@@ -111,19 +111,19 @@ class Source:
         _ = self.checked_moves
 
     @cached_property
-    def checked_moves(self) -> list[Move]:
+    def checked_moves(self) -> list[TensorMapping]:
         """`moves`, once it is known that they fill the network."""
         return check_weights(self.meta_model(), self.checkpoint, self.stored_rules)
 
     @cached_property
-    def moves(self) -> list[Move]:
+    def mappings(self) -> list[TensorMapping]:
         """How the weight files' tensors become ours."""
-        return importing(self.stored_rules, self.checkpoint.names)[0]
+        return mappings_from_hf(self.stored_rules, self.checkpoint.names)[0]
 
     def tensor(self, name: str) -> torch.Tensor:
         """The base's tensor of one of our names, in the file's own dtype."""
-        move = next(move for move in self.moves if name in move.targets)
-        return move.convert([self.checkpoint.read(source) for source in move.sources])[move.targets.index(name)]
+        mapping = next(mapping for mapping in self.mappings if name in mapping.targets)
+        return mapping.convert([self.checkpoint.read(source) for source in mapping.sources])[mapping.targets.index(name)]
 
     def quantization(self, asked: str | None = None) -> str | None:
         """The kind that the folder's Linears are kept in: as asked for, or as it was saved; ValueError for both at odds."""
@@ -143,39 +143,47 @@ class Source:
         device: torch.device | str = "cpu",
         quantize: str | None = None,
         plain: Collection[str] = (),
-        share: Share = WHOLE,
+        placement: WeightPlacement = UNSHARDED,
     ) -> GPT:
         """The base network with its weights, frozen."""
-        model = self.unfilled(precision, quantize, plain, share).requires_grad_(False)
-        self.fill(model, precision, device, share)
+        model = self.unfilled(precision, quantize, plain, placement).requires_grad_(False)
+        self.fill(model, precision, device, placement)
         return model.eval()
 
     def unfilled(
-        self, precision: str | None, quantize: str | None = None, plain: Collection[str] = (), share: Share = WHOLE
+        self,
+        precision: str | None,
+        quantize: str | None = None,
+        plain: Collection[str] = (),
+        placement: WeightPlacement = UNSHARDED,
     ) -> GPT:
         """The base network on the meta device, in its dtype, Linears quantized but for those in `plain`."""
         self.check()
-        model = self.meta_model(self.dtype(precision), share)
+        model = self.meta_model(self.dtype(precision), placement)
         if kind := self.quantization(quantize):
             quantize_modules(model, list(packed_modules(model, self.checkpoint, self.checked_moves, plain)), kind)
         return model
 
-    def fill(self, model: GPT, precision: str | None, device: torch.device | str, share: Share = WHOLE) -> None:
+    def fill(
+        self, model: GPT, precision: str | None, device: torch.device | str, placement: WeightPlacement = UNSHARDED
+    ) -> None:
         """Give `unfilled`, with a method on it and sharded maybe, its memory on `device`, and the weights from disk."""
-        share.allocate(model, device)
-        load_weights(model, self.checkpoint, self.checked_moves, self.dtype(precision), share)
+        placement.allocate(model, device)
+        load_weights(model, self.checkpoint, self.checked_moves, self.dtype(precision), placement)
         model.rotaries.to_empty(device=device)  # their tables are computed, not read
 
-    def model(self, precision: str | None, device: torch.device | str, quantize: str | None, share: Share = WHOLE) -> GPT:
+    def model(
+        self, precision: str | None, device: torch.device | str, quantize: str | None, placement: WeightPlacement = UNSHARDED
+    ) -> GPT:
         """The network to use, or a share of it: the base's, with the adapter on it where this folder is one."""
-        return networks([self], precision, device, quantize, share)[0]
+        return load_models([self], precision, device, quantize, placement)[0]
 
     def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
         """The method of this folder, where it is an adapter, and what it has learned."""
         return read_method(self.adapter, self) if self.adapter else None
 
 
-def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
+def resolve(folder: str | Path, base_dir: str | Path | None = None) -> PretrainedFolder:
     """Find out what a folder is, or a model of the hub; ValueError with a remedy where it is nothing that can be opened."""
     folder = _located(folder)
     if not folder.is_dir():
@@ -187,7 +195,7 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Source:
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
     base = _base_of(folder, base_dir) if adapter else folder
     hf = text_config(_read_config_json(base))
-    source = Source(folder, base, adapter, hf, read_config(hf))
+    source = PretrainedFolder(folder, base, adapter, hf, read_config(hf))
     if (kind := (hf.get("quantization_config") or {}).get("quant_method")) not in (None, "mxfp4", "bitsandbytes"):
         reason = f"its weights are quantized ({kind}), and litft reads plain ones, MXFP4 and bitsandbytes'"
         raise ValueError(f"{base}: {reason}; get the unquantized folder")
@@ -205,33 +213,33 @@ def _located(folder: str | Path) -> Path:
     return Path(folder)
 
 
-def networks(
-    sources: Sequence[Source],
+def load_models(
+    sources: Sequence[PretrainedFolder],
     precision: str | None,
     device: torch.device | str,
     quantize: str | None,
-    share: Share = WHOLE,
+    placement: WeightPlacement = UNSHARDED,
 ) -> list[GPT]:
     """The network of each folder; all have one base, and its tensors are there once. None of them may be trained.
 
     ValueError where one of several trains whole modules of a base that is to be quantized: the others have them quantized.
     """
     adapters = [source.read_adapter() for source in sources]
-    plain = {name for adapter in adapters if adapter for name in adapter[0].plain()}
+    plain = {name for adapter in adapters if adapter for name in adapter[0].unquantized_modules()}
     if plain and len(sources) > 1 and (kind := sources[0].quantization(quantize)):
         reason = f"{len(plain)} whole modules ({min(plain)}) are trained by one of the adapters, and {kind} for the others"
         raise ValueError(f"{reason}; open that adapter alone, or all of them unquantized")
-    base = sources[0].base_model(precision, device, quantize, plain, share)
-    models = [*(twin(base) for _ in adapters[1:]), base]
+    base = sources[0].base_model(precision, device, quantize, plain, placement)
+    models = [*(share_weights(base) for _ in adapters[1:]), base]
     for model, adapter in zip(models, adapters, strict=True):
         if adapter:
             method, values = adapter
-            method.load(model, values, share)
-        share.connect(model.eval())
+            method.load(model, values, placement)
+        placement.connect(model.eval())
     return models
 
 
-def twin(model: GPT) -> GPT:
+def share_weights(model: GPT) -> GPT:
     """A network of the same tensors: what a method changes of its modules it changes there alone."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
@@ -293,7 +301,7 @@ def _base_of(adapter: Path, base_dir: str | Path | None) -> Path:
         raise ValueError(f"{reason} ({error})") from None
 
 
-def _check_fingerprint(source: Source) -> None:
+def _check_fingerprint(source: PretrainedFolder) -> None:
     recorded = source.record.get("base_fingerprint")
     if recorded and recorded != (found := fingerprint(source.checkpoint)):
         raise ValueError(
@@ -312,7 +320,7 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     return digest.hexdigest()
 
 
-def base_record(source: Source, folder: Path) -> dict[str, Any]:
+def base_record(source: PretrainedFolder, folder: Path) -> dict[str, Any]:
     """What an adapter written to `folder` says about its base: PEFT's field, and litft's own to find it again."""
     base = os.path.realpath(source.base)
     own = {"base_path": os.path.relpath(base, os.path.realpath(folder)), "base_fingerprint": fingerprint(source.checkpoint)}

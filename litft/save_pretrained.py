@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from litft.checkpoints.conversion import Move, Rule, exporting
-from litft.checkpoints.weight_files import Entry, check_weights, write_weights
+from litft.checkpoints.conversion import Rule, TensorMapping, mappings_to_hf
+from litft.checkpoints.weight_files import LazyTensor, check_weights, write_weights
 from litft.families import family
 from litft.methods import Method, Values
 from litft.model.config import Config
-from litft.model.placement import gathered
-from litft.model.quantization import is_quantizable, rounded
+from litft.model.placement import full_tensor
+from litft.model.quantization import is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
-from litft.pretrained import Source
+from litft.pretrained import PretrainedFolder
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,17 @@ class Result:
     def tensor(self, name: str, weight: Tensor, base: GPT) -> Tensor:
         """The base's tensor `name` as the method has changed it."""
         if self.quantize and is_quantizable(name, base):
-            weight = rounded(weight, self.quantize, self.dtype)
+            weight = quantize_dequantize(weight, self.quantize, self.dtype)
         return self.method.merged(name, weight, self.values)
 
 
 def model_entries(
-    source: Source, dtype: torch.dtype, result: Result | None = None, rules: list[Rule] | None = None
-) -> list[Entry]:
+    source: PretrainedFolder, dtype: torch.dtype, result: Result | None = None, rules: list[Rule] | None = None
+) -> list[LazyTensor]:
     """Every tensor of the base, as a method has changed it, under the names of `rules`, which default to the family's."""
     base = source.meta_model()
-    moves = check_weights(base, source.checkpoint, source.stored_rules)
-    home = {name: (move, index) for move in moves for index, name in enumerate(move.targets)}
+    mappings = check_weights(base, source.checkpoint, source.stored_rules)
+    home = {name: (mapping, index) for mapping in mappings for index, name in enumerate(mapping.targets)}
     if result:
         result.method.check_merge(list(home), result.values)
     config = result.config(source.config) if result else source.config
@@ -59,31 +59,33 @@ def model_entries(
         model = GPT(config)
 
     @lru_cache(maxsize=1)  # the parts of a fused tensor are asked for one after the other
-    def read(move: Move) -> list[Tensor]:
-        return move.convert([source.checkpoint.read(name) for name in move.sources])
+    def read(mapping: TensorMapping) -> list[Tensor]:
+        return mapping.convert([source.checkpoint.read(name) for name in mapping.sources])
 
     def ours(name: str) -> Tensor:
-        if result and result.method.whole and not result.keeps(name, base):
-            return gathered(result.values[name]).to(dtype)
-        move, index = home[name if name in home else "embed.weight"]  # a head that is no longer tied
-        tensor = read(move)[index]
+        if result and result.method.saves_full_model and not result.keeps(name, base):
+            return full_tensor(result.values[name]).to(dtype)
+        mapping, index = home[name if name in home else "embed.weight"]  # a head that is no longer tied
+        tensor = read(mapping)[index]
         return (tensor if result is None else result.tensor(name, tensor, base)).to(dtype)
 
     @lru_cache(maxsize=1)  # and so are the experts of a stack
-    def written(move: Move) -> list[Tensor]:
-        return move.convert([ours(name) for name in move.sources])
+    def written(mapping: TensorMapping) -> list[Tensor]:
+        return mapping.convert([ours(name) for name in mapping.sources])
 
-    def entry(move: Move, index: int, name: str) -> Entry:
-        like = move.convert([model.get_parameter(our).detach().to(dtype) for our in move.sources])[index]
-        return Entry(name, like, lambda: written(move)[index])
+    def entry(mapping: TensorMapping, index: int, name: str) -> LazyTensor:
+        like = mapping.convert([model.get_parameter(our).detach().to(dtype) for our in mapping.sources])[index]
+        return LazyTensor(name, like, lambda: written(mapping)[index])
 
-    exports = exporting(rules or family(config.model_type).rules(config), [name for name, _ in model.named_parameters()])
-    return [entry(move, index, name) for move in exports for index, name in enumerate(move.targets)]
+    exports = mappings_to_hf(
+        rules or family(config.model_type).rules(config), [name for name, _ in model.named_parameters()]
+    )
+    return [entry(mapping, index, name) for mapping in exports for index, name in enumerate(mapping.targets)]
 
 
 def write_result(
-    folder: Path | None, source: Source, dtype: torch.dtype, result: Result | None, shard_gb: float
-) -> list[Entry]:
+    folder: Path | None, source: PretrainedFolder, dtype: torch.dtype, result: Result | None, shard_gb: float
+) -> list[LazyTensor]:
     """A model's weights and config.json: the base's, or what a method has made of it; returns what was written.
 
     folder: None in a process that only takes part in gathering what is sharded, in the writer's order.

@@ -126,7 +126,7 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
 
     source = resolve(args.checkpoint_dir)
     has_weights = any(Path(args.checkpoint_dir).glob("*.safetensors*"))
-    limit = length_limit(args.data.max_seq_length, source.config.context)
+    limit = length_limit(args.data.max_seq_length, source.config.max_positions)
     if args.data.path:
         samples = real_samples(args, source)
     else:
@@ -162,7 +162,7 @@ def real_samples(args: BenchmarkArgs, source: Any) -> list[tuple[list[int], list
 
     if (tokenizer := source.tokenizer()) is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
-    train = load_data(args.data, tokenizer, source.config.vocab_size, source.config.context).train
+    train = load_data(args.data, tokenizer, source.config.vocab_size, source.config.max_positions).train
     return [(sample.tokens.tolist(), sample.targets.tolist()) for sample in (train[n] for n in range(len(train)))]
 
 
@@ -224,7 +224,7 @@ def unpacked(commit: str, folder: Path) -> Path:
 
 def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
     """Let the contenders take turns, the first to go changing every round; what each step showed, by contender."""
-    from litft.data.sampler import Order
+    from litft.data.sampler import Sampler
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -235,7 +235,7 @@ def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
             path.write_text(json.dumps(own))
             sides[name] = stack.enter_context(Side(script, python, path, env))
         found: dict[str, Rows] = {name: [] for name in sides}
-        order = Order([len(json.loads((folder / "samples.json").read_text()))], seed=42)
+        order = Sampler([len(json.loads((folder / "samples.json").read_text()))], seed=42)
         names, size = list(sides), args.train.global_batch_size
         for step in range(args.warmup + args.steps):
             for turn in range(len(names)):

@@ -47,7 +47,7 @@ class SpeedArgs:
     """The length of the prompt, random tokens."""
     new_tokens: int = 128
     """How many tokens each answer has."""
-    rounds: int = 5
+    speculative_rounds: int = 5
     """How often each takes its turn, after one that is not counted."""
     busy: int = 0
     """Measure beside so many other processes that each use a core all the time."""
@@ -64,7 +64,7 @@ def main(args: SpeedArgs) -> None:
     import torch
 
     from litft.distributed.devices import DTYPES, limit_threads, pick_accelerator
-    from litft.inference.fused_linears import join
+    from litft.inference.fused_linears import fuse_linears
     from litft.model.placement import allocate
     from litft.pretrained import resolve
 
@@ -79,7 +79,7 @@ def main(args: SpeedArgs) -> None:
         model.rotaries.to_empty(device=device)
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
-    join(model, pack=not args.compile)
+    fuse_linears(model, pack=not args.compile)
     limit_threads(model, args.rows)  # as the commands do, and for all contenders
     prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), generator=torch.Generator().manual_seed(0))
     contenders = {"litft": ours(model, prompt, args)}
@@ -87,7 +87,7 @@ def main(args: SpeedArgs) -> None:
         contenders |= theirs(args, has_weights, device, prompt)
     found: dict[str, list[float]] = {name: [] for name in contenders}
     tokens: dict[str, list[int]] = {}
-    for _ in range(args.rounds + 1):
+    for _ in range(args.speculative_rounds + 1):
         for name, answer in contenders.items():
             began = time.perf_counter()
             tokens[name] = answer()
@@ -101,7 +101,7 @@ def ours(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
     """litft's answer: the decoder that `litft generate` has, and its greedy choice."""
     from litft.args import Sampling
     from litft.inference.decoder import Decoder
-    from litft.inference.generation import Request, answers
+    from litft.inference.generation import Request, generate_batch
 
     class Silent:
         """No text is made: transformers makes none either."""
@@ -116,7 +116,7 @@ def ours(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
     def answer() -> list[int]:
         for row in range(args.rows):
             decoder.truncate(row, 0)
-        pieces = list(answers(decoder, Silent(), requests))
+        pieces = list(generate_batch(decoder, Silent(), requests))
         return [token for number, piece in pieces if number == 0 for token in piece.tokens]
 
     return answer

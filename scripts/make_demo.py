@@ -24,8 +24,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 
-from litft.checkpoints.conversion import exporting
-from litft.checkpoints.weight_files import Entry, write_weights
+from litft.checkpoints.conversion import mappings_to_hf
+from litft.checkpoints.weight_files import LazyTensor, write_weights
 from litft.families import family, read_config
 from litft.model.transformer import GPT
 
@@ -389,11 +389,11 @@ def write_base(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
     """A Hugging Face model folder."""
     folder.mkdir(parents=True, exist_ok=True)
     ours = dict(model.to(torch.bfloat16).named_parameters())
-    moves = exporting(family(model.config.model_type).rules(model.config), ours)
+    moves = mappings_to_hf(family(model.config.model_type).rules(model.config), ours)
     tensors = [
         pair for move in moves for pair in zip(move.targets, move.convert([ours[n] for n in move.sources]), strict=True)
     ]
-    write_weights(folder, [Entry(name, tensor.nbytes, tensor.detach) for name, tensor in tensors])
+    write_weights(folder, [LazyTensor(name, tensor.nbytes, tensor.detach) for name, tensor in tensors])
     tokenizer.save(str(folder / "tokenizer.json"))
     write_json(folder / "config.json", ARCHITECTURE)
     write_json(folder / "generation_config.json", {"eos_token_id": 0, "pad_token_id": 0})

@@ -47,16 +47,16 @@ def config(model: str) -> dict:
 def row(folder: str, model: str, method: str, base: str, strategy: str, nodes: int) -> str:
     """One line: as little recomputed as fits, of what gives the largest share of the peak."""
     from litft.args import PlanArgs
-    from litft.training.plan_command import on_paper
+    from litft.training.plan_command import plan_on_paper
 
     flags = {"checkpoint_dir": folder, "method": method, "quantize": base, "strategy": strategy, "num_nodes": nodes}
     sizes = {"devices": DEVICES, "max_seq_length": TOKENS, "budget": f"{ROOM}GiB", "chip": CHIP, "micro_batches": 2}
     settings = f"| {model} | {method}{'' if base == 'none' else f', {base}'} | {DEVICES * nodes} | {strategy} |"
     try:
-        paper = on_paper(PlanArgs(**flags, **sizes))
+        paper = plan_on_paper(PlanArgs(**flags, **sizes))
     except ValueError as error:
         return f"{settings} {str(error).split(': ', 1)[1].split(' with ')[0]}: too much | | | | |"
-    fit, found = paper.fit, paper.traffic
+    fit, found = paper.fit, paper.communication_volume
     memory = f"{fit.plan.memory.peak / 2**30:.0f}"
     shape = f"{fit.rows} x {TOKENS:,}, {fit.recomputed}"
     moved = [f"{size / 1e9:,.0f}" if size >= 1e11 else f"{size / 1e9:.3g}" for size in (found.near, found.far)]

@@ -48,7 +48,7 @@ class ServeSpeedArgs:
     """How many questions each client asks."""
     new_tokens: int = 64
     """The most tokens of an answer."""
-    rounds: int = 3
+    speculative_rounds: int = 3
     """How often each server takes its turn, after one that is not counted."""
 
     def problems(self) -> list[str]:
@@ -141,7 +141,7 @@ def main(args: ServeSpeedArgs) -> None:
     with ExitStack() as stack:
         urls = {name: stack.enter_context(started(command)) for name, command in commands(args).items()}
         models = {name: Path(folder).name if name.startswith("litft") else folder for name in urls}
-        for turn in range(args.rounds + 1):
+        for turn in range(args.speculative_rounds + 1):
             for clients in map(int, args.clients):
                 for name, url in urls.items():
                     speed = asyncio.run(throughput(url, models[name], clients if turn else min(clients, 4), args))

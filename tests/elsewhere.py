@@ -79,13 +79,13 @@ def main():
     from torch.utils import backend_registration
 
     import litft
-    from litft.distributed.device_map import Spread
+    from litft.distributed.device_map import DeviceMap
     from litft.pretrained import resolve
 
     backend_registration._setup_privateuseone_for_python_backend("far")
     source, places = resolve(sys.argv[1]), [torch.device(name) for name in ("far:0", "far:1", "cpu")]
     with Devices():
-        model = source.model("fp32", places[0], None, Spread(places, [1, 1, 1]))
+        model = source.model("fp32", places[0], None, DeviceMap(places, [1, 1, 1]))
         assert [block.attention.q_proj.weight.device for block in model.blocks] == places
         model.norm.weight.requires_grad_()  # inference mode would not let tensors of a class of their own be written
         found = said(model, places[0])

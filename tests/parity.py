@@ -372,7 +372,7 @@ def lagging(model: GPT, tokens: torch.Tensor, expected: torch.Tensor) -> tuple[t
     found, wanted = [], []
     for step in range(0, 6, 2):
         at = torch.tensor([[end + step, end + step + 1] for end in ends])
-        found.append(model(tokens.gather(1, at), positions=at, cache=cache, wanted=torch.tensor([[1], [1]])))
+        found.append(model(tokens.gather(1, at), positions=at, cache=cache, logits_to_keep=torch.tensor([[1], [1]])))
         wanted.append(torch.stack([expected[row, at[row, 1:]] for row in range(2)]))
     return torch.cat(found, 1), torch.cat(wanted, 1)
 

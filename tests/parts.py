@@ -35,8 +35,8 @@ def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tenso
 @torch.inference_mode()
 def say(case: dict, rank: int, processes: int) -> torch.Tensor | str:
     """One case's logits."""
-    from litft.distributed.tensor_parallel import Slices, check_divides
-    from litft.inference.fused_linears import join
+    from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
+    from litft.inference.fused_linears import fuse_linears
     from litft.model.kv_cache import KVCache
     from litft.pretrained import resolve
 
@@ -45,9 +45,9 @@ def say(case: dict, rank: int, processes: int) -> torch.Tensor | str:
         check_divides(source.config, processes)
     except ValueError as error:
         return str(error)
-    slices = Slices(source.config, rank, processes)
+    slices = TensorParallelPlacement(source.config, rank, processes)
     model = source.model(case.get("precision", "fp32"), "cpu", case.get("quantize"), slices)
-    join(model, pack=True)
+    fuse_linears(model, pack=True)
     cache = KVCache(model.config, tokens.size(0), tokens.size(1), dtype=model.dtype)
     middle = tokens.size(1) // 2
     pieces = [tokens[:, :middle], tokens[:, middle:-1], tokens[:, -1:]]

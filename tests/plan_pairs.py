@@ -34,7 +34,7 @@ from litft.data.dataset import load_data
 from litft.pretrained import resolve
 from litft.training.schedule import Schedule
 from litft.training.settings import choose
-from litft.training.setup import Job
+from litft.training.setup import Setup
 
 SHARED = Path(__file__).parent.parent.parent / "shared"
 MODELS = {  # of shared/configs, and a tokenizer that fits
@@ -117,14 +117,14 @@ def compared(model: str, layers: int, tokenizer: str, args: FinetuneArgs, work: 
     args = replace(args, checkpoint_dir=str(folder), accelerator="cpu")
     source = resolve(folder)
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
-    job, cpu = Job(args, source), torch.device("cpu")
-    data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.context)
+    job, cpu = Setup(args, source), torch.device("cpu")
+    data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.max_positions)
     schedule = Schedule(args, data, 1)
     settings = choose(job, schedule, cpu)
     shape = schedule.shape()
     learned = schedule.largest.learned
     expected = tracked(source, job.method, args.train, settings.precision, shape, settings.recomputed, supervised=learned)
-    changes = getattr(args, job.method.name.split("_")[0], None) if not job.method.whole else None
+    changes = getattr(args, job.method.name.split("_")[0], None) if not job.method.saves_full_model else None
     usual = vars(type(changes)()) if changes else {}
     details = {name: value for name, value in vars(changes or args.train).items() if usual.get(name, value) != value}
     what = [

@@ -7,10 +7,10 @@ import torch
 
 from litft.model.attention import attend
 from litft.model.attention_cpu import attend_documents, attend_documents_backward
-from litft.model.attention_eager import attend_plainly, visible
-from litft.model.config import Config, Layer, Norm
+from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.config import Config, LayerConfig, NormConfig
 from litft.model.kv_cache import KVCache
-from litft.model.packed_sequences import Documents
+from litft.model.packed_sequences import PackedSequences
 
 
 def tensors(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0):
@@ -23,8 +23,8 @@ def tensors(t: int, s: int, heads: int = 4, kv_heads: int = 2, seed: int = 0):
 @pytest.mark.parametrize("window, packed", list(itertools.product([None, 1, 5, 64], [False, True])))
 def test_fused_is_plain(window, packed):
     q, k, v = tensors(19, 19)
-    documents = Documents.of(torch.tensor([[0] * 7 + [1] * 12, [4] * 15 + [2] * 4])) if packed else None
-    expected = attend_plainly(q, k, v, visible(q, k, documents, window))
+    documents = PackedSequences.of(torch.tensor([[0] * 7 + [1] * 12, [4] * 15 + [2] * 4])) if packed else None
+    expected = eager_attention(q, k, v, attention_mask(q, k, documents, window))
     torch.testing.assert_close(attend(q, k, v, documents, window), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -41,10 +41,12 @@ def test_gradients_are_those_of_attention_in_fp64(dtype, most, packed, window, s
     torch.manual_seed(0)
     rows, length = (1, sum(LENGTHS)) if packed else (3, 250)
     q, k, v = (torch.randn(rows, heads, length, width).to(dtype) for heads in (6, shared, shared))
-    documents = Documents.of(torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]) if packed else None
+    documents = (
+        PackedSequences.of(torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))[None]) if packed else None
+    )
     inputs = [(2 * q).requires_grad_(), k.requires_grad_(), v.requires_grad_()]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    expected = attend_plainly(*exact, visible(q, k, documents, window), scale=scale)
+    expected = eager_attention(*exact, attention_mask(q, k, documents, window), scale=scale)
     found, grad = attend(*inputs, documents, window, scale=scale), torch.randn_like(q)
     pairs = zip(
         (found, *torch.autograd.grad(found, inputs, grad)),
@@ -70,9 +72,9 @@ def test_the_compiler_is_told_what_comes_out(dtype, ends):
 @pytest.mark.parametrize("window, softcap, sinks", [(None, 5.0, False), (4, None, True)])
 def test_soft_cap_and_sinks_see_their_document_alone(window, softcap, sinks):
     inputs = [x.requires_grad_() for x in tensors(29, 29)]
-    documents = Documents.of(torch.tensor([[0] * 7 + [1] * 12 + [2] * 10, [4] * 15 + [2] * 8 + [3] * 6]))
+    documents = PackedSequences.of(torch.tensor([[0] * 7 + [1] * 12 + [2] * 10, [4] * 15 + [2] * 8 + [3] * 6]))
     settings = (softcap, torch.randn(4) if sinks else None)
-    expected = attend_plainly(*inputs, visible(*inputs[:2], documents, window), *settings)
+    expected = eager_attention(*inputs, attention_mask(*inputs[:2], documents, window), *settings)
     found, grad = attend(*inputs, documents, window, *settings), torch.randn_like(expected)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad))
@@ -85,8 +87,8 @@ def test_strides_and_what_generation_leaves_change_nothing():
     """Numbers that do not lie side by side; documents that were laid out in inference mode."""
     q, v = torch.randn(2, 4, 33, 8), torch.randn(2, 1, 33, 8)
     k = torch.randn(2, 33, 16)[..., ::2][:, None]
-    torch.testing.assert_close(attend(q, k, v), attend_plainly(q, k, v, visible(q, k, None, None)))
-    documents = Documents.of(torch.tensor([[0] * 20 + [1] * 13, [2] * 5 + [3] * 28]))
+    torch.testing.assert_close(attend(q, k, v), eager_attention(q, k, v, attention_mask(q, k, None, None)))
+    documents = PackedSequences.of(torch.tensor([[0] * 20 + [1] * 13, [2] * 5 + [3] * 28]))
     with torch.inference_mode():
         expected = attend(q, k, v, documents, softcap=3.0)
     inputs = [x.requires_grad_() for x in (q, v)]
@@ -97,7 +99,7 @@ def test_strides_and_what_generation_leaves_change_nothing():
 
 def cache_of(capacity: int, window: int | None = None) -> KVCache:
     """Of one layer with 2 key/value heads of size 8, for 2 rows."""
-    return KVCache(Config("x", 9, 99, 32, 9, 4, 2, 8, (Layer(window=window),), Norm()), 2, capacity)
+    return KVCache(Config("x", 9, 99, 32, 9, 4, 2, 8, (LayerConfig(window=window),), NormConfig()), 2, capacity)
 
 
 def through(cache: KVCache, q, k, v, window=None, positions=None):

@@ -10,9 +10,9 @@ from litft.args import LoRAArgs, LoRAFinetuneArgs, TrainArgs
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.methods import LoRA
-from litft.model.config import Norm
+from litft.model.config import NormConfig
 from litft.model.mlp import ACTIVATIONS, _Gated
-from litft.model.norm import Normalize
+from litft.model.norm import Norm
 from litft.model.rope import rotate
 from litft.pretrained import resolve
 from litft.training import cpu_offload
@@ -188,7 +188,7 @@ def same_gradients(found, expected, inputs):
 @pytest.mark.parametrize("shape, over", [((32,), 1), ((4, 8), 1), ((4, 8), 2)])
 @pytest.mark.parametrize("weight", [True, False])
 def test_rms_norm_is_torchs(shape, over, weight):
-    norm = Normalize(Norm(kind="rms", eps=1e-5, offset=1.0 if weight else 0.0, weight=weight), *shape, over=over)
+    norm = Norm(NormConfig(kind="rms", eps=1e-5, offset=1.0 if weight else 0.0, weight=weight), *shape, over=over)
     x = torch.randn(2, 7, *shape, requires_grad=True)
     if weight:
         norm.weight.data.normal_()

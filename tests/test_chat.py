@@ -14,8 +14,8 @@ from conftest import ENV, ROOT, script
 import litft
 from litft.args import AdapterArgs, Sampling
 from litft.inference.chat import Chat, Conversation
-from litft.inference.session import Opened
-from litft.inference.speculative import Lookup
+from litft.inference.session import Session
+from litft.inference.speculative import PromptLookup
 from litft.inference.terminal import Blocks, Screen
 from litft.methods import Adapter
 
@@ -35,7 +35,7 @@ class Notes(Screen):
 
 def opened_of(folder, max_new_tokens=16, **settings):
     model, tokenizer = litft.load(folder, precision="fp32")
-    return Opened(model, tokenizer, Sampling(**{"temperature": 0} | settings), max_new_tokens, [], False)
+    return Session(model, tokenizer, Sampling(**{"temperature": 0} | settings), max_new_tokens, [], False)
 
 
 @pytest.fixture(scope="module")
@@ -85,8 +85,8 @@ def test_only_new_tokens_go_through_the_network(smol):
         before, held = decoder.processed, len(decoder.texts[0])
         ask(conversation, question)
         ids = smol.tokenizer.encode(conversation.read, bos=False)
-        new = conversation.last.speeds.new_tokens
-        assert conversation.last.speeds.read_tokens == len(ids) - held
+        new = conversation.last.stats.new_tokens
+        assert conversation.last.stats.read_tokens == len(ids) - held
         assert decoder.processed - before == len(ids) - held + new - 1
 
 
@@ -102,11 +102,14 @@ def test_an_answer_keeps_the_tokens_it_was_made_of(smol):
     held = list(conversation.decoder.texts[0])
     next(iter(conversation.answer("And now?", print)))
     assert conversation.decoder.texts[0][: len(held) + 1] == [*held, tokens[-1]]
-    assert conversation.last.speeds.read_tokens < 30
+    assert conversation.last.stats.read_tokens < 30
 
 
 def test_the_answers_are_those_without_a_cache(smol):
-    conversation, talk = Conversation(smol, Lookup(), "You are terse."), [{"role": "system", "content": "You are terse."}]
+    conversation, talk = (
+        Conversation(smol, PromptLookup(), "You are terse."),
+        [{"role": "system", "content": "You are terse."}],
+    )
     for question in ("What is the capital of France?", "Which country did I ask about?"):
         talk.append({"role": "user", "content": question})
         expected = "".join(litft.stream(smol.model, smol.tokenizer, talk, max_new_tokens=16, temperature=0))
@@ -124,8 +127,8 @@ def test_an_answer_that_is_given_up_is_kept_as_far_as_it_came(smol):
     assert ask(conversation, "Go on") == ask_afresh(smol, conversation.messages[:-1])
 
 
-def ask_afresh(opened, messages):
-    return "".join(litft.stream(opened.model, opened.tokenizer, messages, max_new_tokens=16, temperature=0))
+def ask_afresh(session, messages):
+    return "".join(litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0))
 
 
 def test_the_oldest_turns_are_dropped_where_the_context_ends(smol):
@@ -135,7 +138,7 @@ def test_the_oldest_turns_are_dropped_where_the_context_ends(smol):
     before, notices = model.config, []
     conversation = Conversation(smol, system="Be brief.")
     try:
-        model.config = replace(before, context=200)
+        model.config = replace(before, max_positions=200)
         conversation.decoder.capacity = 200
         for number in range(6):
             ask(conversation, f"Question {number}: what is {number} plus {number}?", notices.append)
@@ -193,7 +196,7 @@ def test_commands(checkpoints, tmp_path):
     ):
         assert part in said, part
     assert "there is no adapter" in said and "/retry" in said and screen.lines == ["never"]
-    settings = chat.conversation.opened
+    settings = chat.conversation.session
     assert settings.sampling.temperature == 0.5 and settings.sampling.top_k is None and settings.max_new_tokens == 3
     other = Chat(
         Conversation(opened_of(checkpoints["stories260K"], 8)),
@@ -205,15 +208,15 @@ def test_commands(checkpoints, tmp_path):
 
 
 def test_base_answers_without_the_adapter_and_nothing_is_kept(checkpoints, capsys):
-    opened = opened_of(checkpoints["stories260K"], 8)
-    expected = ask(Conversation(opened), "Hello")
+    session = opened_of(checkpoints["stories260K"], 8)
+    expected = ask(Conversation(session), "Hello")
     method = Adapter(AdapterArgs())
-    method.choose(opened.model, [])
-    method.attach(opened.model)
-    for block in opened.model.blocks:
+    method.choose(session.model, [])
+    method.attach(session.model)
+    for block in session.model.blocks:
         if hasattr(block.attention, "adaption_gate"):
             block.attention.adaption_gate.data.fill_(3.0)
-    chat = Chat(Conversation(opened), Notes(["Hello", "/base", "/base Hello"]))
+    chat = Chat(Conversation(session), Notes(["Hello", "/base", "/base Hello"]))
     chat.run()
     with_adapter, base, asked = capsys.readouterr().out.split("\n")[:3]
     assert base == expected != with_adapter and asked != expected
@@ -227,14 +230,14 @@ def test_blocks_end_at_empty_lines_outside_code_and_at_thoughts():
         blocks = Blocks(thinking=False)
         found = [b for i in range(0, len(text), size) for b in blocks.push(text[i : i + size])] + list(blocks.rest())
         assert found == expected
-    opened = Blocks(thinking=True)
-    assert list(opened.push("hm</think>ok")) == [("hm", True)] and list(opened.rest()) == [("ok", False)]
+    session = Blocks(thinking=True)
+    assert list(session.push("hm</think>ok")) == [("hm", True)] and list(session.rest()) == [("ok", False)]
 
 
 def test_a_thought_is_left_out_of_the_history_as_the_template_asks(checkpoints, shared):
-    opened = opened_of(checkpoints["SmolLM2-135M-Instruct"])
-    opened.tokenizer.chat_template = (shared / "chat_templates" / THINKING).read_text("utf-8")
-    conversation = Conversation(opened)
+    session = opened_of(checkpoints["SmolLM2-135M-Instruct"])
+    session.tokenizer.chat_template = (shared / "chat_templates" / THINKING).read_text("utf-8")
+    conversation = Conversation(session)
     conversation.messages = [
         {"role": "user", "content": "2 + 2?"},
         {"role": "assistant", "content": "<think>\nAdd them up.\n</think>\n\nFour."},

@@ -355,7 +355,7 @@ def test_an_example_with_a_cut_answer_has_a_name_of_its_own(tmp_path, tiny):
 
 
 def test_several_paths_with_weights(tmp_path, tiny):
-    from litft.data.sampler import Order
+    from litft.data.sampler import Sampler
 
     tokenizer = Tokenizer(tiny)
     paths = []
@@ -363,7 +363,7 @@ def test_several_paths_with_weights(tmp_path, tiny):
         paths.append(str(write(tmp_path / f"{name}.json", [{"instruction": name, "output": str(n)} for n in range(count)])))
     args = DataArgs(path=paths, weights=[0.5, 2], val_fraction=0.0)
     data = load_data(args, tokenizer, 512, 256)
-    order = Order(data.train.sizes, 1, data.weights)
+    order = Sampler(data.train.sizes, 1, data.weights)
     assert data.train.sizes == [10, 6] and order.size == 17
     for epoch in range(3):
         drawn = order.indices(17 * epoch, 17 * (epoch + 1))

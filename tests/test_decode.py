@@ -9,11 +9,11 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import litft
 from litft.args import LoRAArgs, Sampling
-from litft.data.tokenizer import shared
+from litft.data.tokenizer import common_prefix_length
 from litft.inference.decoder import Decoder
-from litft.inference.fused_linears import join
-from litft.inference.generation import Request, answers, prompt_ids
-from litft.inference.speculative import Draft, Lookup
+from litft.inference.fused_linears import fuse_linears
+from litft.inference.generation import Request, generate_batch, prompt_ids
+from litft.inference.speculative import DraftModel, PromptLookup
 from litft.methods import LoRA
 from litft.pretrained import resolve
 
@@ -46,14 +46,14 @@ class Case:
         # without a mask, generate takes the end tokens of earlier turns for padding
         return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, len(ids) :].tolist()
 
-    def found(self, decoder, guesser=None, new=None):
+    def found(self, decoder, drafter=None, new=None):
         """The tokens of each answer, and the speeds."""
         requests = [Request(ids, new or self.new, Sampling(0.0)) for ids in self.ids]
-        tokens, speeds = {}, {}
-        for number, piece in answers(decoder, self.tokenizer, requests, guesser):
+        tokens, stats = {}, {}
+        for number, piece in generate_batch(decoder, self.tokenizer, requests, drafter):
             tokens.setdefault(number, []).extend(piece.tokens)
-            speeds[number] = piece.speeds
-        return [tokens[number] for number in sorted(tokens)], [speeds[number] for number in sorted(speeds)]
+            stats[number] = piece.stats
+        return [tokens[number] for number in sorted(tokens)], [stats[number] for number in sorted(stats)]
 
 
 @pytest.fixture(scope="module", params=["stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)])
@@ -87,9 +87,9 @@ def test_prompts_read_in_small_pieces(case, monkeypatch):
 
 @small
 def test_guessed_by_what_was_said_before(case):
-    found, speeds = case.found(Decoder(case.model, 1, capacity(case)), Lookup())
+    found, stats = case.found(Decoder(case.model, 1, capacity(case)), PromptLookup())
     assert found == case.expected
-    assert all(0 <= own.accepted <= own.guessed for own in speeds) and sum(own.accepted for own in speeds)
+    assert all(0 <= own.accepted <= own.drafted for own in stats) and sum(own.accepted for own in stats)
 
 
 @small
@@ -97,11 +97,11 @@ def test_guessed_by_a_draft_model(case):
     """The model itself with its last layers left out, which is right now and then; and itself, which always is."""
     draft, _ = litft.load(case.folder, precision="fp32")
     vocabulary, room = draft.config.vocab_size, capacity(case) + 4
-    _, speeds = case.found(Decoder(case.model, 1, capacity(case)), Draft(Decoder(draft, 1, room), vocabulary), FEW)
-    assert all(own.accepted == own.guessed for own in speeds)
+    _, stats = case.found(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, room), vocabulary), FEW)
+    assert all(own.accepted == own.drafted for own in stats)
     draft.blocks, draft.rotary_of = draft.blocks[:-1], draft.rotary_of[:-1]
-    found, speeds = case.found(Decoder(case.model, 1, capacity(case)), Draft(Decoder(draft, 1, room), vocabulary), FEW)
-    assert found == [tokens[:FEW] for tokens in case.expected] and 0 < speeds[0].accepted < speeds[0].guessed
+    found, stats = case.found(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, room), vocabulary), FEW)
+    assert found == [tokens[:FEW] for tokens in case.expected] and 0 < stats[0].accepted < stats[0].drafted
 
 
 @small
@@ -109,7 +109,7 @@ def test_joined_linears_compute_the_same(case):
     tokens = torch.tensor(case.ids[:1])
     model, _ = litft.load(case.folder, precision="fp32")
     size = sum(parameter.nbytes for parameter in model.parameters())
-    join(model.requires_grad_(False))
+    fuse_linears(model.requires_grad_(False))
     assert torch.equal(model(tokens), case.model(tokens))
     assert sum(parameter.nbytes for parameter in model.parameters()) == size, "no second copy"
     assert case.found(Decoder(model, 1, capacity(case)), new=FEW)[0] == [tokens[:FEW] for tokens in case.expected]
@@ -119,7 +119,7 @@ def test_packed_weights_compute_the_same(case):
     """What oneDNN has laid out its own way; an embedding that is the head too stays, and one token more is as plain."""
     tokens = torch.tensor(case.ids[:1])
     model, _ = litft.load(case.folder, precision="fp32")
-    join(model.requires_grad_(False), pack=True)
+    fuse_linears(model.requires_grad_(False), pack=True)
     assert model.blocks[0].attention.o_proj.weight.is_mkldnn and not model.embed.weight.is_mkldnn
     assert model.lm_head.weight.is_mkldnn is not model.config.tied
     assert relative(model(tokens), case.model(tokens)) <= 1e-5
@@ -141,7 +141,7 @@ def test_weights_are_packed_beneath_an_adapter(case, dora):
         torch.manual_seed(0)
         method.attach(model)
         shaken(method.parameters(model).values())
-        join(model.requires_grad_(False), pack)
+        fuse_linears(model.requires_grad_(False), pack)
         found.append(model(torch.tensor(case.ids[:1])))
     assert model.blocks[0].attention.o_proj.weight.is_mkldnn is not dora
     assert model.blocks[0].attention.q_proj.weight.is_mkldnn
@@ -187,7 +187,7 @@ def test_rows_that_come_and_go(windowed, compiled, ahead):
     decoder.ahead = ahead
     requests = [Request(ids, count, Sampling(0.0)) for ids, count in zip(prompts, counts, strict=True)]
     tokens = {number: [] for number in range(5)}
-    for number, piece in answers(decoder, Bytes(), requests):
+    for number, piece in generate_batch(decoder, Bytes(), requests):
         tokens[number] += piece.tokens
     assert list(tokens.values()) == [plainly(windowed, *pair) for pair in zip(prompts, counts, strict=True)]
 
@@ -200,7 +200,7 @@ def test_what_does_not_compile_runs_as_it_is_written(windowed):
 
     decoder._piece = decoder._token = broken
     with pytest.warns(UserWarning, match="decoding runs uncompiled, since torch.compile fails: RuntimeError: no compiler$"):
-        (_, piece), *_ = answers(decoder, Bytes(), [Request([1, 2, 3], 5, Sampling(0.0))])
+        (_, piece), *_ = generate_batch(decoder, Bytes(), [Request([1, 2, 3], 5, Sampling(0.0))])
     assert decoder._token is windowed and piece.tokens[0] == plainly(windowed, [1, 2, 3], 1)[0]
 
 
@@ -249,7 +249,7 @@ def test_more_room_is_made_in_place(make_model, scaling):
     fresh = Decoder(model, 1, 30).read(0, [*ids, 5, 3, 5])
     torch.testing.assert_close(found, fresh, rtol=1e-4, atol=1e-5)
     decoder.reserve(1000)
-    assert decoder.capacity == model.config.context
+    assert decoder.capacity == model.config.max_positions
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
@@ -261,13 +261,13 @@ def test_what_a_text_is_does_not_depend_on_the_others(make_model, kind):
         hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=24 if kind == "dynamic" else 90
     )
     model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, rope_parameters=scaling, **sizes)[1])
-    model.config = replace(model.config, context=90)
+    model.config = replace(model.config, max_positions=90)
     requests = [Request([5, 6, 7], 12, Sampling(0.0)), Request([5, 6, 7, *range(8, 40)], 12, Sampling(0.0))]
     requests.append(Request([5, 6, 7, *range(8, 30)], 12, Sampling(0.0)))
 
     def tokens(rows, asked):
         found = {}
-        for number, piece in answers(Decoder(model, rows, 80), Bytes(), asked):
+        for number, piece in generate_batch(Decoder(model, rows, 80), Bytes(), asked):
             found[number] = found.get(number, []) + piece.tokens
         return [found[number] for number in sorted(found)]
 
@@ -296,8 +296,8 @@ def test_a_step_of_some_rows_is_theirs(windowed):
 
 def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
     request = Request([1, 2, 3], 50, Sampling(0.0))
-    *_, (_, last) = answers(Decoder(windowed, 1, 10), Bytes(), [request])
-    assert last.finish_reason == "context" and last.speeds.new_tokens == 7
+    *_, (_, last) = generate_batch(Decoder(windowed, 1, 10), Bytes(), [request])
+    assert last.finish_reason == "context" and last.stats.new_tokens == 7
     decoder = Decoder(windowed, 1, 10)
     with pytest.raises(ValueError, match="the text has 11 tokens, and there is room for 10"):
         decoder.read(0, [1] * 11)
@@ -311,4 +311,4 @@ def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
 
 
 def test_shared_beginnings():
-    assert [shared([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])] == [3, 2, 1, 0, 0]
+    assert [common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])] == [3, 2, 1, 0, 0]

@@ -17,7 +17,7 @@ from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, RunEvalArgs, TrainA
 from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
 from litft.evaluation.examples import compared, readable_by_all
-from litft.inference.session import open_model, source_of
+from litft.inference.session import open_session, source_of
 from litft.methods import LoRA
 
 if importlib.util.find_spec("lm_eval") is None:  # its import takes seconds, which only these tests wait for
@@ -133,7 +133,7 @@ def ours(folder):
     from litft.evaluation.lm_eval_model import HarnessModel
 
     args = RunEvalArgs(tasks=["any"], precision="fp32")
-    return HarnessModel(open_model(args.model(str(folder))), batch_size=3)
+    return HarnessModel(open_session(args.model(str(folder))), batch_size=3)
 
 
 PAIRS = [
@@ -154,7 +154,7 @@ def test_log_probabilities_are_the_models(ours, folder):
     for (context, continuation), (total, greedy) in zip(PAIRS, found, strict=True):
         whole = tokenizer.encode(context + continuation) if context else [*tokenizer.encode("The dog")]
         before = len(tokenizer.encode(context.rstrip())) if context else 1
-        kept = whole[-model.config.context - 1 :]
+        kept = whole[-model.config.max_positions - 1 :]
         logprobs = model(torch.tensor([kept[:-1]]))[0].log_softmax(-1)[-(len(whole) - before) :]
         ids = torch.tensor(whole[before:])
         assert math.isclose(total, float(logprobs.gather(1, ids[:, None]).sum()), abs_tol=1e-3)
@@ -166,7 +166,7 @@ def test_a_texts_windows_predict_each_token_once(ours, folder):
     model, tokenizer = litft.load(folder, "fp32")
     text = "Lily and Tom went to the park. They saw a big dog. " * 60
     (found,) = ours.loglikelihood_rolling(asked((text,)), disable_tqdm=True)
-    ids, context, total = tokenizer.encode(text), model.config.context, 0.0
+    ids, context, total = tokenizer.encode(text), model.config.max_positions, 0.0
     assert len(ids) > 2 * context
     whole = [ours.prefix_token_id, *ids]
     for start in range(0, len(ids), context):
@@ -205,7 +205,7 @@ def test_scores_are_those_of_the_harness_s_hugging_face_back_end(checkpoints, ta
 
     folder = checkpoints["SmolLM2-135M-Instruct"]
     theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4)
-    ours = HarnessModel(open_model(RunEvalArgs(tasks=["any"], precision="fp32").model(str(folder))), 4)
+    ours = HarnessModel(open_session(RunEvalArgs(tasks=["any"], precision="fp32").model(str(folder))), 4)
     pairs = [(f"Question: {own['question']}\nAnswer:", f" {choice}") for own in QUESTIONS for choice in own["choices"]]
     for (expected, greedy), found in zip(*(own.loglikelihood(asked(*pairs)) for own in (theirs, ours)), strict=True):
         assert math.isclose(expected, found[0], abs_tol=2e-3) and greedy == found[1]
@@ -473,9 +473,9 @@ def test_a_task_that_is_wrong(folder, tasks, manager, text, said, tmp_path):
     from litft.evaluation.lm_eval_model import run_tasks
 
     (tmp_path / "wrong.yaml").write_text(text.format(name="wrong", folder=tasks))
-    opened = open_model(RunEvalArgs(tasks=["any"]).model(str(folder)))
+    session = open_session(RunEvalArgs(tasks=["any"]).model(str(folder)))
     with pytest.raises(ValueError, match=f"{re.escape(said)}.*look at the task's YAML"):
-        run_tasks(opened, [str(tmp_path / "wrong.yaml")], manager, 1, {})
+        run_tasks(session, [str(tmp_path / "wrong.yaml")], manager, 1, {})
 
 
 @pytest.mark.parametrize("package", ["lm_eval", "evaluate"])

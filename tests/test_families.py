@@ -50,7 +50,7 @@ REAL_CONFIGS = (
 @pytest.mark.parametrize("name", REAL_CONFIGS)
 def test_a_real_config_is_transformers_model(shared, name):
     """As many parameters, of the same names and shapes, as transformers' model has; on the meta device."""
-    from litft.checkpoints.conversion import exporting
+    from litft.checkpoints.conversion import mappings_to_hf
     from litft.families import family, read_config
 
     path = shared / "configs" / name / "config.json"
@@ -61,10 +61,10 @@ def test_a_real_config_is_transformers_model(shared, name):
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
     known = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
     named = dict(model.named_parameters())
-    for move in exporting(family(config.model_type).rules(config), named):
-        if "embed_out" in move.targets[0] or ".experts." in move.targets[0]:
+    for mapping in mappings_to_hf(family(config.model_type).rules(config), named):
+        if "embed_out" in mapping.targets[0] or ".experts." in mapping.targets[0]:
             continue  # transformers 5 calls these differently in memory than on disk
-        for target, tensor in zip(move.targets, move.convert([named[name] for name in move.sources]), strict=True):
+        for target, tensor in zip(mapping.targets, mapping.convert([named[name] for name in mapping.sources]), strict=True):
             assert known[target] == tuple(tensor.shape)
 
 

@@ -20,7 +20,7 @@ from litft.args import (
     PlanArgs,
     TrainArgs,
 )
-from litft.training.plan_command import on_paper
+from litft.training.plan_command import plan_on_paper
 
 METHODS = {
     "lora": LoRAFinetuneArgs(),
@@ -65,7 +65,7 @@ def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory):
 @pytest.mark.filterwarnings("ignore")
 def test_every_family_with_every_method(folders, tmp_path, capsys, family, variation, method):
     folder = folders(family, variation)
-    assert on_paper(PlanArgs(str(folder), method, max_seq_length=16)).fit.plan.memory.peak > 0
+    assert plan_on_paper(PlanArgs(str(folder), method, max_seq_length=16)).fit.plan.memory.peak > 0
     (tmp_path / "story.txt").write_text("once upon a time there was a girl " * 20)
     args = replace(
         METHODS[method],

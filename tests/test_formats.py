@@ -151,9 +151,9 @@ def test_a_bad_record_is_named_with_the_reason(record, message):
     ],
 )
 def test_real_files(shared, name, form, count, turns):
-    from litft.data.formats import recognise
+    from litft.data.formats import detect_format
 
     records = list(read_records(shared / "data" / name))
-    assert len(records) == count and {recognise(record, where) for where, record in records} == {form}
+    assert len(records) == count and {detect_format(record, where) for where, record in records} == {form}
     messages = [to_example(record, where, "").messages for where, record in records]
     assert turns is None or sum(map(len, messages)) == turns

@@ -8,7 +8,7 @@ from conftest import script
 
 import litft
 from litft.args import GenerateArgs, ModelArgs, Sampling
-from litft.inference.session import open_model
+from litft.inference.session import open_session
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def test_what_nobody_says_of_sampling_is_as_chat_programs_have_it(tiny, tmp_path
     """And where the folder says something, what it leaves out is transformers'."""
     own = shutil.copytree(tiny, tmp_path / "model")
     (own / "generation_config.json").write_text(json.dumps(stored))
-    assert open_model(ModelArgs(checkpoint_dir=str(own))).sampling == expected
+    assert open_session(ModelArgs(checkpoint_dir=str(own))).sampling == expected
 
 
 @pytest.mark.slow
@@ -155,16 +155,16 @@ def test_a_generation_config_that_cannot_be_is_named(folder, tmp_path, stored, s
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
     with pytest.raises(ValueError, match=said):
-        open_model(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
+        open_session(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
 
 
 def test_what_a_generation_config_may_say_besides(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
     stored = {"top_k": 0, "suppress_tokens": [7, 100_000], "stop_strings": "\n", "do_sample": True}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
-    opened = open_model(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
-    assert opened.sampling == Sampling(1.0, logit_bias={7: -float("inf")}) and opened.stop == ["\n"]
-    assert opened.request([1], 3).sampling.seed is None and opened.max_new_tokens == 256
+    session = open_session(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
+    assert session.sampling == Sampling(1.0, logit_bias={7: -float("inf")}) and session.stop == ["\n"]
+    assert session.request([1], 3).sampling.seed is None and session.max_new_tokens == 256
 
 
 def test_a_file_that_was_cut_within_a_character_is_gone_on_with(folder, tmp_path):

@@ -21,7 +21,7 @@ from litft.args import (
 )
 from litft.export.convert import merge
 from litft.methods import Adapter, AdapterV2, Full, LoRA, detach, disabled
-from litft.methods.mixins import Part, Trained
+from litft.methods.mixins import Mixin, TrainedWeight
 from litft.model.mlp import grouped_product
 from litft.pretrained import base_record, resolve
 from litft.save_pretrained import Result, write_result
@@ -157,7 +157,7 @@ def attached(folder, name, kind):
     """A model with a fresh method: (model, method, source)."""
     source, method = resolve(folder), METHODS[name]()
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32", quantize=kind, plain=method.plain())
+    model = source.base_model("fp32", quantize=kind, plain=method.unquantized_modules())
     torch.manual_seed(3)
     method.attach(model)
     return model, method, source
@@ -167,7 +167,7 @@ def saved(model, method, source, out, kind=None):
     """The folder that a run would leave."""
     out.mkdir(parents=True, exist_ok=True)
     values = method.values(model)
-    if method.whole:
+    if method.saves_full_model:
         write_result(out, source, torch.float32, Result(method, values), 1.0)
     else:
         record = base_record(source, out)
@@ -181,7 +181,7 @@ def saved(model, method, source, out, kind=None):
 def test_at_init_it_is_the_base(folders, name, family, kind):
     """To the bit, but for PiSSA and OLoRA; and taken off again, it is the base whatever it had learned."""
     model, method, source = attached(folders(family), name, kind)
-    base = source.base_model("fp32", quantize=kind, plain=method.plain())
+    base = source.base_model("fp32", quantize=kind, plain=method.unquantized_modules())
     expected = base(TOKENS)
     own = TOKENS if not method.tokens else TOKENS.masked_fill(TOKENS == 40, 41)
     if "pissa" in name or "olora" in name:
@@ -190,7 +190,7 @@ def test_at_init_it_is_the_base(folders, name, family, kind):
         assert torch.equal(model(own)[..., :40], base(own)[..., :40]) and model(own).size(-1) == 98
     else:
         assert torch.equal(model(TOKENS), expected)
-    if method.whole:
+    if method.saves_full_model:
         return
     shaken(method.parameters(model).values())
     assert relative(model(TOKENS)[..., :96], expected) >= 1e-3
@@ -198,7 +198,7 @@ def test_at_init_it_is_the_base(folders, name, family, kind):
         assert torch.equal(model(own)[..., :96], base(own))
     detach(model)
     assert torch.equal(model(TOKENS), expected)
-    assert not any(isinstance(module, Part) for module in model.modules())
+    assert not any(isinstance(module, Mixin) for module in model.modules())
     assert dict(model.named_parameters()).keys() == dict(base.named_parameters()).keys()
 
 
@@ -232,7 +232,7 @@ def test_gradients_are_finite_differences(folders, name, family, kind, monkeypat
     for module in model.modules():
         if getattr(module, "lora_m", None) is not None:
             module.lengths = partial(torch.clone, module.lengths())
-        if isinstance(module, Trained):
+        if isinstance(module, TrainedWeight):
             module.dtype = torch.float64
 
     def loss():
@@ -264,7 +264,7 @@ def test_saved_is_what_is_declared_and_comes_back(folders, tmp_path, name, famil
         assert relative(again(tokens), model(tokens)) <= 1e-5
     else:
         assert torch.equal(again(tokens), model(tokens))
-    if method.whole:
+    if method.saves_full_model:
         with safe_open(out / "model.safetensors", "pt") as file:
             assert sorted(file.keys()) == source.checkpoint.names
         return
@@ -283,7 +283,7 @@ def test_saved_is_what_is_declared_and_comes_back(folders, tmp_path, name, famil
 def test_merged_is_unmerged(folders, tmp_path, name, family, kind):
     """Over a quantized base, where it is added to what that base was."""
     model, method, source = attached(folders(family), name, kind)
-    if method.whole:
+    if method.saves_full_model:
         return
     shaken(method.parameters(model).values())
     saved(model, method, source, tmp_path / "adapter", kind)

@@ -18,15 +18,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import litft
 from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
 from litft.methods import AdapterV2, Full, LoRA
-from litft.model.norm import Normalize
+from litft.model.norm import Norm
 from litft.pretrained import resolve
 from litft.training import run_state
 from litft.training.memory_trace import Alive
 from litft.training.optimizers import (
     OPTIMIZERS,
     ROUNDING,
-    Rounded,
-    Together,
+    ChainedOptimizer,
+    StochasticRounding,
     averaged,
     is_hidden,
     make_optimizer,
@@ -106,7 +106,7 @@ def test_rounded_is_adamw_where_nothing_is_lost():
     """On fp32 weights it is torch's own, to the bit."""
     weights = [torch.nn.Parameter(draw(8, 8, seed=1).float()) for _ in range(2)]
     groups = [{"params": [weights[1]], "factor": 1.0, "lr": 0.1}]
-    optimizers = [torch.optim.AdamW([weights[0]], lr=0.1), Rounded(groups, torch.optim.AdamW)]
+    optimizers = [torch.optim.AdamW([weights[0]], lr=0.1), StochasticRounding(groups, torch.optim.AdamW)]
     for _ in range(5):
         for weight, optimizer in zip(weights, optimizers, strict=True):
             (weight**2).sum().backward()
@@ -148,7 +148,7 @@ def test_what_norms_multiply_by_is_no_matrix(make_model, family, variation):
     """Though it has two dimensions, of heads with a norm each: it does not decay, and is not Muon's."""
     kind, variations = ROWS[family]
     model, method, parameters = trainable(make_model(getattr(transformers, kind), **variations[variation])[1])
-    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Normalize)}
+    norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Norm)}
     norms &= parameters.keys()
     assert any(parameters[name].dim() == 2 for name in norms)
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
@@ -243,7 +243,7 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(tiny):
     model, method, parameters = trainable(tiny)
     optimizer = optimizer_of("muon", method, parameters)
     steps(model, optimizer, 1)
-    assert isinstance(optimizer, Together)
+    assert isinstance(optimizer, ChainedOptimizer)
     for name, p in parameters.items():
         kinds = set(optimizer.state[p])
         assert kinds == ({"momentum_buffer"} if is_hidden(name, p) else {"step", "exp_avg", "exp_avg_sq"}), name
@@ -320,7 +320,7 @@ def test_a_part_of_a_parameter_goes_on_to_the_bit(mesh):
         torch.manual_seed(0)
         weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)]))
         group = {"params": [weight], "lr": 0.01, "factor": 1.0, "weight_decay": 0.0, "hidden": True}
-        return weight, Rounded([group], OPTIMIZERS["paged_adamw"].make)
+        return weight, StochasticRounding([group], OPTIMIZERS["paged_adamw"].make)
 
     def step(weight, optimizer, number):
         torch.manual_seed(number)
@@ -450,7 +450,7 @@ def step_of_the_longest(args):
     plain = replace(args, train=replace(args.train, optimizer_in_backward=False))
     schedule = prepared(plain)[1]
     number = int(schedule.data.train.lengths.argmax())
-    return next(step for step in range(schedule.steps) if number in schedule.of_step(step))
+    return next(step for step in range(schedule.steps) if number in schedule.step_indices(step))
 
 
 def test_the_largest_micro_batch_is_tried_without_gradients_that_stay(tiny, examples, tmp_path, monkeypatch):

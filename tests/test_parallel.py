@@ -23,20 +23,20 @@ from litft.args import DataArgs, FullFinetuneArgs, LoRAFinetuneArgs, PlanArgs, T
 from litft.args.finetune import as_started
 from litft.args.processes import cores
 from litft.data.dataset import load_data
-from litft.distributed.devices import cgroup_limit, check_there, memory_there
-from litft.distributed.process_group import lost
+from litft.distributed.devices import cgroup_limit, check_devices, device_memory
+from litft.distributed.process_group import peer_failure
 from litft.methods import method_of
-from litft.model.placement import part, placement
+from litft.model.placement import local_slices, placement
 from litft.pretrained import resolve
 from litft.training import run_state
-from litft.training.communication_plan import Cluster, traffic
+from litft.training.communication_plan import Cluster, communication_volume
 from litft.training.dry_run import plan_lines
 from litft.training.memory_plan import predict
 from litft.training.memory_trace import Shape
-from litft.training.plan_command import on_paper
+from litft.training.plan_command import plan_on_paper
 from litft.training.schedule import Schedule
 from litft.training.settings import choose
-from litft.training.setup import Job
+from litft.training.setup import Setup
 from litft.training.trainer import prepared
 
 FAST = {"ddp": ["lora nf4"], "fsdp": ["full none", "lora nf4"]}
@@ -131,30 +131,30 @@ def test_experts_are_shared_out(make_model, tiny, examples, tmp_path):
 def test_parts_are_equal_where_they_can_be():
     """Cut along the first dimension that leaves no process with less; else along the first."""
     assert [placement(shape, 4).dim for shape in ((8, 3), (6, 8), (3, 5), (8,), (1,))] == [0, 1, 0, 0, 0]
-    assert part(torch.empty(3, 5)) == (slice(0, 3), slice(0, 5))
+    assert local_slices(torch.empty(3, 5)) == (slice(0, 3), slice(0, 5))
 
 
-SHARE = """
+SHARD_WORKER = """
 import sys, torch
 sys.path[:0] = [{tests!r}]
 from litft.args.parser import parse
 from litft.cli import COMMANDS
 from litft.pretrained import resolve
-from litft.training.setup import Job
+from litft.training.setup import Setup
 from litft.distributed.devices import make_fabric, mesh_of
-from litft.model.placement import gathered, local
+from litft.model.placement import full_tensor, local
 from litft.distributed.process_group import launch
 args = parse(COMMANDS["finetune lora"].args, {words!r})
 fabric = make_fabric(args, "fsdp")
 launch(fabric, "60s")
-job = Job(args, resolve(args.checkpoint_dir))
-model, parameters = job.build("fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
+setup = Setup(args, resolve(args.checkpoint_dir))
+model, parameters = setup.build("fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
 found = {{name: (local(p).nbytes, p.numel() * p.itemsize) for name, p in model.named_parameters()}}
 q = model.blocks[0].attention.q_proj
 found["scales"] = (q.state.absmax.numel(), q.in_features * q.out_features // 64)
-found["weight"] = gathered(q.weight)
-from litft.model.quantization import Packed
-found["expected"] = Packed.of(job.source.tensor("blocks.0.attention.q_proj.weight").float(), "nf4").data
+found["weight"] = full_tensor(q.weight)
+from litft.model.quantization import QuantizedTensor
+found["expected"] = QuantizedTensor.quantize(setup.source.tensor("blocks.0.attention.q_proj.weight").float(), "nf4").data
 torch.save(found, f"{out}{{fabric.global_rank}}.pt")
 """
 
@@ -163,7 +163,7 @@ def test_each_process_holds_its_share_of_the_bits(tiny, examples, tmp_path):
     """Half of the bytes of every tensor, all scales; together they are what one process would hold."""
     words = ["--checkpoint_dir", str(tiny), "--data.path", str(examples), "--devices", "2", "--strategy", "fsdp"]
     words += ["--quantize", "nf4"]
-    text = SHARE.format(tests=str(ROOT / "tests"), words=words, out=str(tmp_path / "found"))
+    text = SHARD_WORKER.format(tests=str(ROOT / "tests"), words=words, out=str(tmp_path / "found"))
     (tmp_path / "worker.py").write_text(text)
     script(tmp_path / "worker.py", cwd=tmp_path)
     for rank in range(2):
@@ -184,12 +184,14 @@ def two_gigabytes(tiny, tmp_path_factory):
     hf |= {"hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16}
     hf |= {"intermediate_size": 7680, "head_dim": 128, "torch_dtype": "bfloat16", "tie_word_embeddings": False}
     (folder / "config.json").write_text(json.dumps(hf))
-    from litft.checkpoints.conversion import exporting
+    from litft.checkpoints.conversion import mappings_to_hf
 
     source = resolve(folder)
     model = source.meta_model(torch.bfloat16)
-    moves = exporting(source.rules, [name for name, _ in model.named_parameters()])
-    drawn = {move.targets[0]: torch.empty_like(model.get_parameter(move.sources[0]), device="cpu") for move in moves}
+    mappings = mappings_to_hf(source.rules, [name for name, _ in model.named_parameters()])
+    drawn = {
+        mapping.targets[0]: torch.empty_like(model.get_parameter(mapping.sources[0]), device="cpu") for mapping in mappings
+    }
     save_file({name: value.uniform_(-0.02, 0.02) for name, value in drawn.items()}, folder / "model.safetensors")
     yield folder
     shutil.rmtree(folder)
@@ -200,24 +202,24 @@ import torch
 from litft.args.parser import parse
 from litft.cli import COMMANDS
 from litft.pretrained import resolve
-from litft.training.setup import Job
+from litft.training.setup import Setup
 from litft.training.optimizers import make_optimizer
 from litft.distributed.devices import make_fabric, mesh_of
-from litft.model.placement import gathered
-from litft.distributed.process_group import launch, synced
+from litft.model.placement import full_tensor
+from litft.distributed.process_group import launch, sync_gradients
 args = parse(COMMANDS["finetune full"].args, {words!r})
 fabric = make_fabric(args, "fsdp")
 launch(fabric, "60s")
 for args.train.cpu_offload in ("none", "parameters"):
-    job = Job(args, resolve(args.checkpoint_dir))
-    model, parameters = job.build("fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
-    wrapped, optimizer = fabric.setup(model, make_optimizer(args.train, job.method, parameters))
+    setup = Setup(args, resolve(args.checkpoint_dir))
+    model, parameters = setup.build("fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
+    wrapped, optimizer = fabric.setup(model, make_optimizer(args.train, setup.method, parameters))
     tokens = torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
-        with synced(fabric, wrapped, last=True):
+        with sync_gradients(fabric, wrapped, last=True):
             loss, _ = wrapped(tokens[:, :-1], targets=tokens[:, 1:])
             fabric.backward(loss)
-        norm = gathered(torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0))
+        norm = full_tensor(torch.nn.utils.clip_grad_norm_(parameters.values(), 1.0))
         optimizer.step()
         optimizer.zero_grad()
         if fabric.global_rank == 0:
@@ -240,7 +242,7 @@ import sys
 from litft.args.parser import parse
 from litft.cli import COMMANDS
 from litft.pretrained import resolve
-from litft.training.setup import Job
+from litft.training.setup import Setup
 from litft.distributed.devices import make_fabric, mesh_of, peak_memory
 from litft.distributed.process_group import launch
 from litft.checkpoints.weight_files import Checkpoint
@@ -253,8 +255,8 @@ def noted(*args):
     read.append(tensor.nbytes)
     return tensor
 Checkpoint._stored = noted
-job = Job(args, resolve(args.checkpoint_dir))
-model, _ = job.build("bf16", fabric.device, mesh_of(args, "fsdp", fabric.device))
+setup = Setup(args, resolve(args.checkpoint_dir))
+model, _ = setup.build("bf16", fabric.device, mesh_of(args, "fsdp", fabric.device))
 print(f"\\nread {{sum(read)}} held {{(peak_memory(fabric.device) - before) * 2**30:.0f}}", flush=True)
 fabric.barrier()
 """
@@ -333,8 +335,8 @@ def settled(tiny, examples, monkeypatch):
 
     def settle(room, **given):
         args = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)]), devices=2, **given)
-        monkeypatch.setattr(litft.training.settings, "memory_there", lambda device, processes: room)
-        job = Job(args, resolve(tiny))
+        monkeypatch.setattr(litft.training.settings, "device_memory", lambda device, processes: room)
+        job = Setup(args, resolve(tiny))
         data = load_data(args.data, job.tokenizer, 512, 256)
         schedule = Schedule(args, data, 2)
         settings = choose(job, schedule, torch.device("cpu"))
@@ -422,25 +424,25 @@ def test_another_process_is_lost_only_where_a_librarys_error_is_about_it():
     there = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4711"
     silent = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation"
     watched = "NCCL: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=7) ran for 5000 milliseconds"
-    assert lost(RuntimeError(there), "5s") == "another process of the run has ended"
-    assert all("has not answered for 5s" in lost(RuntimeError(text), "5s") for text in (silent, watched))
-    assert "not answered" in lost(torch.distributed.DistBackendError("wait timeout after 5000ms"), "5s")
+    assert peer_failure(RuntimeError(there), "5s") == "another process of the run has ended"
+    assert all("has not answered for 5s" in peer_failure(RuntimeError(text), "5s") for text in (silent, watched))
+    assert "not answered" in peer_failure(torch.distributed.DistBackendError("wait timeout after 5000ms"), "5s")
     for text in ("CUDA error: the launch timed out and was terminated", "unexpected connection of operators"):
-        assert lost(RuntimeError(text), "5s") is None
+        assert peer_failure(RuntimeError(text), "5s") is None
 
 
 def test_more_processes_than_cores_are_told_at_once(tiny, capsys, monkeypatch):
     count = cores()
     with pytest.raises(ValueError, match=f"--devices {4 * count + 1}: .* there are {count} cores; give at most {4 * count}"):
         prepared(LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=["nowhere"]), devices=4 * count + 1))
-    check_there("cpu", count + 1)
+    check_devices("cpu", count + 1)
     assert f"there are {count} cores; they will wait for each other" in capsys.readouterr().err
-    check_there("cpu", count)
+    check_devices("cpu", count)
     assert not capsys.readouterr().err
     for name, value in {"SLURM_NTASKS": "64", "SLURM_NNODES": "1", "SLURM_LOCALID": "0"}.items():
         monkeypatch.setenv(name, value)
-    check_there.cache_clear()
-    check_there("cpu", 4 * count + 2)  # of srun's tasks each has cores of its own
+    check_devices.cache_clear()
+    check_devices("cpu", 4 * count + 2)  # of srun's tasks each has cores of its own
     assert not capsys.readouterr().err
 
 
@@ -459,7 +461,7 @@ def test_a_containers_memory_is_what_it_may_use(tmp_path):
     assert limit("0::/a/b\n") == 5_000_000
     assert limit("4:cpu:/c\n12:memory,pids:/c\n") == 3000
     assert limit("4:cpu:/c\n") == none
-    assert memory_there(torch.device("cpu")) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    assert device_memory(torch.device("cpu")) <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # ---- failures
@@ -560,15 +562,15 @@ def test_traffic_is_what_rings_move(tiny):
     method = method_of(FullFinetuneArgs(checkpoint_dir=str(tiny)))
     plan = predict(source, method, "fp32", "none", Shape(1, 64), shards=4)
     whole, gradients = plan.gathered, 4 * plan.trained
-    fsdp = traffic(plan, Cluster(4, 1, 4, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
+    fsdp = communication_volume(plan, Cluster(4, 1, 4, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
     assert fsdp.near == pytest.approx(3 * sum(2 * whole / 4 + gradients / 4 for _ in range(3))) and fsdp.far == 0
-    ddp = traffic(replace(plan, gathered=0), Cluster(4, 1, 1, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
+    ddp = communication_volume(replace(plan, gathered=0), Cluster(4, 1, 1, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
     assert ddp.near == pytest.approx(2 * sum(gradients / 4 for _ in range(3)))  # once a step
-    hsdp = traffic(plan, Cluster(4, 2, 4, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
+    hsdp = communication_volume(plan, Cluster(4, 2, 4, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
     assert hsdp.near == fsdp.near and hsdp.far == pytest.approx(2 * (gradients / 4) / 2)
-    wide = traffic(plan, Cluster(4, 2, 8, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
+    wide = communication_volume(plan, Cluster(4, 2, 8, 1e9, 1e9), 3, 1e9, 1.0, 1e12)
     assert wide.far == pytest.approx(3 * (2 * whole + gradients) / 2 / 4)  # half of it is elsewhere, and comes by 4 ports
-    slow = traffic(plan, Cluster(4, 2, 8, 1e9, 1e3), 3, 1e9, 1.0, 1e12)
+    slow = communication_volume(plan, Cluster(4, 2, 8, 1e9, 1e3), 3, 1e9, 1.0, 1e12)
     assert slow.step > slow.moving == pytest.approx(wide.far / 1e3) and slow.share < 1e-3 < wide.share
 
 
@@ -577,7 +579,9 @@ def test_plans_of_many_devices_on_paper(tiny, tmp_path):
     said = script("scripts/plan.py", *words, "--strategy", "fsdp", cwd=tmp_path).stdout
     assert "memory of each:" in said and "GB from others" in said and "16 x H100" in said
     memory = {
-        strategy: on_paper(PlanArgs(str(tiny), "full", strategy=strategy, devices=8, num_nodes=2)).fit.plan.memory.weights
+        strategy: plan_on_paper(
+            PlanArgs(str(tiny), "full", strategy=strategy, devices=8, num_nodes=2)
+        ).fit.plan.memory.weights
         for strategy in ("ddp", "fsdp", "hsdp")
     }
     assert memory["fsdp"] < memory["hsdp"] < memory["ddp"]

@@ -14,7 +14,7 @@ from litft.data.dataset import load_data
 from litft.data.packing import collate
 from litft.inference.fused_linears import pack_weights
 from litft.methods import AdapterV2, LoRA, disabled
-from litft.pretrained import networks, resolve
+from litft.pretrained import load_models, resolve
 
 
 def write_adapter(base, folder, seed=1, **values):
@@ -176,7 +176,7 @@ def test_a_small_update_survives_a_bf16_base(tiny):
     linear = torch.nn.Linear(64, 64, bias=False).bfloat16()
     x, plain = torch.randn(200, 64).bfloat16(), linear.weight.double()
     LoRALinear.mix_over(linear).add_factors(4, 1.0, 0.0)
-    linear.begin()
+    linear.reset_parameters()
     linear.lora_b.copy_(torch.randn(64, 4) * 2e-3)
     update = (x.double() @ linear.lora_a.double().T) @ linear.lora_b.double().T
     exact = (x.double() @ plain.T).bfloat16().double() + update
@@ -290,7 +290,7 @@ def test_networks_over_one_base_share_its_tensors(checkpoints, tmp_path, quantiz
     sources = [resolve(folder, base) for folder in folders]
     tokens = torch.randint(0, 500, (2, 9), generator=torch.Generator().manual_seed(0))
     alone = [source.model("fp32", "cpu", quantize)(tokens) for source in sources]
-    models = networks(sources, "fp32", "cpu", quantize)
+    models = load_models(sources, "fp32", "cpu", quantize)
     assert all(torch.equal(model(tokens), expected) for model, expected in zip(models, alone, strict=True))
     assert len({model.blocks[0].attention.o_proj.weight.data_ptr() for model in models}) == 1
     pack_weights(models)
@@ -305,6 +305,6 @@ def test_whole_modules_and_a_quantized_base_do_not_go_with_others(checkpoints, t
     base = checkpoints["stories260K"]
     whole = adapted(base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"])))
     with pytest.raises(ValueError, match=r"5 whole modules .* nf4 for the others; open that adapter alone"):
-        networks([resolve(base), resolve(whole)], "fp32", "cpu", "nf4")
-    assert len(networks([resolve(base), resolve(whole)], "fp32", "cpu", None)) == 2
-    assert len(networks([resolve(whole)], "fp32", "cpu", "nf4")) == 1
+        load_models([resolve(base), resolve(whole)], "fp32", "cpu", "nf4")
+    assert len(load_models([resolve(base), resolve(whole)], "fp32", "cpu", None)) == 2
+    assert len(load_models([resolve(whole)], "fp32", "cpu", "nf4")) == 1

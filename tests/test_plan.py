@@ -34,7 +34,7 @@ from litft.training.memory_plan import Shape, predict
 from litft.training.optimizers import OPTIMIZERS
 from litft.training.schedule import Schedule
 from litft.training.settings import choose
-from litft.training.setup import Job
+from litft.training.setup import Setup
 
 
 def test_flops_of_a_tiny_llama(tiny):
@@ -281,11 +281,11 @@ def test_a_run_recomputes_as_little_as_its_memory_asks_for(tiny, examples, monke
     train = TrainArgs(micro_batch_size="auto", global_batch_size=32)
     args = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)], packing=False), train=train)
     source = resolve(tiny)
-    job, cpu = Job(args, source), torch.device("cpu")
-    data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.context)
+    job, cpu = Setup(args, source), torch.device("cpu")
+    data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.max_positions)
     found = []
     for room in (2**40, 10 * 2**20, 4 * 2**20, 1):
-        monkeypatch.setattr(litft.training.settings, "memory_there", lambda device, processes, room=room: room)
+        monkeypatch.setattr(litft.training.settings, "device_memory", lambda device, processes, room=room: room)
         schedule = Schedule(args, data, 1)
         settings = choose(job, schedule, cpu)
         found.append((schedule.layout.rows, settings.recomputed))

@@ -16,8 +16,8 @@ from conftest import script
 from test_data import write
 from test_train import rows_of
 
-from litft.data.packing import Layout, cells
-from litft.data.sampler import Order, heaviest
+from litft.data.packing import Layout, num_slots
+from litft.data.sampler import Sampler, largest_micro_batch
 
 RECORDS = [{"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 7)} for n in range(40)]
 
@@ -177,17 +177,17 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
     draw = np.random.default_rng(0)
     for _ in range(20):
         lengths = draw.integers(1, 60, draw.integers(5, 200))
-        order, size = Order([len(lengths)], int(draw.integers(100))), int(draw.integers(1, 20))
+        order, size = Sampler([len(lengths)], int(draw.integers(100))), int(draw.integers(1, 20))
         samples = SimpleNamespace(lengths=lengths, supervised=lengths - draw.integers(0, lengths))
-        found = heaviest(samples, order, layout, 2 * len(lengths), size)
+        found = largest_micro_batch(samples, order, layout, 2 * len(lengths), size)
         most, learned, counts = 0, 0, []
         for start in range(0, 2 * len(lengths), size):
             numbers = np.array(order.indices(start, min(start + size, 2 * len(lengths))))
             batches = layout.plan(lengths[numbers].tolist())
-            most = max(most, *(cells(lengths[numbers], rows) for rows in batches))
+            most = max(most, *(num_slots(lengths[numbers], rows) for rows in batches))
             learned = max(learned, *(sum(samples.supervised[numbers[row]].sum() for row in rows) for rows in batches))
             counts.append(len(batches) // layout.ranks)
-        assert cells(lengths, found.rows) == most and found.learned == learned and found.several == (max(counts) > 1)
+        assert num_slots(lengths, found.rows) == most and found.learned == learned and found.several == (max(counts) > 1)
 
 
 def test_the_largest_micro_batch_comes_at_step_1(tiny, tmp_path):

@@ -190,8 +190,8 @@ def test_thoughts_that_a_template_drops_later_are_learned_where_they_were_had(sh
     assert learned(texts) == ["2+3\n</think>\n\nFive.<|im_end|>", 'Yes, "sure".<|im_end|>']  # the prompt opens the thought
     assert texts[0][0].count("<think>") == texts[0][0].count("</think>") == 1
     assert "2+3" not in texts[1][0]
-    opened = learned(assistant_turns(rendering(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), talk, None, SPECIAL))
-    assert opened[0] == "2+3\n</think>\n\nFive.<｜end▁of▁sentence｜>"  # its prompt has said <think>
+    session = learned(assistant_turns(rendering(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), talk, None, SPECIAL))
+    assert session[0] == "2+3\n</think>\n\nFive.<｜end▁of▁sentence｜>"  # its prompt has said <think>
 
 
 def test_a_template_that_ends_no_turn_gives_each_its_own_text():

@@ -17,9 +17,9 @@ from litft.args import ConvertArgs, LoRAArgs, LoRAFinetuneArgs
 from litft.export.convert import convert
 from litft.methods import LoRA
 from litft.model.linear import Linear
-from litft.model.quantization import KINDS, Packed, QuantizedLinear, rounded
+from litft.model.quantization import KINDS, QuantizedLinear, QuantizedTensor, quantize_dequantize
 from litft.pretrained import resolve
-from litft.training.setup import Job
+from litft.training.setup import Setup
 
 TOKENS = draw(2, 23, seed=8)
 WIDE = dict(hidden_size=64, intermediate_size=128)  # blocks of 64 do not cross rows
@@ -56,17 +56,17 @@ def test_the_bits_are_bitsandbytes(kind):
         parameter = bnb.nn.Int8Params(weight, requires_grad=False).to("cpu")
         bits, expected = parameter.CB, (weight / weight.abs().amax(1, keepdim=True) * 127).round()
         assert (expected - bits).abs().max() <= 1  # through fp16
-        dense = expected * weight.abs().amax(1, keepdim=True) / 127
+        dense_weight = expected * weight.abs().amax(1, keepdim=True) / 127
     else:
         nested = kind.endswith("dq")
         parameter = bnb.nn.Params4bit(weight, quant_type=kind[:3], compress_statistics=nested, requires_grad=False).to("cpu")
         bits, code = parameter.data, parameter.quant_state.code
         scaled = weight / weight.abs().amax(1, keepdim=True)
-        dense = code[(scaled[..., None] - code).abs().argmin(-1)] * weight.abs().amax(1, keepdim=True)
-    packed = Packed.of(weight, kind)
-    assert torch.equal(packed.data, bits) and packed.dense().shape == (48, 64)
-    assert relative(packed.dense(), dense) <= 0.02
-    assert torch.equal(rounded(weight, kind, torch.float32), packed.dense())
+        dense_weight = code[(scaled[..., None] - code).abs().argmin(-1)] * weight.abs().amax(1, keepdim=True)
+    packed = QuantizedTensor.quantize(weight, kind)
+    assert torch.equal(packed.data, bits) and packed.dequantize().shape == (48, 64)
+    assert relative(packed.dequantize(), dense_weight) <= 0.02
+    assert torch.equal(quantize_dequantize(weight, kind, torch.float32), packed.dequantize())
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +100,7 @@ def test_a_folder_that_is_quantized_already(make_model, tmp_path, family, name, 
     assert relative(plain(TOKENS), reference(TOKENS).logits) <= 1e-5
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
     with pytest.raises(ValueError, match=f"is quantized already, as {kind}"):
-        Job(LoRAFinetuneArgs(quantize="nf4" if kind == "int8" else "int8"), resolve(tmp_path / "quantized"))
+        Setup(LoRAFinetuneArgs(quantize="nf4" if kind == "int8" else "int8"), resolve(tmp_path / "quantized"))
 
 
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
@@ -172,8 +172,8 @@ from litft.pretrained import resolve
 # of its own: pages of the mapped files are the page cache's, and come and go as the kernel likes
 def held(): return int(re.search(r"RssAnon:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
 source = resolve(sys.argv[1])
-from litft.model.quantization import Packed
-Packed.of(torch.randn(64, 64), "nf4").dense()
+from litft.model.quantization import QuantizedTensor
+QuantizedTensor.quantize(torch.randn(64, 64), "nf4").dequantize()
 before, most = held(), 0
 def watch():
     global most
@@ -270,9 +270,9 @@ def test_bitsandbytes_is_kept_from_the_network(tmp_path):
 def test_packed_bits_stand_for_what_the_paper_says(shape, kind):
     """Written out: a code's number times the largest of its block of 64, row after row; also where rows cut blocks."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    packed = Packed.of(weight, kind)
+    packed = QuantizedTensor.quantize(weight, kind)
     count, codes = weight.numel(), packed.data.view(-1).to(torch.long)
     numbers = packed.state.code[torch.stack((codes >> 4, codes & 15), 1).view(-1)[:count]]
     blocks = F.pad(weight.view(-1), (0, -count % 64)).view(-1, 64).abs().amax(1).repeat_interleave(64)[:count]
-    torch.testing.assert_close(packed.dense(), (numbers * blocks).view(shape), rtol=1e-6, atol=0)
-    torch.testing.assert_close(packed.dense(torch.bfloat16).float(), packed.dense(), rtol=8e-3, atol=0)
+    torch.testing.assert_close(packed.dequantize(), (numbers * blocks).view(shape), rtol=1e-6, atol=0)
+    torch.testing.assert_close(packed.dequantize(torch.bfloat16).float(), packed.dequantize(), rtol=8e-3, atol=0)

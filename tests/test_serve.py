@@ -17,7 +17,7 @@ from serving import NEVER, Server, lengthened
 import litft
 from litft.args import AdapterV2Args, LoRAArgs, Sampling
 from litft.inference.decoder import Decoder
-from litft.inference.generation import Request, answers
+from litft.inference.generation import Request, generate_batch
 from litft.methods import AdapterV2, LoRA
 
 ROWS, ROOM = 3, 2000
@@ -189,7 +189,7 @@ def test_tools_reach_the_template(client, plain):
     def said(text):
         model, tokenizer = plain
         request = Request(tokenizer.encode(f"<s>{text}", bos=False), 15, Sampling(0.0), tokenizer.stop_ids, trimmed=True)
-        return "".join(piece for _, piece in answers(Decoder(model, capacity=200), tokenizer, [request]))
+        return "".join(piece for _, piece in generate_batch(Decoder(model, capacity=200), tokenizer, [request]))
 
     asked = "user: Lily went to the park.\nassistant:"
     usual, with_tools = ask(client, tokens=15), ask(client, tokens=15, tools=[TOOL])

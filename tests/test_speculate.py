@@ -11,7 +11,7 @@ import litft
 from litft.args import Sampling
 from litft.inference.decoder import Decoder
 from litft.inference.sampling import Sampler
-from litft.inference.speculative import Draft, Guess, Lookup, rounds
+from litft.inference.speculative import Draft, DraftModel, PromptLookup, speculative_rounds
 
 V, RUNS = 6, 900
 PROMPT = [1, 2, 3, 1, 2]
@@ -56,12 +56,12 @@ def chi_square(counts, expected, runs):
 class Wrong:
     """Guesses the same, whatever there is: tokens that are likely enough to be taken now and then."""
 
-    def guess(self, text, settings):
-        return Guess([4, 3], None)
+    def draft(self, text, settings):
+        return Draft([4, 3], None)
 
 
-def guesser(name, draft):
-    return {"draft": Draft(Decoder(draft, 1, 32), V, count=2), "wrong": Wrong()}[name]
+def drafter(name, draft):
+    return {"draft": DraftModel(Decoder(draft, 1, 32), V, count=2), "wrong": Wrong()}[name]
 
 
 CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
@@ -78,13 +78,13 @@ CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
 )
 def test_the_distribution_is_the_networks_own(models, name, settings):
     target, draft = models
-    own, expected, counts = guesser(name, draft), exact(target, settings, 3), Counter()
+    own, expected, counts = drafter(name, draft), exact(target, settings, 3), Counter()
     decoder = Decoder(target, 1, 32)
     for seed in range(RUNS):
         sampler = Sampler(1, V, decoder.device)
         sampler.begin(0, PROMPT, replace(settings, seed=seed))
         tokens = []
-        for found in rounds(decoder, sampler, own, decoder.read(0, PROMPT)):
+        for found in speculative_rounds(decoder, sampler, own, decoder.read(0, PROMPT)):
             tokens += found.tokens
             if len(tokens) >= 3:
                 break
@@ -96,10 +96,10 @@ def test_the_distribution_is_the_networks_own(models, name, settings):
 
 
 def test_a_repetition_is_looked_up():
-    lookup = Lookup(count=3, longest=2)
-    assert lookup.guess([1, 2, 3, 4, 9, 2, 3], Sampling()).tokens == [4, 9, 2]
-    assert lookup.guess([1, 2, 3, 2, 7, 2], Sampling()).tokens == [7, 2], "the newest place"
-    assert lookup.guess([1, 2, 3], Sampling()).tokens == [] == lookup.guess([1], Sampling()).tokens
+    lookup = PromptLookup(count=3, longest=2)
+    assert lookup.draft([1, 2, 3, 4, 9, 2, 3], Sampling()).tokens == [4, 9, 2]
+    assert lookup.draft([1, 2, 3, 2, 7, 2], Sampling()).tokens == [7, 2], "the newest place"
+    assert lookup.draft([1, 2, 3], Sampling()).tokens == [] == lookup.draft([1], Sampling()).tokens
 
 
 def test_it_ends_where_the_context_does(models):
@@ -109,7 +109,7 @@ def test_it_ends_where_the_context_does(models):
     sampler.begin(0, PROMPT, Sampling(0.0))
     tokens = [
         t
-        for found in rounds(decoder, sampler, Draft(Decoder(target, 1, 12), V), decoder.read(0, PROMPT))
+        for found in speculative_rounds(decoder, sampler, DraftModel(Decoder(target, 1, 12), V), decoder.read(0, PROMPT))
         for t in found.tokens
     ]
     assert len(tokens) == 12 - len(PROMPT) + 1 and len(decoder.texts[0]) == 12

@@ -7,7 +7,7 @@ from conftest import script
 from parity import ROWS
 
 import litft
-from litft.distributed.device_map import Spread, fitting
+from litft.distributed.device_map import DeviceMap, fit_layers
 from litft.pretrained import resolve
 
 
@@ -23,7 +23,7 @@ from litft.pretrained import resolve
     ],
 )
 def test_each_device_gets_what_it_has_room_for(free, layers, ends, counts):
-    assert fitting(free, layers, ends) == counts
+    assert fit_layers(free, layers, ends) == counts
 
 
 @pytest.mark.skipif(
@@ -41,7 +41,7 @@ def test_what_passes_goes_from_device_to_device(make_model):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_and_the_host(checkpoints):
     source, tokens = resolve(checkpoints["stories15M"]), torch.arange(3, 40)[None]
-    model = source.model("fp32", "cuda", None, Spread([torch.device("cuda"), torch.device("cpu")], [4, 2]))
+    model = source.model("fp32", "cuda", None, DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2]))
     expected = litft.load(checkpoints["stories15M"], "fp32")[0](tokens)
     torch.testing.assert_close(model(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
 

@@ -11,11 +11,11 @@ from litft.args import DataArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
 from litft.data.packing import Layout, collate, pack
-from litft.data.sampler import Order
+from litft.data.sampler import Sampler
 from litft.data.tokenizer import Tokenizer
 from litft.model.attention import attend
-from litft.model.attention_eager import attend_plainly, visible
-from litft.model.packed_sequences import Documents
+from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.packed_sequences import PackedSequences
 from litft.pretrained import resolve
 
 
@@ -49,13 +49,13 @@ def test_alpaca_packs_tight(shared, checkpoints, count):
     tokenizer = Tokenizer(checkpoints["SmolLM2-135M-Instruct"])
     args = DataArgs(path=[str(shared / "data" / "alpaca_2k.json")], val_fraction=0.0)
     train = load_data(args, tokenizer, 49152, 8192).train
-    order, lengths = Order(train.sizes, 42), train.lengths
+    order, lengths = Sampler(train.sizes, 42), train.lengths
     for ranks in (1, 2):
         for step in range(len(train) // count):
             chosen = [int(lengths[i]) for i in order.indices(step * count, (step + 1) * count)]
             batches = Layout(1, 2048, ranks).plan(chosen)
-            slots = sum(len(rows) * max(sum(chosen[i] for i in row) for row in rows) for rows in batches if rows)
-            assert sum(chosen) / slots >= 0.95
+            peft_targets = sum(len(rows) * max(sum(chosen[i] for i in row) for row in rows) for rows in batches if rows)
+            assert sum(chosen) / peft_targets >= 0.95
             used = [sum(chosen[i] for i in row) for rows in batches for row in rows]
             assert len(used) % ranks == 0
             assert ranks == 2 or len(used) <= -(-sum(chosen) // 2048) + 1
@@ -107,8 +107,8 @@ def test_padding_is_no_sample(tiny):
 def test_document_after_document_is_the_mask(window, softcap, sinks):
     torch.manual_seed(0)
     q, k, v = torch.randn(2, 6, 30, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
-    documents = Documents.of(torch.tensor([[0] * 4 + [1] * 20 + [2] * 6, [0] * 29 + [-1]]))
+    documents = PackedSequences.of(torch.tensor([[0] * 4 + [1] * 20 + [2] * 6, [0] * 29 + [-1]]))
     sinks = torch.randn(6) if sinks else None
     found = attend(q, k, v, documents, window, softcap, sinks)
-    expected = attend_plainly(q, k, v, visible(q, k, documents, window), softcap, sinks)
+    expected = eager_attention(q, k, v, attention_mask(q, k, documents, window), softcap, sinks)
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)

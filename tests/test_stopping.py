@@ -216,11 +216,11 @@ def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
 
 
 def test_a_loss_that_is_no_number_ends_the_run_with_its_examples(poisoned):
-    from litft.data.sampler import Order
+    from litft.data.sampler import Sampler
 
     with pytest.raises(ValueError, match="is nan, so nothing more can be learned") as error:
         litft.finetune(poisoned)
-    order = Order([30], poisoned.seed).indices(0, 48)
+    order = Sampler([30], poisoned.seed).indices(0, 48)
     step = order.index(17) // 4
     examples = ", ".join(map(str, order[step * 4 : step * 4 + 4]))
     assert f"step {step + 1}: " in str(error.value) and f"training examples: {examples} (--train.skip_nan" in str(

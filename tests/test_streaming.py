@@ -8,7 +8,7 @@ import torch
 import litft
 from litft.args import Sampling
 from litft.inference.decoder import Decoder
-from litft.inference.generation import Answer, Batch, Chosen, Request, TextStream, answers, prompt_ids
+from litft.inference.generation import Answer, Batch, ChosenToken, Detokenizer, Request, generate_batch, prompt_ids
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_log_probabilities_are_the_networks(story):
     logits = model(torch.tensor([[*ids, *tokens]]))[0, len(ids) - 1 : -1]
     expected = logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(logprobs), expected, rtol=1e-4, atol=1e-4)
-    assert len(tokens) == 30 == pieces[-1].speeds.new_tokens and pieces[-1].finish_reason == "length"
+    assert len(tokens) == 30 == pieces[-1].stats.new_tokens and pieces[-1].finish_reason == "length"
     assert all(piece.finish_reason is None for piece in pieces[:-1])
 
 
@@ -55,14 +55,14 @@ def test_a_stop_token_is_no_text(story):
     free = [token for piece in pieces_of(story, "One day") for token in piece.tokens]
     stop = free[12]
     request = Request(ids, 60, Sampling(0.0), [stop])
-    pieces = [piece for _, piece in answers(Decoder(model, 1, 100), tokenizer, [request])]
+    pieces = [piece for _, piece in generate_batch(Decoder(model, 1, 100), tokenizer, [request])]
     tokens = [token for piece in pieces for token in piece.tokens]
     assert tokens == free[: free.index(stop) + 1] and pieces[-1].finish_reason == "stop"
     assert "".join(pieces) == text_of(tokenizer, ids, tokens[:-1])
 
 
 def text_of(tokenizer, ids, tokens):
-    stream = TextStream(tokenizer, ids)
+    stream = Detokenizer(tokenizer, ids)
     return "".join(stream.push(token) for token in tokens) + stream.rest()
 
 
@@ -71,7 +71,7 @@ def test_no_character_is_split(checkpoints, text):
     _, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"])
     tokens = tokenizer.encode(text, bos=False)
     answer = Answer(Request([1]), tokenizer, 1000, 0.0)
-    pieces = [piece for token in tokens if (piece := answer.take(Chosen(token, 0.0, []))) is not None]
+    pieces = [piece for token in tokens if (piece := answer.take(ChosenToken(token, 0.0, []))) is not None]
     assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
     assert sum(len(piece.tokens) for piece in pieces) == len(tokens) > len(pieces) or len(tokens) == len(pieces)
 
@@ -80,7 +80,7 @@ def test_half_a_character_at_the_end_is_said_as_such(checkpoints):
     _, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"])
     half = tokenizer.encode("ok 🦊", bos=False)[:-1]
     answer = Answer(Request([1], max_new_tokens=len(half)), tokenizer, 1000, 0.0)
-    pieces = [piece for token in half if (piece := answer.take(Chosen(token, 0.0, []))) is not None]
+    pieces = [piece for token in half if (piece := answer.take(ChosenToken(token, 0.0, []))) is not None]
     assert "".join(pieces).rstrip("\ufffd") == "ok " and pieces[-1].finish_reason == "length"
 
 
@@ -90,7 +90,7 @@ def test_seeds_repeat_and_do_not_depend_on_the_batch(story):
     assert texts[0] == texts[1] != texts[2]
     requests = [Request(tokenizer.encode("One day"), 20, Sampling(1.0, top_p=0.9, seed=seed)) for seed in (5, 2, 1)]
     found = {}
-    for number, piece in answers(Decoder(model, 2, 60), tokenizer, requests):
+    for number, piece in generate_batch(Decoder(model, 2, 60), tokenizer, requests):
         found[number] = found.get(number, "") + piece
     assert found[1] == texts[2] and found[2] == texts[0]
 
@@ -139,7 +139,7 @@ def test_likely_tokens_are_told_to_those_who_ask(story):
     ids = tokenizer.encode("One day")
     asked = [Request(ids, 4, Sampling(0.0), top_logprobs=count) for count in (0, 3, 600)]
     found = {}
-    for number, piece in answers(Decoder(model, 3, 60), tokenizer, asked):
+    for number, piece in generate_batch(Decoder(model, 3, 60), tokenizer, asked):
         found.setdefault(number, []).extend(zip(piece.tokens, piece.logprobs, piece.top, strict=True))
     assert [[len(top) for _, _, top in own] for own in found.values()] == [[0] * 4, [3] * 4, [512] * 4]
     for (token, logprob, _), (_, _, some), (_, _, every) in zip(*found.values(), strict=True):

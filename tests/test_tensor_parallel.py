@@ -8,8 +8,8 @@ from parts import logits
 from test_methods import FAMILIES, METHODS, saved, tokens_for
 
 import litft
-from litft.distributed.tensor_parallel import Slices, check_divides
-from litft.model.quantization import is_quantizable, rounded
+from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
+from litft.model.quantization import is_quantizable, quantize_dequantize
 from litft.pretrained import resolve
 
 TOKENS = draw(2, 20, seed=1)
@@ -61,7 +61,7 @@ def test_every_method(folders, tmp_path):
         for index, name in enumerate(METHODS if family == "llama" else EVERYWHERE):
             method = METHODS[name]()
             method.choose(source.meta_model(), source.adapter_rules)
-            model = source.base_model("fp32", plain=method.plain())
+            model = source.base_model("fp32", plain=method.unquantized_modules())
             method.attach(model)
             shaken(method.parameters(model).values())
             folder = saved(model, method, source, tmp_path / f"{family}{index}")
@@ -78,11 +78,11 @@ def test_each_process_quantizes_its_part(folders, tmp_path):
     words = [{"folder": str(folders[name]), "tokens": TOKENS.tolist(), "quantize": kind} for name, kind in cases]
     for (name, kind), found in zip(cases, logits(words, tmp_path), strict=True):
         model, _ = litft.load(folders[name], "fp32")
-        slices = [Slices(model.config, rank, 2) for rank in range(2)]
+        slices = [TensorParallelPlacement(model.config, rank, 2) for rank in range(2)]
         for leaf, parameter in model.named_parameters():
             if is_quantizable(leaf, model):
                 dim = -1 if leaf.split(".")[-2] in ("o_proj", "down_proj") else -2
-                pieces = [rounded(own.cut(leaf, parameter), kind, torch.float32) for own in slices]
+                pieces = [quantize_dequantize(own.cut(leaf, parameter), kind, torch.float32) for own in slices]
                 parameter.copy_(torch.cat(pieces, dim))
         assert relative(found, model(TOKENS)) <= 1e-5, (name, kind)
 

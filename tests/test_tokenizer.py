@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from litft.data.tokenizer import Tokenizer
-from litft.inference.generation import TextStream
+from litft.inference.generation import Detokenizer
 
 GOLDEN = {
     "llama-2-7b": "llama-spm",
@@ -136,7 +136,7 @@ def test_bos_and_eos_on_request(shared):
 
 def pieces_of(tokenizer, before, new):
     """What becomes readable with each token, and what is left at the end."""
-    stream = TextStream(tokenizer, before)
+    stream = Detokenizer(tokenizer, before)
     return [text for text in (*map(stream.push, new), stream.rest()) if text]
 
 

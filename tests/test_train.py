@@ -17,7 +17,7 @@ from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
-from litft.data.sampler import Order
+from litft.data.sampler import Sampler
 from litft.methods import LoRA
 from litft.model.loss import IGNORED
 from litft.pretrained import resolve
@@ -145,12 +145,12 @@ def test_every_rank_runs_the_same_number_of_micro_batches():
 
 
 def test_the_order_is_a_permutation_an_epoch():
-    order = Order([10], seed=3)
+    order = Sampler([10], seed=3)
     stream = order.indices(0, 30)
     assert all(sorted(stream[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
     assert stream[:10] != stream[10:20] != stream[20:]
-    assert Order([10], seed=3).indices(7, 25) == stream[7:25]
-    assert Order([10], seed=4).indices(0, 10) not in (stream[:10], stream[10:20])
+    assert Sampler([10], seed=3).indices(7, 25) == stream[7:25]
+    assert Sampler([10], seed=4).indices(0, 10) not in (stream[:10], stream[10:20])
 
 
 @pytest.mark.parametrize("warmup", [0.0, 0.1, 1.0])
@@ -238,7 +238,7 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted, examples, tiny):
 def test_the_loss_is_that_of_the_steps_samples_before_its_update(uninterrupted, examples, tiny):
     model, tokenizer = litft.load(tiny)
     data = load_data(DataArgs(path=[str(examples)], val_fraction=0.2), tokenizer, 512, 256)
-    first = data.train[Order([len(data.train)], 42).indices(0, 1)[0]]
+    first = data.train[Sampler([len(data.train)], 42).indices(0, 1)[0]]
     with torch.no_grad():
         loss, count = model(first.tokens[None], targets=first.targets[None])
         val = [model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val]
@@ -323,7 +323,7 @@ def test_a_step_reads_no_value_from_the_device(shared, name, room):
         batches = [batch.to(torch.device("meta")) for batch in Layout(4, room).batches(ragged())]
         if not kept:  # what the test is to find
             with pytest.raises(NotImplementedError, match="nonzero"):
-                model(batches[0].tokens, **{**batches[0].inputs(), "kept": None})
+                model(batches[0].tokens, **{**batches[0].inputs(), "target_indices": None})
             continue
         total = torch.zeros((), device="meta")
         for batch in batches:
@@ -341,7 +341,7 @@ def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkey
     targets, probe = [], litft.training.trainer.Training._probe
 
     def watched(self, model, optimizer):
-        seen = lambda module, words, inputs: targets.append(len(inputs["kept"]))  # noqa: E731
+        seen = lambda module, words, inputs: targets.append(len(inputs["target_indices"]))  # noqa: E731
         with self.model.register_forward_pre_hook(seen, with_kwargs=True):
             probe(self, model, optimizer)
         assert max(self.data.train.supervised) == self.schedule.largest.learned > self.data.train.supervised.min()

@@ -162,8 +162,8 @@ def test_the_guides_to_many_devices(clone):
 @pytest.mark.slow
 def test_the_guides_to_generating(clone):
     folder, paths = clone
-    first, samples, _, guessed, devices, pieces = run_guide("inference.md", folder, paths)
-    assert first.strip() and len(samples.splitlines()) >= 2 and guessed.strip() and "tokens/s" in pieces
+    first, samples, _, drafted, devices, pieces = run_guide("inference.md", folder, paths)
+    assert first.strip() and len(samples.splitlines()) >= 2 and drafted.strip() and "tokens/s" in pieces
     assert len(devices.splitlines()) >= 2
     answers = [json.loads(line) for line in (folder / "answers.jsonl").read_text().splitlines()]
     assert [answer["prompt"] for answer in answers] == ["One day", "The cat and the dog"] and answers[0]["id"] == 1
@@ -257,8 +257,8 @@ def test_the_plan_is_held_against_steps_and_goes_on(tiny, tmp_path):
     (cell,) = json.loads((tmp_path / "plan_accuracy.json").read_text()).values()
     assert 0 < cell["planned_gib"] < cell["measured_gib"] and "1 cells of 1 ran" in first.stdout
     again = script(*words, "--activation_checkpointing", "none,full", cwd=tmp_path)
-    cells = json.loads((tmp_path / "plan_accuracy.json").read_text())
-    assert len(cells) == 2 and cell in cells.values() and again.stderr.count("step 1 of 2") == 1
+    num_slots = json.loads((tmp_path / "plan_accuracy.json").read_text())
+    assert len(num_slots) == 2 and cell in num_slots.values() and again.stderr.count("step 1 of 2") == 1
 
 
 @pytest.mark.slow

@@ -84,7 +84,7 @@ def test_exact_match_is_counted_of_as_many_as_the_loss(asked, alone, tmp_path):
 def test_an_answer_that_would_go_on_is_not_right(asked, alone):
     """Where the context ends, only its beginning is seen."""
     model, tokenizer, samples, _ = asked
-    prompts = [[1, *range(20 + n, 20 + n + model.config.context - 2)] for n in range(20)]
+    prompts = [[1, *range(20 + n, 20 + n + model.config.max_positions - 2)] for n in range(20)]
     said = greedy_answers(model, tokenizer, [(prompt, 12) for prompt in prompts])
     prompt, text = next(
         (p, each.text) for p, each in zip(prompts, said, strict=True) if each.text.strip() and not each.ended

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from litft.args import TrainArgs
 from litft.methods import Method
 from litft.model.transformer import GPT
-from litft.pretrained import Source
+from litft.pretrained import PretrainedFolder
 from litft.training.activation_checkpointing import recompute
 from litft.training.memory_plan import Shape
 from litft.training.optimizers import InBackward, make_optimizer
@@ -29,7 +29,7 @@ class Numbers(TorchDispatchMode):
 
 
 def tracked(
-    source: Source,
+    source: PretrainedFolder,
     method: Method,
     train: TrainArgs,
     precision: str,
@@ -66,7 +66,7 @@ def tracked(
             for _ in range(2):
                 with optimizer.stepping() if isinstance(optimizer, InBackward) else nullcontext():
                     for _ in range(1 + shape.accumulated):
-                        model(tokens, targets=tokens, kept=kept)[0].backward()
+                        model(tokens, targets=tokens, target_indices=kept)[0].backward()
                         tracker.reset_mod_stats()
                 if not train.optimizer_in_backward:
                     nn.utils.clip_grad_norm_(trained.values(), train.max_grad_norm or float("inf"))

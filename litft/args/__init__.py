@@ -18,7 +18,7 @@ from litft.args.finetune import (
     TrainArgs,
 )
 from litft.args.hub import DownloadArgs, UploadArgs
-from litft.args.inference import ChatArgs, GenerateArgs, GuessArgs, ModelArgs, OpenArgs
+from litft.args.inference import ChatArgs, GenerateArgs, ModelArgs, OpenArgs, SpeculativeArgs
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
 from litft.args.plan import PlanArgs, PrepareArgs
 from litft.args.sampling import NUMBERS, Sampling
@@ -45,7 +45,6 @@ __all__ = [
     "GenerateArgs",
     "GgufConvertArgs",
     "GgufExportArgs",
-    "GuessArgs",
     "LoRAArgs",
     "LoRAFinetuneArgs",
     "MergeArgs",
@@ -58,6 +57,7 @@ __all__ = [
     "Sampling",
     "SaveArgs",
     "ServeArgs",
+    "SpeculativeArgs",
     "TrainArgs",
     "UploadArgs",
     "WriteArgs",

@@ -95,7 +95,7 @@ def _is_bias(text: str) -> bool:
 
 
 @dataclass
-class GuessArgs(ModelArgs):
+class SpeculativeArgs(ModelArgs):
     """The same, where one answer is made at a time: it may be guessed ahead."""
 
     draft_dir: str | None = None
@@ -110,7 +110,7 @@ class GuessArgs(ModelArgs):
 
 
 @dataclass
-class GenerateArgs(GuessArgs):
+class GenerateArgs(SpeculativeArgs):
     """Complete one prompt, or a file of prompts; the completion alone goes to stdout."""
 
     prompt: str | None = None
@@ -146,7 +146,7 @@ class GenerateArgs(GuessArgs):
 
 
 @dataclass
-class ChatArgs(GuessArgs):
+class ChatArgs(SpeculativeArgs):
     """Chat with a model; without a terminal, one message a line on stdin and the answers alone on stdout."""
 
     system: str | None = None

@@ -25,11 +25,11 @@ from litft.checkpoints.conversion import (
     Rename,
     Rule,
     Split,
-    exporting,
-    importing,
-    our_names,
+    hf_tensor_name,
+    mappings_from_hf,
+    mappings_to_hf,
     rule_of,
-    their_name,
+    tensor_names,
 )
 from litft.checkpoints.weight_files import write_file
 from litft.model.config import is_positive, read_object
@@ -44,7 +44,7 @@ _LEAVES |= {"lora_magnitude_vector": "m", "lora_magnitude_vector.weight": "m"}
 # E experts, R rank
 
 
-class Factors(NamedTuple):
+class LoraWeights(NamedTuple):
     """One Linear's update, scale * B A: A (R, in) and B (out, R), or with a leading E for stacked experts.
 
     m: DoRA's lengths of the rows, (out,) or (E, out).
@@ -57,10 +57,10 @@ class Factors(NamedTuple):
 
 
 @dataclass
-class Adapter:
+class LoraAdapter:
     """What a LoRA adapter's files hold, by our names."""
 
-    factors: dict[str, Factors]
+    factors: dict[str, LoraWeights]
     trained: dict[str, Tensor] = field(default_factory=dict)  # parameters of the base, trained whole
     tokens: list[int] = field(default_factory=list)  # ids of new tokens
     token_rows: dict[str, Tensor] = field(default_factory=dict)  # theirs, (N, C) each
@@ -69,7 +69,7 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Slot:
+class PeftTarget:
     """What PEFT adapts as one: a module, or a parameter of stacked experts."""
 
     name: str  # theirs, of a module without ".weight"
@@ -88,7 +88,7 @@ class Slot:
         """What target_modules or target_parameters, and patterns, call it."""
         return f"{self.name}.weight" if self.is_parameter and not self.experts else self.name
 
-    def fuse(self, factors: dict[str, Factors]) -> Factors:
+    def fuse(self, factors: dict[str, LoraWeights]) -> LoraWeights:
         """The factors of its Linears (some may have none) as one pair in PEFT's layout."""
         own = [factors[name] for name in self.linears if name in factors]
         a, scale, start, blocks = torch.cat([f.a for f in own], dim=-2), next((f.scale for f in own if f.scale), 1.0), 0, []
@@ -103,22 +103,22 @@ class Slot:
         m = None if own[0].m is None else self.rule.join_rows([f.m[..., None] for f in own]).squeeze(-1)
         if self.experts:
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
-        return Factors(a.contiguous(), b.contiguous(), scale, m)
+        return LoraWeights(a.contiguous(), b.contiguous(), scale, m)
 
-    def rows(self, own: list[Factors]) -> list[int]:
+    def rows(self, own: list[LoraWeights]) -> list[int]:
         """How many rows each of its Linears has, `own` being the factors of some."""
         if isinstance(self.rule, Split):
             return [self.rule.groups * size for size in self.rule.sizes]
         return [own[0].b.size(-2)]
 
-    def split(self, fused: Factors) -> dict[str, Factors]:
+    def split(self, fused: LoraWeights) -> dict[str, LoraWeights]:
         """The inverse of `fuse`: A for each Linear, B by rows, without the ranks that a Linear's rows do not use."""
         a, b, scale, m = fused
         if self.experts:
             a = a.unflatten(0, (self.experts, -1))
             b = b.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
         if isinstance(self.rule, Rename):
-            return {self.linears[0]: Factors(a, b, scale, m)}
+            return {self.linears[0]: LoraWeights(a, b, scale, m)}
         lengths = (
             [None] * len(self.linears) if m is None else [part.squeeze(-1) for part in self.rule.split_rows(m[..., None])]
         )
@@ -126,7 +126,7 @@ class Slot:
         for name, rows, length in zip(self.linears, self.rule.split_rows(b), lengths, strict=True):
             used = rows.flatten(0, -2).any(0) | untrained  # (R,)
             if used.any() or length is not None:
-                parts[name] = Factors(a[..., used, :], rows[..., used], scale, length)
+                parts[name] = LoraWeights(a[..., used, :], rows[..., used], scale, length)
         return parts
 
 
@@ -136,21 +136,21 @@ def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def slots(model: nn.Module, rules: list[Rule]) -> dict[str, Slot]:
+def peft_targets(model: nn.Module, rules: list[Rule]) -> dict[str, PeftTarget]:
     """The slot of each of our Linears; `rules`: PEFT's own names first, then the checkpoint's."""
     found = {}
     for name, module in adaptable(model).items():
         rule, numbers = rule_of(rules, f"{name}.weight")
-        linears = tuple(each.removesuffix(".weight") for each in our_names(rule, numbers))
+        linears = tuple(each.removesuffix(".weight") for each in tensor_names(rule, numbers))
         experts = module.count if isinstance(module, ExpertLinear) else 0
         embedding = isinstance(module, nn.Embedding)
-        found[name] = Slot(their_name(rule, numbers).removesuffix(".weight"), linears, rule, experts, embedding)
+        found[name] = PeftTarget(hf_tensor_name(rule, numbers).removesuffix(".weight"), linears, rule, experts, embedding)
     return found
 
 
-def write_adapter(folder: Path, model: nn.Module, rules: list[Rule], adapter: Adapter, settings: dict[str, Any]) -> None:
+def write_adapter(folder: Path, model: nn.Module, rules: list[Rule], adapter: LoraAdapter, settings: dict[str, Any]) -> None:
     """Write adapter_config.json and adapter_model.safetensors; `settings` adds to PEFT's own fields, or replaces them."""
-    of = slots(model, rules)
+    of = peft_targets(model, rules)
     chosen = list(dict.fromkeys(of[name] for name in adapter.factors))
     fused = {slot: slot.fuse(adapter.factors) for slot in chosen}
     tensors = {}
@@ -177,7 +177,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
     (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
 
 
-def _sizes_config(fused: dict[Slot, Factors], of: dict[str, Slot]) -> dict[str, Any]:
+def _sizes_config(fused: dict[PeftTarget, LoraWeights], of: dict[str, PeftTarget]) -> dict[str, Any]:
     """Ranks, scales and targets as PEFT's config states them."""
     ranks = {slot.target: f.a.size(0) // max(slot.experts, 1) for slot, f in fused.items()}
     alphas = {slot.target: f.scale * ranks[slot.target] for slot, f in fused.items()}
@@ -199,13 +199,13 @@ def _sizes_config(fused: dict[Slot, Factors], of: dict[str, Slot]) -> dict[str, 
     }
 
 
-def _besides(adapter: Adapter, model: nn.Module, rules: list[Rule], of: dict[str, Slot]) -> dict[str, Any]:
+def _besides(adapter: LoraAdapter, model: nn.Module, rules: list[Rule], of: dict[str, PeftTarget]) -> dict[str, Any]:
     """What PEFT's config says of modules trained whole and of new tokens."""
     found: dict[str, Any] = {}
     whole = dict.fromkeys(name.rpartition(".")[0] for name in adapter.trained if not name.endswith(".bias"))
     if whole:
-        moves = exporting(rules, [name for name in adapter.trained if name.rpartition(".")[0] in whole])
-        found["modules_to_save"] = list(dict.fromkeys(target.rpartition(".")[0] for m in moves for target in m.targets))
+        mappings = mappings_to_hf(rules, [name for name in adapter.trained if name.rpartition(".")[0] in whole])
+        found["modules_to_save"] = list(dict.fromkeys(target.rpartition(".")[0] for m in mappings for target in m.targets))
         found["ensure_weight_tying"] = _tied(adapter, model)
     if adapter.tokens:
         heads = [of[name.partition(".")[0]].name for name in adapter.token_rows]
@@ -213,7 +213,7 @@ def _besides(adapter: Adapter, model: nn.Module, rules: list[Rule], of: dict[str
     return found
 
 
-def _tied(adapter: Adapter, model: nn.Module) -> bool:
+def _tied(adapter: LoraAdapter, model: nn.Module) -> bool:
     """Whether one trained tensor is embedding and head."""
     return model.config.tied and not adapter.apart and "embed.weight" in adapter.trained
 
@@ -221,14 +221,16 @@ def _tied(adapter: Adapter, model: nn.Module) -> bool:
 def _their_tensors(trained: dict[str, Tensor], rules: list[Rule], adapted: set[str]) -> dict[str, Tensor]:
     """Parameters of the base under the names of PEFT's files: a bias beside factors lies a level deeper there."""
     found = {}
-    for move in exporting(rules, trained):
-        for target, tensor in zip(move.targets, move.convert([trained[name] for name in move.sources]), strict=True):
+    for mapping in mappings_to_hf(rules, trained):
+        for target, tensor in zip(
+            mapping.targets, mapping.convert([trained[name] for name in mapping.sources]), strict=True
+        ):
             module, _, leaf = target.rpartition(".")
             found[f"{module}.base_layer.{leaf}" if module in adapted else target] = tensor
     return found
 
 
-def _keys(chosen: Iterable[Slot]) -> list[tuple[str, Slot]]:
+def _keys(chosen: Iterable[PeftTarget]) -> list[tuple[str, PeftTarget]]:
     """How each slot's tensors are called: PEFT wraps the parameters of one module around each other, the last outermost."""
     keys, outside = [], Counter()
     for slot in reversed(list(chosen)):
@@ -245,12 +247,12 @@ def _target_modules(chosen: list[str], every: list[str]) -> list[str]:
     return sorted(short) if matched == set(chosen) else sorted(chosen)
 
 
-def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> Adapter:
+def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> LoraAdapter:
     """What an adapter folder holds, litft's or PEFT's."""
     config = read_adapter_config(folder)
     _refuse_unsupported(config, folder)
     rules = [rule for rule in rules if not isinstance(rule, Drop)]  # an adapter may hold the head that a tied base drops
-    of, expert_halves, halves, whole, rows = slots(model, rules), {}, {}, {}, {}
+    of, expert_halves, halves, whole, rows = peft_targets(model, rules), {}, {}, {}, {}
     parameters = _expert_keys(config.get("target_parameters") or [], of.values())
     by_name = {slot.name: slot for slot in of.values()}
     for key, tensor in read_tensors(folder).items():
@@ -263,10 +265,10 @@ def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> Adapter:
             whole[module.replace(".base_layer.", ".")] = tensor.float()
         elif module in parameters:
             halves.setdefault(parameters[module], {})[leaf] = tensor.float()
-        elif moves := importing(rules, [f"{module}.weight"])[0]:
-            name = moves[0].targets[0].removesuffix(".weight")
+        elif mappings := mappings_from_hf(rules, [f"{module}.weight"])[0]:
+            name = mappings[0].targets[0].removesuffix(".weight")
             if of[name].experts:  # a module of its own, as experts were before transformers 5
-                number = moves[0].sources.index(f"{module}.weight")
+                number = mappings[0].sources.index(f"{module}.weight")
                 expert_halves.setdefault(name, {}).setdefault((number, module), {})[leaf] = tensor.float()
             else:
                 halves.setdefault(of[name], {})[leaf] = tensor.float()
@@ -277,7 +279,7 @@ def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> Adapter:
         if problem := _misfit(slot, half, model):
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {slot.name} {problem}")
         r = half["a"].size(0) // max(slot.experts, 1)
-        factors |= slot.split(Factors(half["a"], half["b"], _scale(config, slot.target, r), half.get("m")))
+        factors |= slot.split(LoraWeights(half["a"], half["b"], _scale(config, slot.target, r), half.get("m")))
     for name, experts in expert_halves.items():
         factors[name] = _stacked(model.get_submodule(name), experts, config, folder)
     _check_whole(config, factors, whole, folder)
@@ -289,7 +291,7 @@ def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> Adapter:
     if model.config.tied and embed is not None and head is not None:
         apart = not torch.equal(embed, head)
         trained = trained if apart else {name: value for name, value in trained.items() if name != "lm_head.weight"}
-    return Adapter(factors, trained, tokens, rows, config.get("bias", "none"), apart)
+    return LoraAdapter(factors, trained, tokens, rows, config.get("bias", "none"), apart)
 
 
 def _split_key(key: str) -> tuple[str, str | None]:
@@ -306,12 +308,12 @@ def _split_key(key: str) -> tuple[str, str | None]:
 def _trained(whole: dict[str, Tensor], model: nn.Module, rules: list[Rule], folder: Path) -> dict[str, Tensor]:
     """The base's own parameters among an adapter's tensors, by our names."""
     expected, found = dict(model.named_parameters(remove_duplicate=False)), {}
-    moves, unknown = importing(rules, whole)
-    for move in moves:
-        if any(name not in whole for name in move.sources) or any(name not in expected for name in move.targets):
-            unknown += move.sources
+    mappings, unknown = mappings_from_hf(rules, whole)
+    for mapping in mappings:
+        if any(name not in whole for name in mapping.sources) or any(name not in expected for name in mapping.targets):
+            unknown += mapping.sources
             continue
-        parts = zip(move.targets, move.convert([whole[name] for name in move.sources]), strict=True)
+        parts = zip(mapping.targets, mapping.convert([whole[name] for name in mapping.sources]), strict=True)
         found |= dict(parts)
     odd = [name for name, tensor in found.items() if tensor.shape != expected[name].shape or not tensor.isfinite().all()]
     if unknown or odd:
@@ -320,7 +322,7 @@ def _trained(whole: dict[str, Tensor], model: nn.Module, rules: list[Rule], fold
     return found
 
 
-def _check_whole(config: dict[str, Any], factors: dict[str, Factors], whole: dict[str, Tensor], folder: Path) -> None:
+def _check_whole(config: dict[str, Any], factors: dict[str, LoraWeights], whole: dict[str, Tensor], folder: Path) -> None:
     """ValueError where tensors are missing that the config, or the others, speak of."""
     path = folder / ADAPTER_WEIGHTS
     if not factors:
@@ -364,7 +366,7 @@ def _scale(config: dict[str, Any], target: str, r: int) -> float:
 
 def _stacked(
     linear: ExpertLinear, experts: dict[tuple[int, str], dict[str, Tensor]], config: dict[str, Any], folder: Path
-) -> Factors:
+) -> LoraWeights:
     """A pair of factors an expert as those of a stack; an expert without one is not changed."""
     r = max(half["a"].size(0) if "a" in half else 1 for half in experts.values())
     a, b = torch.zeros(linear.count, r, linear.in_features), torch.zeros(linear.count, linear.out_features, r)
@@ -377,16 +379,16 @@ def _stacked(
         if not all(tensor.isfinite().all() for tensor in half.values()):
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {module} holds NaN or infinity")
         a[number, :own], b[number, :, :own] = half["a"], half["b"] * _scale(config, module, own)
-    return Factors(a, b, 1.0)
+    return LoraWeights(a, b, 1.0)
 
 
-def _expert_keys(targets: list[str], known: Iterable[Slot]) -> dict[str, Slot]:
+def _expert_keys(targets: list[str], known: Iterable[PeftTarget]) -> dict[str, PeftTarget]:
     """The keys of PEFT's target_parameters, each a whole name or the end of several."""
     stacks = dict.fromkeys(slot for slot in known if slot.experts)
     return dict(_keys(slot for slot in stacks if any(f".{slot.name}".endswith(f".{target}") for target in targets)))
 
 
-def _misfit(slot: Slot, half: dict[str, Tensor], model: nn.Module) -> str | None:
+def _misfit(slot: PeftTarget, half: dict[str, Tensor], model: nn.Module) -> str | None:
     """What is wrong with a slot's tensors, if anything."""
     if not {"a", "b"} <= half.keys():
         return f"lacks {'lora_A' if 'a' not in half else 'lora_B'}"

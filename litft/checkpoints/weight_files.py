@@ -12,9 +12,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from litft.checkpoints.conversion import Move, Rule, exporting, importing
-from litft.model.placement import WHOLE, Share
-from litft.model.quantization import STATES, STATISTICS, Packed, Quantized, is_quantizable, stored_shape
+from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, mappings_to_hf
+from litft.model.placement import UNSHARDED, WeightPlacement
+from litft.model.quantization import STATES, STATISTICS, QuantizedModule, QuantizedTensor, is_quantizable, stored_shape
 
 SHARD_BYTES = 5 * 10**9  # the size at which Hugging Face splits by default
 MAPPED = 2**28  # bytes read of a file before it is opened anew
@@ -67,18 +67,18 @@ class Checkpoint:
 
         part: this much of it, for which no more is read. It may reach beyond the tensor's end.
         """
-        return self.packed(name).dense()[part] if name in self._packed else self._stored(name, part)
+        return self.packed(name).dequantize()[part] if name in self._packed else self._stored(name, part)
 
     def is_packed(self, name: str) -> bool:
         """Whether a tensor is stored as packed bits."""
         return name in self._packed
 
-    def packed(self, name: str) -> Packed | None:
+    def packed(self, name: str) -> QuantizedTensor | None:
         """The bits of a tensor that is stored so."""
         if not self.is_packed(name):
             return None
         with self._bits_of(name):
-            return Packed.stored({end: self._stored(part) for end, part in self._packed[name].items()})
+            return QuantizedTensor.from_state({end: self._stored(part) for end, part in self._packed[name].items()})
 
     @contextmanager
     def _bits_of(self, name: str) -> Iterator[None]:
@@ -208,22 +208,22 @@ def _open_pickle(path: Path) -> dict[str, Tensor]:
     return {name: value.detach() for name, value in content.items()}
 
 
-def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -> list[Move]:
+def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -> list[TensorMapping]:
     """The moves that fill `model` (on any device, meta too); ValueError listing missing, surplus, misshapen tensors."""
     names = set(checkpoint.names)
-    moves, surplus = importing(rules, checkpoint.names)
+    mappings, surplus = mappings_from_hf(rules, checkpoint.names)
     expected = {name: torch.empty_like(parameter, device="meta") for name, parameter in model.named_parameters()}
     problems, filled = [], set()
-    for move in moves:
-        if any(target not in expected or target in filled for target in move.targets):
-            surplus += [name for name in move.sources if name in names]
+    for mapping in mappings:
+        if any(target not in expected or target in filled for target in mapping.targets):
+            surplus += [name for name in mapping.sources if name in names]
             continue
-        filled |= set(move.targets)
-        wanted = move.revert([expected[target] for target in move.targets])
-        for name, like in zip(move.sources, wanted, strict=True):
+        filled |= set(mapping.targets)
+        wanted = mapping.revert([expected[target] for target in mapping.targets])
+        for name, like in zip(mapping.sources, wanted, strict=True):
             problems += _tensor_problems(checkpoint, name, like) if name in names else [f"missing {name}"]
     lacking = [name for name in expected if name not in filled]
-    problems += [f"missing {name}" for move in exporting(rules, lacking) for name in move.targets]
+    problems += [f"missing {name}" for mapping in mappings_to_hf(rules, lacking) for name in mapping.targets]
     problems += [f"surplus {name}" for name in surplus]
     if problems:
         rest = [f"... and {len(problems) - SHOWN} more"] if len(problems) > SHOWN else []
@@ -232,7 +232,7 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
             + "\n  ".join(problems[:SHOWN] + rest)
             + "\nconfig.json and weights must come from the same model; download both again"
         )
-    return moves
+    return mappings
 
 
 def _tensor_problems(checkpoint: Checkpoint, name: str, like: Tensor) -> list[str]:
@@ -247,49 +247,57 @@ def _tensor_problems(checkpoint: Checkpoint, name: str, like: Tensor) -> list[st
 
 
 def packed_modules(
-    model: nn.Module, checkpoint: Checkpoint, moves: list[Move], plain: Collection[str] = ()
+    model: nn.Module, checkpoint: Checkpoint, mappings: list[TensorMapping], plain: Collection[str] = ()
 ) -> Iterator[str]:
     """The modules whose weights are kept packed: not those in `plain`, nor what a packed folder has left as it is."""
-    for move in moves:
-        if checkpoint.is_quantized and not any(map(checkpoint.is_packed, move.sources)):
+    for mapping in mappings:
+        if checkpoint.is_quantized and not any(map(checkpoint.is_packed, mapping.sources)):
             continue
-        owners = (name.removesuffix(".weight") for name in move.targets if is_quantizable(name, model))
+        owners = (name.removesuffix(".weight") for name in mapping.targets if is_quantizable(name, model))
         yield from (owner for owner in owners if owner not in plain)
 
 
 def load_weights(
-    model: nn.Module, checkpoint: Checkpoint, moves: list[Move], dtype: torch.dtype, share: Share = WHOLE
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    mappings: list[TensorMapping],
+    dtype: torch.dtype,
+    placement: WeightPlacement = UNSHARDED,
 ) -> None:
     """Fill a network that has memory, one tensor at a time; each process reads what it holds, where a move allows that.
 
     dtype: what weights are made before they are packed. Rows that the network has beyond the folder's stay as they are.
     """
-    for move in moves:
-        owners = [model.get_submodule(name.rpartition(".")[0]) for name in move.targets]
-        packs = [isinstance(o, Quantized) and n.endswith(".weight") for o, n in zip(owners, move.targets, strict=True)]
-        device = model.get_parameter(move.targets[0]).device
-        if move.is_plain and packs[0] and (bits := checkpoint.packed(move.sources[0])):
+    for mapping in mappings:
+        owners = [model.get_submodule(name.rpartition(".")[0]) for name in mapping.targets]
+        packs = [
+            isinstance(o, QuantizedModule) and n.endswith(".weight") for o, n in zip(owners, mapping.targets, strict=True)
+        ]
+        device = model.get_parameter(mapping.targets[0]).device
+        if mapping.is_plain and packs[0] and (bits := checkpoint.packed(mapping.sources[0])):
             owners[0].fill(bits.to(device))
         elif len(owners) == 1 and not packs[0]:
-            name = move.targets[0]
-            share.put(name, model.get_parameter(name), partial(_read_part, checkpoint, move))
+            name = mapping.targets[0]
+            placement.copy_in(name, model.get_parameter(name), partial(_read_part, checkpoint, mapping))
         else:
-            tensors = move.convert([checkpoint.read(name) for name in move.sources])
-            for name, owner, packed, tensor in zip(move.targets, owners, packs, tensors, strict=True):
+            tensors = mapping.convert([checkpoint.read(name) for name in mapping.sources])
+            for name, owner, packed, tensor in zip(mapping.targets, owners, packs, tensors, strict=True):
                 if packed:
-                    owner.fill(Packed.of(share.cut(name, tensor).to(device, dtype).flatten(0, -2), owner.kind))
+                    owner.fill(
+                        QuantizedTensor.quantize(placement.cut(name, tensor).to(device, dtype).flatten(0, -2), owner.kind)
+                    )
                 else:
-                    share.put(name, model.get_parameter(name), tensor.__getitem__)
+                    placement.copy_in(name, model.get_parameter(name), tensor.__getitem__)
 
 
-def _read_part(checkpoint: Checkpoint, move: Move, wanted: tuple[slice, ...]) -> Tensor:
+def _read_part(checkpoint: Checkpoint, mapping: TensorMapping, wanted: tuple[slice, ...]) -> Tensor:
     """A part of the one tensor that a move makes."""
-    if move.is_plain:
-        return checkpoint.read(move.sources[0], wanted)
-    if move.stacks:
-        sources = move.sources[wanted[0]]
-        return move.convert([checkpoint.read(name, wanted[1:]) for name in sources])[0]
-    return move.convert([checkpoint.read(name) for name in move.sources])[0][wanted]
+    if mapping.is_plain:
+        return checkpoint.read(mapping.sources[0], wanted)
+    if mapping.stacks:
+        sources = mapping.sources[wanted[0]]
+        return mapping.convert([checkpoint.read(name, wanted[1:]) for name in sources])[0]
+    return mapping.convert([checkpoint.read(name) for name in mapping.sources])[0][wanted]
 
 
 def write_file(tensors: dict[str, Tensor], path: Path) -> None:
@@ -301,7 +309,7 @@ def write_file(tensors: dict[str, Tensor], path: Path) -> None:
     path.chmod(path.parent.stat().st_mode & 0o666)
 
 
-class Entry(NamedTuple):
+class LazyTensor(NamedTuple):
     """A tensor to be written: its name, its shape and dtype, and how to make it when its shard's turn comes."""
 
     name: str
@@ -309,7 +317,7 @@ class Entry(NamedTuple):
     make: Callable[[], Tensor]
 
 
-def write_weights(folder: Path | None, entries: list[Entry], shard_bytes: int = SHARD_BYTES) -> None:
+def write_weights(folder: Path | None, entries: list[LazyTensor], shard_bytes: int = SHARD_BYTES) -> None:
     """Write `model.safetensors`, or shards of at most `shard_bytes` with an index; memory stays at one shard.
 
     folder: None to make each tensor, and forget it.
@@ -318,7 +326,7 @@ def write_weights(folder: Path | None, entries: list[Entry], shard_bytes: int = 
         for entry in entries:
             entry.make()
         return
-    shards: list[list[Entry]] = [[]]
+    shards: list[list[LazyTensor]] = [[]]
     for entry in entries:
         if shards[-1] and sum(e.like.nbytes for e in shards[-1]) + entry.like.nbytes > shard_bytes:
             shards.append([])

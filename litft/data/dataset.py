@@ -15,10 +15,10 @@ from litft.args import DataArgs
 from litft.data.chat_template import STYLES
 from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, WITHOUT, Encoder
 from litft.data.formats import FORMATS
-from litft.data.sampler import Order
+from litft.data.sampler import Sampler
 from litft.data.sources import locate
 from litft.data.token_cache import prepare
-from litft.data.token_store import Report, Samples, Store
+from litft.data.token_store import EncodingReport, Samples, TokenStore
 from litft.data.tokenizer import CONTROL, Tokenizer
 
 SPLIT = "by content"  # how it is decided what is held out; a run that is resumed has to share it
@@ -26,13 +26,13 @@ BARS = 10  # of the histogram
 
 
 @dataclass
-class Data:
+class DataSplits:
     """Both splits, and what happened on the way."""
 
     train: Samples
     val: Samples
     weights: list[float]  # how often an epoch passes over each of the training stores
-    reports: dict[str, Report]  # by what the file is called
+    reports: dict[str, EncodingReport]  # by what the file is called
     limit: int  # tokens of the longest sample
     template: str  # whose it is
     context: int  # tokens that the model was made for
@@ -73,7 +73,7 @@ def _digest(samples: Samples, *more: Any) -> str:
     return found.hexdigest()
 
 
-def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int, timeout: float = math.inf) -> Data:
+def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int, timeout: float = math.inf) -> DataSplits:
     """Both splits; `tokenizer` takes on the template, and the tokens that end its answers.
 
     No other process is spoken to, so it can run before they meet; for one that tokenizes the same it waits so many seconds
@@ -92,7 +92,7 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [(s, out) for s, _, out in halves]
     weights = args.weights or [1.0] * len(train)
     reports = {file.label: store.report for file, store in stores.items()}
-    data = Data(
+    data = DataSplits(
         Samples.of([(s, kept) for s, kept, _ in halves], limit),
         Samples.of(held_out, limit),
         weights,
@@ -101,7 +101,7 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
         template,
         context,
     )
-    if len(data.train) and not Order(data.train.sizes, args.seed, weights).size:
+    if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
     _check_columns(args.columns, reports)
     if not len(data.train):
@@ -131,7 +131,7 @@ def _columns(args: DataArgs) -> dict[str, str]:
     return columns
 
 
-def _check_columns(columns: list[str], reports: dict[str, Report]) -> None:
+def _check_columns(columns: list[str], reports: dict[str, EncodingReport]) -> None:
     """ValueError for a field of --data.columns that no record of any file has."""
     for item in columns:
         theirs = item.split("=", 1)[1].strip()
@@ -140,7 +140,7 @@ def _check_columns(columns: list[str], reports: dict[str, Report]) -> None:
             raise ValueError(f"--data.columns {item}: no record has the field {theirs!r}; name one that they have")
 
 
-def _nothing_left(data: Data, context: int) -> str:
+def _nothing_left(data: DataSplits, context: int) -> str:
     notes = {note: count for report in data.reports.values() for note, (count, _) in report.notes.items()}
     if CUT_AWAY in notes:
         remedy = f"all {data.skipped} were skipped; raise --data.max_seq_length (the model's context is {context})"
@@ -175,7 +175,7 @@ def unknown_tokens(tokenizer: Tokenizer) -> list[str]:
     return [text for text in written if tokenizer.token_id(text) is None]
 
 
-def split(stores: list[Store], fraction: float, seed: int) -> list[tuple[Store, np.ndarray, np.ndarray]]:
+def split(stores: list[TokenStore], fraction: float, seed: int) -> list[tuple[TokenStore, np.ndarray, np.ndarray]]:
     """Each store, the numbers of its entries that are kept, and of those held out: about this part of what is different.
 
     An entry's side is decided by its own content and the seed alone, whatever else is in the file and however it is read.
@@ -198,7 +198,7 @@ def _places(units: np.ndarray, seed: int) -> np.ndarray:
     return (x ^ (x >> np.uint64(31))) / 2.0**64
 
 
-def _check_vocabulary(report: Report, tokenizer: Tokenizer, vocab_size: int) -> None:
+def _check_vocabulary(report: EncodingReport, tokenizer: Tokenizer, vocab_size: int) -> None:
     largest, where = report.largest
     if largest >= vocab_size:
         token = tokenizer.decode([largest], skip_special=False)

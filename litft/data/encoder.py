@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from litft.data.chat_template import Message, assistant_turns
-from litft.data.formats import Example, Record, recognise, renamed, to_example, without_end
-from litft.data.tokenizer import Tokenizer, shared
+from litft.data.formats import Example, Record, detect_format, rename_columns, to_example, without_end
+from litft.data.tokenizer import Tokenizer, common_prefix_length
 from litft.model.loss import IGNORED
 
 
@@ -92,8 +92,8 @@ class Encoder:
                 raise record
             missing = (theirs for theirs in self.columns.values() if theirs not in record)
             encoded.notes += [f"{WITHOUT} {theirs}" for theirs in missing]
-            record = renamed(record, self.columns)
-            form = self.form or recognise(record, where)
+            record = rename_columns(record, self.columns)
+            form = self.form or detect_format(record, where)
             example = to_example(record, where, self.tokenizer.chat_template, form)
             encoded.form = "guanaco" if form == "text" and example.text is None else form
             self._encode(example, encoded)
@@ -129,7 +129,7 @@ class Encoder:
                 elif start <= self.limit:
                     begun = turn in learned
             if not self.mask_prompt:  # of several texts each goes on from the one before, which is learned already
-                sample[shared(ids, before) :] |= LEARNED
+                sample[common_prefix_length(ids, before) :] |= LEARNED
             before = ids
             if len(ids) > self.limit + 1:
                 cut, sample = True, sample[: self.limit + 1]

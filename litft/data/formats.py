@@ -57,13 +57,13 @@ def to_example(record: Record, where: str, template: str, form: str | None = Non
 
     template: the jinja source, whose style decides how an instruction and its input become one message.
     """
-    form = form or recognise(record, where)
+    form = form or detect_format(record, where)
     if lacking := [name for name in FORMATS[form].fields if name not in record]:
         raise ValueError(f"{where}: --data.format {form} needs the fields {', '.join(lacking)}")
     return FORMATS[form].convert(record, where, template)
 
 
-def recognise(record: Record, where: str) -> str:
+def detect_format(record: Record, where: str) -> str:
     """The name of a record's format; ValueError where none has its fields."""
     for filled in (True, False):  # a table has columns of other formats too, which are empty
         for name, form in FORMATS.items():
@@ -75,14 +75,14 @@ def recognise(record: Record, where: str) -> str:
     raise ValueError(f"{where}: no known format has the fields {found} ({known}); {remedy}")
 
 
-def renamed(record: Record, columns: dict[str, str]) -> Record:
+def rename_columns(record: Record, columns: dict[str, str]) -> Record:
     """A record whose fields are called as the formats call them; columns: our name to the file's."""
     taken = set(columns.values())
     others = {name: value for name, value in record.items() if name not in taken}
     return others | {ours: record[theirs] for ours, theirs in columns.items() if theirs in record}
 
 
-def kind(value: Any) -> str:
+def json_type(value: Any) -> str:
     """What JSON calls a value."""
     names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
     return names.get(type(value), "a number")
@@ -101,7 +101,7 @@ def text_of(record: Record, name: str, where: str) -> str:
     """A field that must be text; null is an empty one."""
     value = record.get(name)
     if not isinstance(value, str | None):
-        raise ValueError(f"{where}: field {name!r} must be text, found {kind(value)}")
+        raise ValueError(f"{where}: field {name!r} must be text, found {json_type(value)}")
     return value or ""
 
 
@@ -162,7 +162,7 @@ def _message(message: Any, where: str) -> Message:
 def _part(part: Any, where: str) -> str:
     """The text of one typed part."""
     if not isinstance(part, dict):
-        raise ValueError(f"{where} has a part that is {kind(part)}; expected an object with type and text")
+        raise ValueError(f"{where} has a part that is {json_type(part)}; expected an object with type and text")
     if part.get("type") != "text":
         raise ValueError(f"{where} holds a part of type {part.get('type')!r}, and litft reads text; leave it out")
     text = part.get("text", part.get("value"))
@@ -185,7 +185,7 @@ def _calls(calls: Any, where: str) -> list[dict]:
     if calls is None:
         return []
     if not isinstance(calls, list):
-        raise ValueError(f"{where}: tool_calls must be a list, found {kind(calls)}")
+        raise ValueError(f"{where}: tool_calls must be a list, found {json_type(calls)}")
     return [_call(call, where) for call in calls]
 
 
@@ -214,7 +214,7 @@ def read_tools(tools: Any, where: str) -> list | None:
     if not tools:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f"{where}: tools must be a list of objects, found {kind(tools)}")
+        raise ValueError(f"{where}: tools must be a list of objects, found {json_type(tools)}")
     return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
@@ -244,7 +244,7 @@ def _conversations(record: Record, where: str, template: str) -> Example:
 def _shared_turn(turn: Any, where: str) -> Message:
     """One of ShareGPT's turns."""
     if not isinstance(turn, dict):
-        raise ValueError(f"{where} must be an object with 'from' and 'value', found {kind(turn)}")
+        raise ValueError(f"{where} must be an object with 'from' and 'value', found {json_type(turn)}")
     speaker = turn.get("from", turn.get("role"))
     if not isinstance(speaker, str) or speaker not in SHAREGPT:
         raise ValueError(f"{where} is from {speaker!r}; known: {', '.join(SHAREGPT)}")
@@ -256,7 +256,7 @@ def _shared_turn(turn: Any, where: str) -> Message:
     elif isinstance(value, str):
         message = {"role": SHAREGPT[speaker], "content": value}
     else:
-        raise ValueError(f"{where} must have text as its 'value', found {kind(value)}")
+        raise ValueError(f"{where} must have text as its 'value', found {json_type(value)}")
     return message if _counts(turn, where) else message | {"train": False}
 
 

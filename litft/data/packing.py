@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from litft.data.encoder import Sample
-from litft.model.loss import IGNORED, places
-from litft.model.packed_sequences import Documents
+from litft.model.loss import IGNORED, target_indices_of
+from litft.model.packed_sequences import PackedSequences
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,10 @@ class MicroBatch:
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
     positions: Tensor | None = None  # (B, T) int64 within each sample; None: each row holds one
-    documents: Documents | None = None  # which sample of its row a token belongs to; -1: padding
-    kept: Tensor | None = None  # (N,) int64, where the targets are in the flattened rows: known before a GPU has them
+    documents: PackedSequences | None = None  # which sample of its row a token belongs to; -1: padding
+    target_indices: Tensor | None = (
+        None  # (N,) int64, where the targets are in the flattened rows: known before a GPU has them
+    )
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on another device."""
@@ -37,11 +39,11 @@ class MicroBatch:
     def learning(self, count: int) -> "MicroBatch":
         """The same with so many targets at least, whichever they are: to try what memory they take."""
         targets = self.targets.flatten()
-        free = (targets == IGNORED).nonzero()[: max(0, count - len(places(targets))), 0]
+        free = (targets == IGNORED).nonzero()[: max(0, count - len(target_indices_of(targets))), 0]
         targets = targets.index_fill(0, free, 0).view_as(self.targets)
-        return replace(self, targets=targets, kept=places(targets))
+        return replace(self, targets=targets, target_indices=target_indices_of(targets))
 
-    def inputs(self) -> dict[str, Tensor | Documents | None]:
+    def inputs(self) -> dict[str, Tensor | PackedSequences | None]:
         """What the model takes besides the tokens."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "tokens"}
 
@@ -51,7 +53,7 @@ class Layout:
     """How a set of samples becomes micro-batches."""
 
     rows: int  # of a micro-batch, at most
-    room: int | None = None  # tokens of a row, into which samples are packed; None: a row is one sample
+    row_tokens: int | None = None  # tokens of a row, into which samples are packed; None: a row is one sample
     ranks: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
@@ -59,10 +61,10 @@ class Layout:
 
         Rows of like length go together, which leaves little padding; every rank gets the same number of micro-batches.
         """
-        if self.room is None:
+        if self.row_tokens is None:
             rows = [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
         else:
-            rows = pack(lengths, self.room, self.ranks)
+            rows = pack(lengths, self.row_tokens, self.ranks)
             rows.sort(key=lambda row: -sum(lengths[i] for i in row))
         count = self.ranks * -(-len(rows) // (self.rows * self.ranks))
         bounds = [len(rows) * i // count for i in range(count + 1)]
@@ -72,9 +74,9 @@ class Layout:
         """With half the rows, or one row of half the room, in which the longest sample fits; None: as small as it gets."""
         if self.rows > 1:
             return replace(self, rows=self.rows // 2)
-        if self.room is None or self.room <= longest:
+        if self.row_tokens is None or self.row_tokens <= longest:
             return None
-        return replace(self, room=max(longest, self.room // 2))
+        return replace(self, row_tokens=max(longest, self.row_tokens // 2))
 
     def batches(self, samples: Sequence[Sample], rank: int = 0) -> list[MicroBatch]:
         """A rank's micro-batches."""
@@ -83,7 +85,7 @@ class Layout:
 
     def collated(self, rows: list[list[Sample]]) -> MicroBatch:
         """A micro-batch; all of a run are of one kind, or torch.compile would make a graph for each."""
-        return collate(rows, packed=self.room is not None)
+        return collate(rows, packed=self.row_tokens is not None)
 
     def in_blocks(self, samples: Sequence[Sample], size: int, rank: int) -> Iterator[MicroBatch]:
         """A rank's micro-batches of many samples, for validation: `size` of them are held at once."""
@@ -91,12 +93,12 @@ class Layout:
             yield from self.batches([samples[i] for i in range(start, min(start + size, len(samples)))], rank)
 
 
-def cells(lengths: np.ndarray, rows: list[list[int]]) -> int:
+def num_slots(lengths: np.ndarray, rows: list[list[int]]) -> int:
     """Tokens of a micro-batch, padding included."""
     return len(rows) * max((int(lengths[row].sum()) for row in rows), default=0)
 
 
-def pack(lengths: Sequence[int], room: int, ranks: int = 1) -> list[list[int]]:
+def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[int]]:
     """Sample numbers in as few rows of at most `room` tokens as best fit decreasing finds, and these as even as can be.
 
     Best fit is within 11/9 of the fewest rows (Johnson, 1973). Rows are then filled anew, each sample into the emptiest
@@ -107,7 +109,7 @@ def pack(lengths: Sequence[int], room: int, ranks: int = 1) -> list[list[int]]:
     free: list[tuple[int, int]] = []  # what is left of each row, sorted
     for i in ordered:
         at = bisect_left(free, (lengths[i], -1))
-        left, row = free.pop(at) if at < len(free) else (room, len(rows))
+        left, row = free.pop(at) if at < len(free) else (row_tokens, len(rows))
         if row == len(rows):
             rows.append([])
         rows[row].append(i)
@@ -119,7 +121,7 @@ def pack(lengths: Sequence[int], room: int, ranks: int = 1) -> list[list[int]]:
         used, row = filled[0]
         heapq.heapreplace(filled, (used + lengths[i], row))
         even[row].append(i)
-    return even if max(filled, default=(0, 0))[0] <= max(room, max(lengths, default=0)) else rows
+    return even if max(filled, default=(0, 0))[0] <= max(row_tokens, max(lengths, default=0)) else rows
 
 
 def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
@@ -138,7 +140,7 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
             tokens[row, start:end], targets[row, start:end] = sample.tokens, sample.targets
             positions[row, start:end], documents[row, start:end] = torch.arange(end - start), number
             start = end
-    kept = places(targets)
+    target_indices = target_indices_of(targets)
     if not packed:
-        return MicroBatch(tokens, targets, kept=kept)
-    return MicroBatch(tokens, targets, positions, Documents.of(documents), kept)
+        return MicroBatch(tokens, targets, target_indices=target_indices)
+    return MicroBatch(tokens, targets, positions, PackedSequences.of(documents), target_indices)

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from litft.data.formats import Record, kind
+from litft.data.formats import Record, json_type
 
 BLOCK = 1 << 20  # bytes read at once; a text file is given out in records of about this size
 
@@ -38,7 +38,7 @@ def read_records(path: Path) -> Records:
             for where, record in READERS[suffix](path, file):
                 found_any = True
                 if not isinstance(record, dict | ValueError):
-                    record = ValueError(f"{where}: an example must be an object with fields, found {kind(record)}")
+                    record = ValueError(f"{where}: an example must be an object with fields, found {json_type(record)}")
                 yield where, record
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ValueError(f"{path} is no whole {packing} file ({error}); get it again") from None
@@ -226,7 +226,7 @@ def _array(path: Path, file: BinaryIO) -> Records:
         value = values.take()
         if values.mark():
             raise values.wrong("Extra data")
-        raise ValueError(f"{path}: expected an array of examples, found {kind(value)}; put [ and ] around it")
+        raise ValueError(f"{path}: expected an array of examples, found {json_type(value)}; put [ and ] around it")
     values.at += 1
     index = 0
     while first and values.mark() != "]":

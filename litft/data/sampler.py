@@ -17,7 +17,7 @@ from litft.data.token_store import Samples
 RANKED, LAID_OUT = 2_000_000, 200_000  # samples of a run that `heaviest` looks at, and that it lays out
 
 
-class Order:
+class Sampler:
     """The endless stream of sample indices: every epoch a permutation of its own, from (seed, epoch).
 
     sizes: of the sets of samples, which are numbered through. weights: how often an epoch passes over each; of a set with a
@@ -54,7 +54,7 @@ class Largest(NamedTuple):
     several: bool  # whether a step has several micro-batches a rank
 
 
-def heaviest(samples: Samples, order: Order, layout: Layout, count: int, size: int, first: int = 0) -> Largest:
+def largest_micro_batch(samples: Samples, order: Sampler, layout: Layout, count: int, size: int, first: int = 0) -> Largest:
     """Of a run over `count` samples in steps of `size`, which begins with the sample `first`.
 
     Of long runs, steps are ranked by what their sums and longest samples promise, and the first thousands laid out.
@@ -63,8 +63,8 @@ def heaviest(samples: Samples, order: Order, layout: Layout, count: int, size: i
     numbers = np.array(order.indices(first, min(count, first + RANKED)))
     starts = np.arange(0, len(numbers), size)
     sums, longest = (ufunc.reduceat(lengths[numbers], starts) for ufunc in (np.add, np.maximum))
-    counts = np.ceil(sums / layout.room) if layout.room else np.minimum(size, len(numbers) - starts)
-    width = np.maximum(longest, sums / counts) if layout.room else longest
+    counts = np.ceil(sums / layout.row_tokens) if layout.row_tokens else np.minimum(size, len(numbers) - starts)
+    width = np.maximum(longest, sums / counts) if layout.row_tokens else longest
     promised = width * np.minimum(np.ceil(counts / layout.ranks), layout.rows)
     likely = np.argsort(-promised, kind="stable")[: max(16, LAID_OUT // size)]
     rows, most, learned, several = [], 0, 0, False
@@ -75,7 +75,7 @@ def heaviest(samples: Samples, order: Order, layout: Layout, count: int, size: i
         several |= len(batches) > layout.ranks
         for batch in batches:
             learned = max(learned, sum(targets[i] for row in batch for i in row))
-            slots = len(batch) * max((sum(long[i] for i in row) for row in batch), default=0)
-            if slots > most:
-                most, rows = slots, [chosen[row].tolist() for row in batch]
+            peft_targets = len(batch) * max((sum(long[i] for i in row) for row in batch), default=0)
+            if peft_targets > most:
+                most, rows = peft_targets, [chosen[row].tolist() for row in batch]
     return Largest(rows, learned, several)

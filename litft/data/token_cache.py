@@ -31,7 +31,7 @@ from litft.data.digests import cache_folder
 from litft.data.encoder import Encoded, Encoder
 from litft.data.readers import Records
 from litft.data.sources import File, HubSplit
-from litft.data.token_store import NAMED, Report, Store, Writer
+from litft.data.token_store import NAMED, EncodingReport, TokenStore, TokenStoreWriter
 from litft.errors import RankError
 
 SKIP = "--data.skip_bad allows a share of bad ones"
@@ -40,7 +40,7 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h: end with the process that forked us
 PROCESSES = 16  # at most: one process reads and writes, which is about a sixteenth of the work
 
 
-def prepare(file: File | HubSplit, encoder: Encoder, allowed: float, timeout: float = math.inf) -> Store:
+def prepare(file: File | HubSplit, encoder: Encoder, allowed: float, timeout: float = math.inf) -> TokenStore:
     """The file's samples, out of the cache or put there; of several processes one works and the others wait.
 
     allowed: the part of the records that may be bad. timeout: seconds that the others wait for one that makes no progress.
@@ -48,20 +48,20 @@ def prepare(file: File | HubSplit, encoder: Encoder, allowed: float, timeout: fl
     """
     digest = file.digest()
     folder = cache_folder() / _key(file, digest, encoder)
-    store = Store.opened(folder)
+    store = TokenStore.opened(folder)
     if store is None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with folder.with_suffix(".lock").open("w") as lock:
                 _wait(lock, folder.with_suffix(".partial"), file.label, timeout)
-                if Store.opened(folder) is None:
+                if TokenStore.opened(folder) is None:
                     _write(file, digest, encoder, allowed, folder, lock)
         except OSError as error:
             if error.filename and not str(error.filename).startswith(str(cache_folder())):
                 raise
             remedy = "XDG_CACHE_HOME names another place"
             raise ValueError(f"the cache of tokenized data, {folder}: {error.strerror}; {remedy}") from None
-        store = Store(folder)
+        store = TokenStore(folder)
     _check_bad(file.label, store.report, allowed)
     return store
 
@@ -105,7 +105,7 @@ def _write(file: File | HubSplit, digest: str, encoder: Encoder, allowed: float,
     partial = folder.with_suffix(".partial")
     for left in (partial, folder):  # of a process that was killed, or damaged: the lock is ours
         shutil.rmtree(left, ignore_errors=True)
-    writer = Writer(partial, encoder.tokenizer.special_ids)
+    writer = TokenStoreWriter(partial, encoder.tokenizer.special_ids)
     try:
         with tqdm(desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3) as bar:
             for encoded in encode(file.records(), encoder, lock):
@@ -123,7 +123,7 @@ def _write(file: File | HubSplit, digest: str, encoder: Encoder, allowed: float,
         raise
 
 
-def _check_bad(name: str, report: Report, allowed: float) -> None:
+def _check_bad(name: str, report: EncodingReport, allowed: float) -> None:
     count, first = report.bad
     if count > allowed * report.records:
         more = f"\nand {count - len(first):,} more" if count > len(first) else ""

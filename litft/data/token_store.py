@@ -25,7 +25,7 @@ NAMED = 10  # records of a kind that a report names, besides their count
 
 
 @dataclass
-class Report:
+class EncodingReport:
     """What became of a file's records."""
 
     records: int = 0
@@ -57,13 +57,13 @@ def _count(entry: list, name: str) -> None:
         entry[1].append(name)
 
 
-class Writer:
-    """Fills a folder with samples; `close` makes it one that `Store` opens."""
+class TokenStoreWriter:
+    """Fills a folder with samples; `close` makes it one that `TokenStore` opens."""
 
     def __init__(self, folder: Path, special_ids: set[int]) -> None:
         folder.mkdir(parents=True)
         self.folder, self.special = folder, np.array(sorted(special_ids), np.uint32)
-        self.report, self._file, self._hash = Report(), (folder / "tokens.bin").open("wb"), hashlib.sha256()
+        self.report, self._file, self._hash = EncodingReport(), (folder / "tokens.bin").open("wb"), hashlib.sha256()
         self._lengths: list[int] = []
         self._supervised: list[int] = []
         self._units: list[int] = []
@@ -106,18 +106,18 @@ class Writer:
         (self.folder / "report.json").write_text(json.dumps(asdict(self.report)), "utf-8")
 
 
-class Store:
+class TokenStore:
     """A written folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.report = Report(**json.loads((folder / "report.json").read_text("utf-8")))
+        self.report = EncodingReport(**json.loads((folder / "report.json").read_text("utf-8")))
         self.offsets = np.load(folder / "offsets.npy")
         arrays = (np.load(folder / f"{name}.npy") for name in ARRAYS)
         self.supervised, self.units, self.turns, self.digests, self.kinds = arrays
 
     @classmethod
-    def opened(cls, folder: Path) -> "Store | None":
+    def opened(cls, folder: Path) -> "TokenStore | None":
         """The store of a folder; None where it holds none, or not all of one."""
         try:
             store = cls(folder)
@@ -137,7 +137,7 @@ class Store:
         """The stored tokens of the sample at this offset, with their flags, (size,), uint32."""
         return np.array(self._tokens[start : start + size])
 
-    def laid_out(self, chosen: np.ndarray, limit: int) -> "Places":
+    def laid_out(self, chosen: np.ndarray, limit: int) -> "SampleIndex":
         """The samples of these entries, in ascending order: an example as it is, of neighbouring spans of a text windows.
 
         A window feeds `limit` tokens at most; each token of a run of neighbours is a target once, but for the first.
@@ -154,10 +154,10 @@ class Store:
         head = chosen[heads][of]
         supervised = np.where(text[of], sizes - 1, self.supervised[head])
         units = np.where(text[of], np.uint64(0), self.units[head])
-        return Places(starts, sizes, supervised, self.digests[head], units, self.turns[head])
+        return SampleIndex(starts, sizes, supervised, self.digests[head], units, self.turns[head])
 
 
-class Places(NamedTuple):
+class SampleIndex(NamedTuple):
     """The samples of a store: an array with a value for each."""
 
     starts: np.ndarray  # offset of its first token
@@ -171,15 +171,15 @@ class Places(NamedTuple):
 class Samples(Sequence):
     """Some samples of some stores, read when they are asked for."""
 
-    def __init__(self, stores: list[Store], which: np.ndarray, places: Places) -> None:
+    def __init__(self, stores: list[TokenStore], which: np.ndarray, places: SampleIndex) -> None:
         self.stores, self.which, self.places = stores, which, places  # sample i lies at places[i] of stores[which[i]]
 
     @classmethod
-    def of(cls, parts: list[tuple[Store, np.ndarray]], limit: int) -> "Samples":
+    def of(cls, parts: list[tuple[TokenStore, np.ndarray]], limit: int) -> "Samples":
         """Of each store the samples of these entries, a text's of so many tokens at most."""
         places = [store.laid_out(chosen, limit) for store, chosen in parts]
         which = [np.full(len(each.starts), number, np.int64) for number, each in enumerate(places)]
-        together = Places(*(np.concatenate(arrays) for arrays in zip(*places, strict=True)))
+        together = SampleIndex(*(np.concatenate(arrays) for arrays in zip(*places, strict=True)))
         return cls([store for store, _ in parts], np.concatenate(which), together)
 
     def __len__(self) -> int:
@@ -192,7 +192,7 @@ class Samples(Sequence):
 
     def __getitem__(self, index: Any) -> "Sample | Samples":
         if isinstance(index, slice):
-            return Samples(self.stores, self.which[index], Places(*(array[index] for array in self.places)))
+            return Samples(self.stores, self.which[index], SampleIndex(*(array[index] for array in self.places)))
         return to_sample(self._kept(index))
 
     def _kept(self, index: int) -> np.ndarray:

@@ -111,7 +111,7 @@ class _SentencePiece:
     def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
         if len(places) < MANY:
             ids = self.encode(text)
-            return ids, [shared(ids, self.encode(text[:place])) for place in places]
+            return ids, [common_prefix_length(ids, self.encode(text[:place])) for place in places]
         ids, ends, at, whole = [], [], 0, {**self.special, **self.added}
         for part in self._split.split(text) if self._split else [text]:
             found = [whole[part]] if part in whole else self.backend.encode(part)
@@ -294,7 +294,7 @@ class Tokenizer:
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
         """Token ids of `text`. bos None: a BOS where the checkpoint's tokenizer adds one and the text has none yet."""
-        ids = self._backend.encode(checked(text))
+        ids = self._backend.encode(check_text(text))
         if bos is None:
             bos = self.adds_bos and ids[:1] != [self.bos_id]
         for wanted, kind, known in ((bos, "bos_token", self.bos_id), (eos, "eos_token", self.eos_id)):
@@ -304,7 +304,7 @@ class Tokenizer:
 
     def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
         """Token ids of `text` as it stands, and how many of them end at or before each of these places in it."""
-        return self._backend.encode_to(checked(text), places)
+        return self._backend.encode_to(check_text(text), places)
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         """The text of token ids; bytes that are no valid UTF-8 yet come out as U+FFFD."""
@@ -338,7 +338,7 @@ class Tokenizer:
                 self.chat_template = "{{ bos_token }}" + source
 
 
-def checked(text: str) -> str:
+def check_text(text: str) -> str:
     """The same text; ValueError where it holds what is none, on which the libraries end in ways of their own."""
     try:
         text.encode()
@@ -348,7 +348,7 @@ def checked(text: str) -> str:
     return text
 
 
-def shared(ids: Sequence[int], other: Sequence[int]) -> int:
+def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens two texts begin with alike; of a text and a beginning of it, those that end by that place."""
     return next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
 

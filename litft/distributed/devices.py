@@ -57,7 +57,7 @@ def make_fabric(args: FinetuneArgs, strategy: str | None = None) -> "Fabric":
     return _fabric(accelerator, args.devices, args.num_nodes, chosen)
 
 
-def linked(accelerator: str, devices: int) -> "Fabric":
+def make_inference_fabric(accelerator: str, devices: int) -> "Fabric":
     """A Fabric for processes that do not train, not launched yet; ValueError where the machine does not have the devices."""
     from lightning_fabric.strategies import DDPStrategy
 
@@ -72,14 +72,14 @@ def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabri
     # its banner; what matters is in our own first lines
     for name in ("lightning_fabric.utilities.distributed", "lightning_fabric.utilities.rank_zero"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    check_there(accelerator, devices)
+    check_devices(accelerator, devices)
     # else Fabric would take any job of SLURM for one that srun has started
     environment = [LightningEnvironment()] if started_by() is None else []
     return Fabric(accelerator=accelerator, strategy=strategy, plugins=environment, devices=devices, num_nodes=nodes)
 
 
 @cache
-def check_there(accelerator: str, devices: int) -> None:
+def check_devices(accelerator: str, devices: int) -> None:
     """ValueError where the machine does not have so many GPUs, or far fewer cores; a warning where it has fewer."""
     if accelerator == "cpu" and devices > 1 and started_by() is None and local_rank() == "0":
         reason = f"--devices {devices}: on a CPU each is a process, and there are {cores()} cores"
@@ -133,7 +133,7 @@ def pick_full_precision(precision: str, device: torch.device, parameters: int) -
     precision, asked = pick_precision(precision, device), precision
     if asked != "auto" or device.type != "cuda":
         return precision
-    return "bf16" if 18 * parameters < 0.9 * memory_there(device) else "bf16-true"
+    return "bf16" if 18 * parameters < 0.9 * device_memory(device) else "bf16-true"
 
 
 def limit_threads(model: nn.Module, rows: int) -> None:
@@ -153,12 +153,12 @@ def machine_lines(device: torch.device, processes: int) -> list[str]:
     """What a run ran on."""
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {os.cpu_count()} cores"
     return [
-        f"{processes} x {chip}, {memory_there(device) / 2**30:.0f} GiB",
+        f"{processes} x {chip}, {device_memory(device) / 2**30:.0f} GiB",
         f"{platform.system()} {platform.release()}, Python {platform.python_version()}, torch {torch.__version__}",
     ]
 
 
-def memory_there(device: torch.device, processes: int = 1) -> int:
+def device_memory(device: torch.device, processes: int = 1) -> int:
     """Bytes of the device's memory; of a machine's that so many processes share, one's part."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-from litft.model.norm import Normalize
+from litft.model.norm import Norm
 from litft.model.placement import placement
 from litft.model.transformer import GPT
 
@@ -29,7 +29,7 @@ def shard(model: GPT, mesh: DeviceMesh, rounded: torch.dtype | None = None, on_h
     }
     as_kept = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     cast = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False)
-    norms = [module for module in model.modules() if isinstance(module, Normalize) and [*module.parameters()]]
+    norms = [module for module in model.modules() if isinstance(module, Norm) and [*module.parameters()]]
     with _frozen_integers():
         for norm in norms if rounded is not None else ():  # they are used in fp32
             fully_shard(norm, mp_policy=as_kept, **settings)

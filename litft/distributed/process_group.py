@@ -78,7 +78,7 @@ class HostGroup:
             distributed.new_group(backend="gloo", timeout=limit) if processes > 1 else None for _ in range(2)
         )
 
-    def most(self, *values: float) -> list[float]:
+    def all_reduce_max(self, *values: float) -> list[float]:
         """The largest of each value over all processes."""
         if self.group is None:
             return list(values)
@@ -86,7 +86,7 @@ class HostGroup:
         distributed.all_reduce(shared, distributed.ReduceOp.MAX, group=self.group)
         return shared.tolist()
 
-    def agree(self, facts: dict[str, Any]) -> None:
+    def check_equal(self, facts: dict[str, Any]) -> None:
         """ValueError in every process where one has other facts than the first."""
         if self.group is None:
             return
@@ -101,7 +101,7 @@ class HostGroup:
 
 
 @contextmanager
-def synced(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[None]:
+def sync_gradients(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[None]:
     """Inside, a backward pass adds to the gradients; those of a step's last micro-batch are then the same on all processes.
 
     A sharded network reduces each micro-batch's: whole gradients that wait for the last would take as much as the weights.
@@ -116,7 +116,7 @@ def synced(fabric: "Fabric", model: nn.Module, last: bool) -> Iterator[None]:
 
 
 @contextmanager
-def in_step(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
+def join_uneven(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
     """Inside, each process may run the network as often as it likes.
 
     A sharded one can only run on all together: who is done takes part in the others' passes with a token of its own.
@@ -124,17 +124,17 @@ def in_step(model: nn.Module, hosts: HostGroup) -> Iterator[None]:
     if not is_sharded(model):
         yield
         return
-    hook = model.register_forward_pre_hook(lambda *_: hosts.most(1.0) and None, prepend=True)
+    hook = model.register_forward_pre_hook(lambda *_: hosts.all_reduce_max(1.0) and None, prepend=True)
     try:
         yield
     finally:
         hook.remove()
     token = torch.zeros(1, 1, dtype=torch.int64, device=model.device)
-    while any(hosts.most(0.0)):
+    while any(hosts.all_reduce_max(0.0)):
         model(token)
 
 
-def lost(error: BaseException, timeout: str) -> str | None:
+def peer_failure(error: BaseException, timeout: str) -> str | None:
     """What a library's error says of the other processes, in words; None: nothing."""
     text = str(error)
     of_them = (distributed.DistBackendError, distributed.DistNetworkError, distributed.DistStoreError)

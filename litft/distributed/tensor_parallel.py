@@ -14,8 +14,8 @@ from torch import Tensor, distributed, nn
 from litft.methods.mixins import mixed
 from litft.model.config import Config
 from litft.model.linear import Linear
-from litft.model.norm import Normalize
-from litft.model.placement import Share, put
+from litft.model.norm import Norm
+from litft.model.placement import WeightPlacement, copy_into_local
 from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, H heads, D head dim, V vocabulary
@@ -46,7 +46,7 @@ def check_divides(config: Config, processes: int) -> None:
         raise ValueError(f"--devices {processes} cannot have equal parts of {', '.join(found)}; this model takes {known}")
 
 
-class Slices(Share):
+class TensorParallelPlacement(WeightPlacement):
     """What process `rank` of `size` holds of the tensors of a network with this whole `config`."""
 
     def __init__(self, config: Config, rank: int, size: int) -> None:
@@ -73,19 +73,19 @@ class Slices(Share):
         if config.qk_norm and config.qk_norm_over == "all":
             for block in model.blocks:
                 for name, heads in (("q_norm", config.n_heads), ("k_norm", config.n_kv_heads)):
-                    norm = Normalize(config.qk_norm, heads, config.head_dim, over=2)
-                    norm.__class__, norm.slices = mixed(NormOverAll, Normalize), self
+                    norm = Norm(config.qk_norm, heads, config.head_dim, over=2)
+                    norm.__class__, norm.slices = mixed(NormOverAll, Norm), self
                     setattr(block.attention, name, norm)
         return model
 
     @torch.no_grad()
-    def put(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    def copy_in(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
         """As Share's; what is added after the sum over processes the first one adds."""
         place = self._place(name)
         if place is None and self.rank and name.split(".")[-2] in ROWS and name.endswith("bias"):
             tensor.zero_()
         elif place is None:
-            put(tensor, read)
+            copy_into_local(tensor, read)
         else:
             dim, index, _ = place
             wanted, count = [slice(0, size) for size in tensor.shape], tensor.size(dim)
@@ -113,7 +113,7 @@ class Slices(Share):
         """As Share's."""
         for name, module in model.named_modules():
             if name.rpartition(".")[2] in ROWS:
-                module.__class__ = mixed(Summed, type(module))
+                module.__class__ = mixed(RowParallel, type(module))
         head = model.lm_head
         if type(head) is Linear:  # what a method has changed it has changed as a whole
             each = -(-head.out_features // self.size)
@@ -121,27 +121,27 @@ class Slices(Share):
             for leaf, whole in list(head.named_parameters()):
                 rows = whole[mine] if self.config.tied else whole[mine].clone()
                 setattr(head, leaf, nn.Parameter(rows, requires_grad=False))
-            head.__class__, head.each = mixed(Gathered, Linear), each
+            head.__class__, head.each = mixed(AllGatherHead, Linear), each
         return model
 
 
-class Summed(nn.Module):
+class RowParallel(nn.Module):
     """A module that reads some of the inputs: its outputs, or their squares, are summed over the processes."""
 
     def forward(self, x: Tensor, *inputs) -> Tensor:
-        return summed(super().forward(x, *inputs))
+        return all_reduce_sum(super().forward(x, *inputs))
 
     def summed(self, squares: Tensor) -> Tensor:
         """Of whole rows (out,), from those of the part: the seam of DoRA's lengths."""
-        return summed(squares)
+        return all_reduce_sum(squares)
 
 
-class Gathered(nn.Module):
+class AllGatherHead(nn.Module):
     """A head of `each` rows, or of those that are left; its logits (..., V) are all processes'."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return gathered(F.pad(y, (0, self.each - y.size(-1))))[..., : self.out_features]
+        return all_gather(F.pad(y, (0, self.each - y.size(-1))))[..., : self.out_features]
 
 
 class NormOverAll(nn.Module):
@@ -150,12 +150,12 @@ class NormOverAll(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         slices, heads = self.slices, x.size(-2)
         copies = slices.size * heads // self.shape[0]  # processes that have the same heads
-        whole = gathered(x.transpose(-1, -2)).transpose(-1, -2)  # all heads, some of them more than once
+        whole = all_gather(x.transpose(-1, -2)).transpose(-1, -2)  # all heads, some of them more than once
         y = super().forward(whole.unflatten(-2, (-1, copies, heads))[..., 0, :, :].flatten(-3, -2))
         return y.narrow(-2, slices.rank // copies * heads, heads)
 
 
-def summed(x: Tensor) -> Tensor:
+def all_reduce_sum(x: Tensor) -> Tensor:
     """The sum of all processes' x, to the same bit in each."""
     if x.is_cuda:
         distributed.all_reduce(x)
@@ -163,7 +163,7 @@ def summed(x: Tensor) -> Tensor:
     return _all(x).sum(0, dtype=torch.float32).to(x.dtype)  # gloo's own sum of small tensors takes three times as long
 
 
-def gathered(x: Tensor) -> Tensor:
+def all_gather(x: Tensor) -> Tensor:
     """All processes' x (..., n), one behind the other: (..., processes * n)."""
     return _all(x).movedim(0, -2).flatten(-2)
 

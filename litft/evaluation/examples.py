@@ -9,19 +9,19 @@ from litft import run_dir
 from litft.args import DataArgs, RunEvalArgs
 from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
-from litft.data.dataset import Data, length_limit, load_data
+from litft.data.dataset import DataSplits, length_limit, load_data
 from litft.data.sources import File, HubSplit, locate
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
 from litft.inference.session import source_of
-from litft.pretrained import Source, resolve
+from litft.pretrained import PretrainedFolder, resolve
 
 Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
 SPLITTING = ("val_path", "val_fraction", "seed", "subset", "format", "columns")  # flags that decide what is held out
 ANY = 1 << 30  # a vocabulary size that fits every token: the model's own size is checked when it is scored
 
 
-def chosen_data(args: RunEvalArgs, source: Source) -> DataArgs:
+def chosen_data(args: RunEvalArgs, source: PretrainedFolder) -> DataArgs:
     """What to score, and how it is read: of a run its held-out part by its own flags, which is said; another file whole.
 
     ValueError where the examples are some of those that a run has learned from.
@@ -47,7 +47,7 @@ def chosen_data(args: RunEvalArgs, source: Source) -> DataArgs:
     return data
 
 
-def _runs(args: RunEvalArgs, source: Source) -> dict[Path, DataArgs]:
+def _runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, DataArgs]:
     """The data flags of the runs whose models are scored, and of those that they began from.
 
     A warning where a run's files are not found from here.
@@ -136,7 +136,7 @@ def _part(data: DataArgs) -> str:
     return f"scoring the part that was held out (--data.val_fraction {data.val_fraction}, --data.seed {data.seed})"
 
 
-def scored(data: Data, args: DataArgs) -> Samples:
+def scored(data: DataSplits, args: DataArgs) -> Samples:
     """The held-out part where there is one, else all; ValueError where nothing of a held-out part can be read."""
     if not len(data.val) and (args.val_fraction or locate(args)[1]):
         reason = "nothing was held out, or nothing of it lies within the length limit"
@@ -144,7 +144,7 @@ def scored(data: Data, args: DataArgs) -> Samples:
     return data.val if len(data.val) else data.train
 
 
-def compared(args: RunEvalArgs, source: Source) -> list[Source]:
+def compared(args: RunEvalArgs, source: PretrainedFolder) -> list[PretrainedFolder]:
     """All whose examples are read by a tokenizer or a length of their own: the model's, and what it is held against."""
     if args.against not in (None, "none"):
         return [source, source_of(args.model(args.against))]
@@ -153,22 +153,22 @@ def compared(args: RunEvalArgs, source: Source) -> list[Source]:
     return [source]
 
 
-def same_length(data: DataArgs, sources: list[Source]) -> DataArgs:
+def same_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataArgs:
     """The data with the length that fits all models: or each would be scored on other windows of a text."""
-    limits = {length_limit(data.max_seq_length, source.config.context) for source in sources}
+    limits = {length_limit(data.max_seq_length, source.config.max_positions) for source in sources}
     if len(limits) > 1:
         print(f"--data.max_seq_length {min(limits)}, which all models can read", file=sys.stderr)
     return replace(data, max_seq_length=min(limits))
 
 
-def readable_by_all(args: RunEvalArgs, sources: list[Source]) -> set[Name]:
+def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder]) -> set[Name]:
     """The examples of which every model's tokenizer leaves something within the length limit; ValueError where none is.
 
     Says how many they are where some are left out.
     """
     tokenizers = [_tokenizer(source) for source in sources]
     found = [
-        scored(load_data(args.data, tokenizer, ANY, source.config.context), args.data).names
+        scored(load_data(args.data, tokenizer, ANY, source.config.max_positions), args.data).names
         for source, tokenizer in zip(sources, tokenizers, strict=True)
     ]
     texts = any(name[0] == 0 for name in found[0])  # whose windows differ with the tokenizer, and are scored all
@@ -187,18 +187,18 @@ def readable_by_all(args: RunEvalArgs, sources: list[Source]) -> set[Name]:
     return shared
 
 
-def warn_of_trained(args: RunEvalArgs, source: Source, names: set[Name]) -> None:
+def warn_of_trained(args: RunEvalArgs, source: PretrainedFolder, names: set[Name]) -> None:
     """Print how many of the scored examples a run was trained on, as records of another file."""
     units = {unit for unit, _, _ in names}
     for run, trained in _runs(args, source).items():
         data = replace(trained, weights=[], new_tokens=[])
-        learned = load_data(data, _tokenizer(source), ANY, source.config.context).train.names
+        learned = load_data(data, _tokenizer(source), ANY, source.config.max_positions).train.names
         if both := units & {unit for unit, _, _ in learned}:
             count = f"{len(both):,} of the {len(units):,} scored examples"
             print(f"warning: {run} was trained on {count}, which its training data has too", file=sys.stderr)
 
 
-def _adds_tokens(args: RunEvalArgs, source: Source) -> bool:
+def _adds_tokens(args: RunEvalArgs, source: PretrainedFolder) -> bool:
     """Whether an adapter has tokens that its base knows nothing of: that reads with its own tokenizer."""
     adapter = source.read_adapter()
     if adapter is None or not adapter[0].tokens:
@@ -208,7 +208,7 @@ def _adds_tokens(args: RunEvalArgs, source: Source) -> bool:
     return any(base.token_id(names[token]) is None for token in adapter[0].tokens)
 
 
-def _tokenizer(source: Source) -> Tokenizer:
+def _tokenizer(source: PretrainedFolder) -> Tokenizer:
     tokenizer = source.tokenizer()
     if tokenizer is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")

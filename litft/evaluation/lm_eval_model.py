@@ -24,7 +24,7 @@ except ModuleNotFoundError as error:
 
 from litft.args import Sampling
 from litft.inference.generation import Request
-from litft.inference.session import Opened
+from litft.inference.session import Session
 
 LOGITS = 2**28  # of a pass at most, 1 GiB in fp32: long texts go through in smaller batches
 ANSWER = 256  # tokens, of tasks that do not say how many
@@ -37,11 +37,11 @@ Pair = tuple[list[int], list[int]]  # the tokens of a context and of its continu
 class HarnessModel(TemplateLM):
     """A model as the harness asks it; `batch_size` texts go through the network at once."""
 
-    def __init__(self, opened: Opened, batch_size: int) -> None:
+    def __init__(self, session: Session, batch_size: int) -> None:
         super().__init__()
-        self.opened, self.batch_size, self.words = opened, batch_size, opened.tokenizer
-        self.max_length = opened.model.config.context
-        self._device = opened.model.device
+        self.session, self.batch_size, self.words = session, batch_size, session.tokenizer
+        self.max_length = session.model.config.max_positions
+        self._device = session.model.device
 
     @property
     def eot_token_id(self) -> int:
@@ -119,7 +119,7 @@ class HarnessModel(TemplateLM):
         longest = 0
         for text in sorted(alike, key=len, reverse=True):
             wanted = max(len(pairs[number][1]) for number in alike[text])
-            size = (len(batch) + 1) * max(longest, wanted) * self.opened.model.config.vocab_size
+            size = (len(batch) + 1) * max(longest, wanted) * self.session.model.config.vocab_size
             if batch and (len(batch) == self.batch_size or size > LOGITS):
                 yield batch
                 batch, longest = [], 0
@@ -131,17 +131,17 @@ class HarnessModel(TemplateLM):
     def _logprobs(self, texts: list[tuple[int, ...]], count: int) -> Tensor:
         """Log-probabilities (B, N, V) of what follows the last `count` tokens of each text, as far as it has so many."""
         tokens = torch.zeros(len(texts), max(map(len, texts)), dtype=torch.long)
-        wanted = torch.zeros(len(texts), count, dtype=torch.long)
+        logits_to_keep = torch.zeros(len(texts), count, dtype=torch.long)
         for row, text in enumerate(texts):
             tokens[row, : len(text)] = torch.tensor(text)  # what is behind a text is not seen by it
-            wanted[row] = (torch.arange(count) + len(text) - count).clamp(min=0)
-        logits = self.opened.model(tokens.to(self._device), wanted=wanted.to(self._device))
+            logits_to_keep[row] = (torch.arange(count) + len(text) - count).clamp(min=0)
+        logits = self.session.model(tokens.to(self._device), logits_to_keep=logits_to_keep.to(self._device))
         return logits.float().log_softmax(-1)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Answers up to a text that ends them; the end of a context counts where it is too long."""
         asked = [self._request(*request.args) for request in requests]
-        said = self.opened.answers(asked, self.batch_size, "answers", quiet=disable_tqdm or None)
+        said = self.session.generate(asked, self.batch_size, "answers", quiet=disable_tqdm or None)
         return [each.text for each in said]
 
     def _request(self, context: str, settings: dict[str, Any]) -> Request:
@@ -178,10 +178,10 @@ def known_tasks(tasks: list[str], folder: str | None) -> TaskManager:
 
 
 def run_tasks(
-    opened: Opened, tasks: list[str], manager: TaskManager, batch_size: int, settings: dict[str, Any]
+    session: Session, tasks: list[str], manager: TaskManager, batch_size: int, settings: dict[str, Any]
 ) -> dict[str, Any]:
     """The harness's results for tasks, given by name or as YAML files. settings: simple_evaluate's, by its names."""
-    model = HarnessModel(opened, batch_size)
+    model = HarnessModel(session, batch_size)
     try:
         return simple_evaluate(model, tasks=tasks, task_manager=manager, **settings)
     except Exception as error:  # of a YAML file, a template, a task's own code, the hub: anything

@@ -22,14 +22,14 @@ from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
 from litft.evaluation.examples import Name, chosen_data, compared, readable_by_all, same_length, scored, warn_of_trained
-from litft.inference.generation import Said
-from litft.inference.session import Opened, open_model, source_of
+from litft.inference.generation import Completion
+from litft.inference.session import Session, open_session, source_of
 from litft.run_dir import write_whole
 from litft.training.validation import BLOCK, greedy, summed_loss
 
 
 @dataclass
-class Subject:
+class ScoredModel:
     """A model that is scored, as what is found out."""
 
     name: str
@@ -40,7 +40,7 @@ class Subject:
 
 
 @dataclass(frozen=True)
-class Example:
+class EvalExample:
     """An example that has an answer."""
 
     name: Name
@@ -66,12 +66,12 @@ def run_eval(args: RunEvalArgs) -> None:
         readable = readable_by_all(args, sources)
         warn_of_trained(args, source, readable)
     subjects, shown = [], {}
-    for subject, opened, answering in _subjects(args, apart=len(sources) > 1):
+    for subject, session, answering in _subjects(args, apart=len(sources) > 1):
         with answering:
             if args.data.path:
-                shown |= _measure(subject, opened, args, readable)
+                shown |= _measure(subject, session, args, readable)
             if ask:
-                ask(subject, opened)
+                ask(subject, session)
         subjects.append(subject)
     _print(subjects, dict(islice(shown.items(), args.show)))
     if args.out:
@@ -80,7 +80,7 @@ def run_eval(args: RunEvalArgs) -> None:
         )
 
 
-def _subjects(args: RunEvalArgs, apart: bool) -> Iterator[tuple[Subject, Opened, AbstractContextManager]]:
+def _subjects(args: RunEvalArgs, apart: bool) -> Iterator[tuple[ScoredModel, Session, AbstractContextManager]]:
     """What is scored, one after the other: first what the model is held against. Inside the third it answers.
 
     apart: an adapter's base is loaded by itself, since it reads with its own tokens.
@@ -91,20 +91,20 @@ def _subjects(args: RunEvalArgs, apart: bool) -> Iterator[tuple[Subject, Opened,
     if args.against not in (None, "none"):
         other = args.model(args.against)
         theirs = source_of(other).name
-        yield Subject(theirs if theirs != name else args.against), open_model(other), nullcontext()
-    opened = open_model(asked)
+        yield ScoredModel(theirs if theirs != name else args.against), open_session(other), nullcontext()
+    session = open_session(asked)
     if source.adapter and args.against is None and apart:
-        yield Subject("base"), open_model(args.model(str(source.base))), nullcontext()
+        yield ScoredModel("base"), open_session(args.model(str(source.base))), nullcontext()
     elif source.adapter and args.against is None:
-        yield Subject("base"), opened, opened.as_base()
-    yield Subject(name), opened, nullcontext()
+        yield ScoredModel("base"), session, session.as_base()
+    yield ScoredModel(name), session, nullcontext()
 
 
 @torch.no_grad()
-def _measure(subject: Subject, opened: Opened, args: RunEvalArgs, names: set[Name]) -> dict[Name, tuple[str, str]]:
+def _measure(subject: ScoredModel, session: Session, args: RunEvalArgs, names: set[Name]) -> dict[Name, tuple[str, str]]:
     """The scores on --data, of the examples of these names; returns what each asks, and what is expected."""
-    model, tokenizer = opened.model, opened.tokenizer
-    chosen = scored(load_data(args.data, tokenizer, model.config.vocab_size, model.config.context), args.data)
+    model, tokenizer = session.model, session.tokenizer
+    chosen = scored(load_data(args.data, tokenizer, model.config.vocab_size, model.config.max_positions), args.data)
     of_all = [(name, index) for index, name in enumerate(chosen.names) if name in names or not name[0]][: args.limit]
     samples = [chosen[index] for _, index in of_all]
     batches = tqdm(Layout(rows=args.batch_size).in_blocks(samples, BLOCK, 0), f"{subject.name}: loss", disable=None)
@@ -114,7 +114,7 @@ def _measure(subject: Subject, opened: Opened, args: RunEvalArgs, names: set[Nam
     named = [(name, sample) for (name, _), sample in zip(of_all, samples, strict=True) if sample.answer]
     examples = [_example(name, sample, tokenizer) for name, sample in named]
     if examples:
-        said = _answers(subject.name, opened, examples, args)
+        said = _answers(subject.name, session, examples, args)
         subject.answers = {name: answer.text.strip() for name, answer in said.items()}
         right = [said[each.name].ended and subject.answers[each.name] == each.expected for each in examples]
         subject.scores |= {"answers": len(right), "exact_match": sum(right) / len(right)}
@@ -123,20 +123,20 @@ def _measure(subject: Subject, opened: Opened, args: RunEvalArgs, names: set[Nam
     return {each.name: (tokenizer.decode(each.prompt, skip_special=False), each.expected) for each in examples}
 
 
-def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> Example:
+def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> EvalExample:
     prompt, expected = (ids.tolist() for ids in sample.answer)
-    return Example(name, prompt, tokenizer.decode(expected).strip(), len(expected))
+    return EvalExample(name, prompt, tokenizer.decode(expected).strip(), len(expected))
 
 
-def _answers(name: str, opened: Opened, examples: list[Example], args: RunEvalArgs) -> dict[Name, Said]:
+def _answers(name: str, session: Session, examples: list[EvalExample], args: RunEvalArgs) -> dict[Name, Completion]:
     """Greedy ones, as many at once as --batch_size."""
     lengths = [args.max_new_tokens or own.tokens + 8 for own in examples]
-    asked = [greedy(opened.model, opened.tokenizer, own.prompt, most) for own, most in zip(examples, lengths, strict=True)]
-    said = opened.answers(asked, args.batch_size, f"{name}: answers")
+    asked = [greedy(session.model, session.tokenizer, own.prompt, most) for own, most in zip(examples, lengths, strict=True)]
+    said = session.generate(asked, args.batch_size, f"{name}: answers")
     return {example.name: answer for example, answer in zip(examples, said, strict=True)}
 
 
-def _harness(args: RunEvalArgs) -> Callable[[Subject, Opened], None]:
+def _harness(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]:
     """What has the harness ask a subject, once it is known that it has the tasks."""
     from litft.evaluation.lm_eval_model import known_tasks, run_tasks  # here, since the package need not be there
 
@@ -144,8 +144,8 @@ def _harness(args: RunEvalArgs) -> Callable[[Subject, Opened], None]:
     settings = {"num_fewshot": args.num_fewshot, "limit": args.limit, "apply_chat_template": args.chat_template}
     settings["log_samples"] = bool(args.out)
 
-    def ask(subject: Subject, opened: Opened) -> None:
-        found = run_tasks(opened, args.tasks, manager, args.batch_size, settings)
+    def ask(subject: ScoredModel, session: Session) -> None:
+        found = run_tasks(session, args.tasks, manager, args.batch_size, settings)
         subject.harness = {name: found[name] for name in ("results", "n-samples", "samples") if name in found}
         for task, scores in found["results"].items():
             if task in found["n-samples"]:
@@ -160,7 +160,7 @@ def _harness(args: RunEvalArgs) -> Callable[[Subject, Opened], None]:
     return ask
 
 
-def _print(subjects: list[Subject], shown: dict[Name, tuple[str, str]]) -> None:
+def _print(subjects: list[ScoredModel], shown: dict[Name, tuple[str, str]]) -> None:
     """A table in Markdown, and below it what was answered."""
     table = Table(box=box.MARKDOWN)
     table.add_column("")
@@ -185,7 +185,7 @@ def _cell(score: float, error: float | None) -> str:
     return text if error is None else f"{text} ± {error:.4f}"
 
 
-def _everything(args: RunEvalArgs, subjects: list[Subject], shown: dict[Name, tuple[str, str]]) -> dict[str, Any]:
+def _everything(args: RunEvalArgs, subjects: list[ScoredModel], shown: dict[Name, tuple[str, str]]) -> dict[str, Any]:
     """For --out."""
     asked = [
         {"prompt": prompt, "expected": expected} | {own.name: own.answers.get(example) for own in subjects}

@@ -14,15 +14,15 @@ from litft import run_dir
 from litft.args import ConvertArgs, ExportArgs, GgufExportArgs, MergeArgs
 from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
-from litft.checkpoints.weight_files import Checkpoint, Entry
+from litft.checkpoints.weight_files import Checkpoint, LazyTensor
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.methods import Method, Values
 from litft.model.quantization import KINDS
-from litft.pretrained import Source, base_record, copy_files, copy_tokenizer, resolve
+from litft.pretrained import PretrainedFolder, base_record, copy_files, copy_tokenizer, resolve
 from litft.save_pretrained import Result, write_result
 from litft.training import run_state
-from litft.training.setup import Job
+from litft.training.setup import Setup
 
 
 def convert(args: ConvertArgs) -> Path:
@@ -71,11 +71,11 @@ def export(args: ExportArgs) -> Path:
     return out
 
 
-class Trained(NamedTuple):
+class TrainedModel(NamedTuple):
     """What a run, a checkpoint of one or any folder holds, for it to be written elsewhere."""
 
     what: Path  # to name it by
-    source: Source
+    source: PretrainedFolder
     held: tuple[Method, Values] | None  # None: a whole model's folder
     own: dict[str, Any]  # what the adapter or the checkpoint says of itself
     tokenizer: Tokenizer | None
@@ -88,24 +88,24 @@ class Trained(NamedTuple):
 
     def adapter(self) -> tuple[Method, Values]:
         """The method and its values by themselves; ValueError where that is a whole model."""
-        if self.held is None or self.held[0].whole:
+        if self.held is None or self.held[0].saves_full_model:
             raise ValueError(f"{self.what} holds no adapter but a whole model; there is nothing to write by itself")
         return self.held
 
 
-def read_trained(args: MergeArgs | GgufExportArgs) -> Trained:
+def read_trained(args: MergeArgs | GgufExportArgs) -> TrainedModel:
     """Open what --checkpoint_dir names, or the newest finished run."""
     folder = Path(args.checkpoint_dir or run_dir.newest_finished())
     step = folder if folder.name.startswith("step-") and folder.parent.name == "checkpoints" else None
     if step is None and run_dir.is_run(folder) and not run_dir.finished(folder):
         step = run_state.newest(folder)
     if step is not None:
-        return Trained(step, *_of_checkpoint(step, args.base_dir))
+        return TrainedModel(step, *_of_checkpoint(step, args.base_dir))
     source = resolve(folder, args.base_dir)
-    return Trained(source.folder, source, source.read_adapter(), source.record, source.tokenizer())
+    return TrainedModel(source.folder, source, source.read_adapter(), source.record, source.tokenizer())
 
 
-def _result(source: Source, held: tuple[Method, Values], own: dict[str, Any], dequantized: bool) -> Result:
+def _result(source: PretrainedFolder, held: tuple[Method, Values], own: dict[str, Any], dequantized: bool) -> Result:
     """What a method has learned, to be added to the original base or to what it was rounded to; says which.
 
     own: what the adapter or the checkpoint says of itself. ValueError where the base was not quantized.
@@ -129,7 +129,9 @@ def _result(source: Source, held: tuple[Method, Values], own: dict[str, Any], de
     return Result(*held, kind, DTYPES[precision])
 
 
-def _export(args: MergeArgs, what: Path, source: Source, result: Result | None, tokenizer: Tokenizer | None = None) -> Path:
+def _export(
+    args: MergeArgs, what: Path, source: PretrainedFolder, result: Result | None, tokenizer: Tokenizer | None = None
+) -> Path:
     dtype, tokenizer = _dtype(source, args.precision), tokenizer or source.tokenizer()
 
     def fill(folder: Path) -> None:
@@ -144,7 +146,7 @@ def _export(args: MergeArgs, what: Path, source: Source, result: Result | None, 
 
 def _of_checkpoint(
     step: Path, base_dir: str | None
-) -> tuple[Source, tuple[Method, Values], dict[str, Any], Tokenizer | None]:
+) -> tuple[PretrainedFolder, tuple[Method, Values], dict[str, Any], Tokenizer | None]:
     """A run's state after some step: where its base is, what its method had learned, what it says of itself."""
     run = step.resolve().parent.parent
     if not step.is_dir():
@@ -159,7 +161,7 @@ def _of_checkpoint(
             f"{run} was trained on {args.checkpoint_dir}, which is not there; pass --base_dir with its place now"
         )
     source = resolve(args.checkpoint_dir, base_dir or args.base_dir) if there else resolve(base_dir)
-    job = Job(args, source)
+    job = Setup(args, source)
     progress = run_state.read_progress(step)
     if changed := run_state.changes(progress, job.identity()):
         raise ValueError(f"{step} was saved with {'; '.join(changed)}; give it back what it was trained with")
@@ -173,11 +175,11 @@ def _of_checkpoint(
     return source, (job.method, values), progress.get("identity", {}), job.tokenizer
 
 
-def _dtype(source: Source, precision: str) -> torch.dtype:
+def _dtype(source: PretrainedFolder, precision: str) -> torch.dtype:
     return source.dtype(None) if precision == "auto" else DTYPES[precision]
 
 
-def compare(folder: Path, entries: list[Entry]) -> None:
+def compare(folder: Path, entries: list[LazyTensor]) -> None:
     """Read everything again; a difference would be the disk's or ours, not the user's."""
     written = Checkpoint(folder)
     assert written.names == sorted(entry.name for entry in entries)

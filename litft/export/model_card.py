@@ -13,7 +13,7 @@ from litft import __version__, run_dir
 from litft.args import FinetuneArgs
 from litft.checkpoints.hub import HubId, fetch, hub_id
 from litft.data.sources import hub_data
-from litft.pretrained import Source, resolve
+from litft.pretrained import PretrainedFolder, resolve
 
 # of the flags those that say how a model was trained, wherever that was; of these groups what was changed, too
 TOLD = ("precision", "quantize", "seed", "train.epochs", "train.global_batch_size", "train.learning_rate", "train.optimizer")
@@ -25,11 +25,11 @@ TITLES = {"lora": "LoRA", "adapter": "LLaMA-Adapter", "adapter_v2": "LLaMA-Adapt
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of its --max-lora-rank
 
 
-class Subject(NamedTuple):
+class CardInfo(NamedTuple):
     """What a card is about."""
 
     repo_id: str  # where it will be
-    source: Source
+    source: PretrainedFolder
     run: Path | None  # whose result it is; None: not known
     trained: FinetuneArgs | None  # the run's flags
     base: HubId | None  # on the hub
@@ -53,7 +53,7 @@ class Subject(NamedTuple):
         return run_dir.method(self.run) if self.run else None
 
 
-def model_card(subject: Subject) -> str:
+def model_card(subject: CardInfo) -> str:
     """The card, Markdown with a head of YAML."""
     adapter = subject.source.adapter is not None
     paths = subject.trained.data.path if subject.trained else []
@@ -71,7 +71,7 @@ def model_card(subject: Subject) -> str:
     return "\n".join([title, *_about(subject), *_results(subject), *_settings(subject), *_loading(subject)]) + "\n"
 
 
-def _kind(subject: Subject) -> str | None:
+def _kind(subject: CardInfo) -> str | None:
     """peft_type, of an adapter."""
     return str(subject.config.get("peft_type")) if subject.source.adapter else None
 
@@ -86,7 +86,7 @@ def licence_of(base: Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def _about(subject: Subject) -> Iterator[str]:
+def _about(subject: CardInfo) -> Iterator[str]:
     base, licence = subject.base, subject.licence
     link = f"[{base.name}](https://huggingface.co/{base.name})" if base else subject.base_name
     at = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
@@ -105,7 +105,7 @@ def _about(subject: Subject) -> Iterator[str]:
         yield f"Data: {', '.join(names)}.\n"
 
 
-def _results(subject: Subject) -> Iterator[str]:
+def _results(subject: CardInfo) -> Iterator[str]:
     """Losses and amounts, out of metrics.csv."""
     try:
         with (subject.run / "metrics.csv").open(encoding="utf-8") as file:
@@ -134,7 +134,7 @@ def _results(subject: Subject) -> Iterator[str]:
     yield ""
 
 
-def _settings(subject: Subject) -> Iterator[str]:
+def _settings(subject: CardInfo) -> Iterator[str]:
     """The flags that made it what it is."""
     if subject.trained is None:
         return
@@ -172,7 +172,7 @@ def _word(value: Any) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _loading(subject: Subject) -> Iterator[str]:
+def _loading(subject: CardInfo) -> Iterator[str]:
     """How each program opens it, and only those that do."""
     here, base, kind = subject.repo_id, subject.base_name, _kind(subject)
     yield "## Loading\n"
@@ -207,22 +207,22 @@ def _python(title: str, *lines: str) -> str:
     return f"{title}:\n\n```python\n{body}\n```\n"
 
 
-def _revision(subject: Subject) -> str:
+def _revision(subject: CardInfo) -> str:
     return f', revision="{subject.base.revision}"' if subject.base and subject.base.revision else ""
 
 
-def _has_tokens(subject: Subject) -> bool:
+def _has_tokens(subject: CardInfo) -> bool:
     return bool(subject.config.get("trainable_token_indices"))
 
 
-def _is_plain(subject: Subject) -> bool:
+def _is_plain(subject: CardInfo) -> bool:
     """Whether an adapter is LoRA of Linears alone, which vLLM takes."""
     config = subject.config
     more = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
     return not any(config.get(name) for name in more) and config.get("bias", "none") == "none"
 
 
-def _rank(subject: Subject) -> int:
+def _rank(subject: CardInfo) -> int:
     """The adapter's largest rank, rounded up to one that vLLM knows."""
     rank = max([subject.config.get("r", 8), *(subject.config.get("rank_pattern") or {}).values()])
     return next((known for known in VLLM_RANKS if known >= rank), rank)

@@ -10,9 +10,9 @@ from litft.args import DownloadArgs, UploadArgs
 from litft.args.parser import finetune_args
 from litft.checkpoints.hub import HubId, fetch, hub_id, library, needed, origin, told
 from litft.checkpoints.peft_format import ADAPTER_CONFIG, read_adapter_config
-from litft.export.model_card import Subject, licence_of, model_card
+from litft.export.model_card import CardInfo, licence_of, model_card
 from litft.model.config import read_object
-from litft.pretrained import Source, resolve
+from litft.pretrained import PretrainedFolder, resolve
 
 CARD = "README.md"
 
@@ -54,7 +54,7 @@ def upload(args: UploadArgs) -> None:
     print(page)
 
 
-def _subject(source: Source, args: UploadArgs) -> Subject:
+def _subject(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
     """What the card is about; ValueError where nobody could tell what an adapter's base is."""
     parent = Path(args.run) if args.run else source.folder.resolve().parent
     if args.run and not run_dir.is_run(parent):
@@ -72,11 +72,11 @@ def _subject(source: Source, args: UploadArgs) -> Subject:
     if source.adapter and base is None:
         reason = f"{source.adapter} is an adapter of {source.base}, which others do not have"
         raise ValueError(f"{reason}; pass --base_model with its id on the hub, or merge it first")
-    subject = Subject(args.repo_id, source, parent if trained else None, trained, base, config, args.licence)
+    subject = CardInfo(args.repo_id, source, parent if trained else None, trained, base, config, args.licence)
     return subject if args.licence else subject._replace(licence=licence_of(subject.base_folder))
 
 
-def _files(subject: Subject) -> dict[str, Path | bytes]:
+def _files(subject: CardInfo) -> dict[str, Path | bytes]:
     """What is uploaded beside the card, by its name there; no path of this machine is among it."""
     folder, base = subject.source.folder, subject.base
     names = needed(sorted(path.name for path in folder.iterdir() if path.is_file()))

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rule
 from litft.families import llama
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("cohere", "cohere2")
 
@@ -15,7 +15,7 @@ def config(hf: dict[str, Any]) -> Config:
     second = hf["model_type"] == "cohere2"
     hf = {"tie_word_embeddings": True, "max_position_embeddings": 8192, "sliding_window": 4096, **hf}
     plain = llama.config({**hf, "head_dim": None}, rope_base=1e4 if second else 5e5)
-    norm = Norm("layer", hf.get("layer_norm_eps", 1e-5))
+    norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5))
     layers = plain.layers
     if second:
         pattern = hf.get("sliding_window_pattern", 4)

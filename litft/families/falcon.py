@@ -6,7 +6,7 @@ from typing import Any
 from litft.checkpoints.conversion import Drop, Rule, Split
 from litft.families import llama
 from litft.families.phi3 import qkv
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("falcon",)
 
@@ -26,7 +26,7 @@ def config(hf: dict[str, Any]) -> Config:
     norms = hf.get("num_ln_in_parallel_attn") or (2 if new else 1)
     return replace(
         plain,
-        norm=Norm("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
+        norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
         parallel=parallel,
         shared_norm=parallel and norms == 1,

@@ -6,7 +6,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rename, Rule, Shift
 from litft.families import llama
-from litft.model.config import Config, Norm, Rope
+from litft.model.config import Config, NormConfig, RopeConfig
 
 MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3")
 GGUF = {
@@ -44,7 +44,7 @@ def config(hf: dict[str, Any]) -> Config:
     if first and hf["hidden_act"] == "gelu":
         hf["hidden_act"] = "gelu_pytorch_tanh"  # what the first files meant by it
     plain = llama.config({**hf, "rope_parameters": None, "rope_scaling": None} if third else hf)
-    norm = Norm("rms", plain.norm.eps, offset=1.0)
+    norm = NormConfig("rms", plain.norm.eps, offset=1.0)
     plain = replace(plain, norm=norm, embed_scale=math.sqrt(plain.dim), mlp_bias=False)
     if first:
         return plain
@@ -60,25 +60,25 @@ def config(hf: dict[str, Any]) -> Config:
     return replace(
         plain,
         layers=layers,
-        norm_place="both",
+        norm_position="both",
         qk_norm=norm if third else None,
         attention_softcap=hf.get("attn_logit_softcapping", None if third else 50.0),
         logit_softcap=hf.get("final_logit_softcapping", None if third else 30.0),
     )
 
 
-def _ropes(hf: dict[str, Any], head_dim: int) -> tuple[Rope, Rope]:
+def _ropes(hf: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
     """Gemma 3's rotations of layers with full attention and with a window; only the first is ever scaled."""
     nested = llama.ropes_by_type(hf)
     full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
     full.setdefault("rope_theta", hf.get("rope_theta", 1e6))
     local = {"rope_theta": hf.get("rope_local_base_freq", 1e4), **(nested.get("sliding_attention") or {})}
-    return tuple(Rope.from_hf({**hf, "rope_parameters": parameters}, head_dim) for parameters in (full, local))
+    return tuple(RopeConfig.from_hf({**hf, "rope_parameters": parameters}, head_dim) for parameters in (full, local))
 
 
 def rules(config: Config) -> list[Rule]:
     """Llama's names; Gemma 2 and 3 have norms on both sides of attention and MLP."""
-    if config.norm_place == "before":
+    if config.norm_position == "before":
         return llama.rules(config)
     norms = {
         "attention_norm": "input_layernorm",
@@ -97,8 +97,8 @@ def gguf_rules(config: Config) -> list[Rule]:
         )
     after = {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
     rules = llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | after)
-    norms = [rule for rule in rules if isinstance(rule, Rename) and rule.ours.endswith("norm.weight")]
-    return [*(Shift(rule.theirs, rule.ours, 1.0) for rule in norms), *rules]
+    norms = [rule for rule in rules if isinstance(rule, Rename) and rule.name.endswith("norm.weight")]
+    return [*(Shift(rule.hf_name, rule.name, 1.0) for rule in norms), *rules]
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Any
 from litft.checkpoints.conversion import Drop, Rename, Rule, Split
 from litft.families import llama
 from litft.families.phi3 import qkv
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("gpt2",)
 GGUF = {"gpt2": ("gpt2", "GPT2LMHeadModel")}
@@ -26,7 +26,7 @@ def config(hf: dict[str, Any]) -> Config:
     return replace(
         plain,
         layers=layers,
-        norm=Norm("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
+        norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
         learned_positions=True,
         qkv_bias=True,

@@ -6,7 +6,7 @@ from typing import Any
 from litft.checkpoints.conversion import Drop, Rule, Split
 from litft.families import llama
 from litft.families.phi3 import qkv
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("gpt_neox",)
 
@@ -18,7 +18,7 @@ def config(hf: dict[str, Any]) -> Config:
     plain = llama.config({"hidden_act": "gelu", **hf, **own}, base, fraction)
     return replace(
         plain,
-        norm=Norm("layer", hf.get("layer_norm_eps", 1e-5), bias=True),
+        norm=NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True),
         gated=False,
         parallel=hf.get("use_parallel_residual", True),
         qkv_bias=hf.get("attention_bias", True),

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Dequantize, Rename, Rule, Split
 from litft.families import llama
-from litft.model.config import Config, Experts
+from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("gpt_oss",)
 
@@ -23,7 +23,7 @@ def config(hf: dict[str, Any]) -> Config:
     if hf.get("swiglu_alpha", 1.702) != 1.702:
         raise ValueError(f"config.json: swiglu_alpha {hf['swiglu_alpha']!r} is not supported; known: 1.702")
     plain = llama.config({**hf, "hidden_act": "quick_gelu"}, rope_base=150000.0)
-    experts = Experts(
+    experts = ExpertsConfig(
         hf.get("num_local_experts", 128),
         hf.get("num_experts_per_tok", 4),
         plain.hidden_dim,
@@ -52,14 +52,14 @@ def rules(config: Config) -> list[Rule]:
 
 def peft_rules(config: Config) -> list[Rule]:
     """How PEFT names the experts: as they are stored."""
-    theirs, ours = "model.layers.{}.mlp.experts.", "blocks.{}.mlp.experts."
+    hf_name, ours = "model.layers.{}.mlp.experts.", "blocks.{}.mlp.experts."
 
     def sides(leaf: str) -> tuple[str, str]:
         return (f"{ours}gate_proj.{leaf}", f"{ours}up_proj.{leaf}")
 
     return [
-        Split(f"{theirs}gate_up_proj", sides("weight"), (1, 1), config.hidden_dim, transposed=True),
-        Split(f"{theirs}gate_up_proj_bias", sides("bias"), (1, 1), config.hidden_dim),
-        Rename(f"{theirs}down_proj", f"{ours}down_proj.weight", transposed=True),
-        Rename(f"{theirs}down_proj_bias", f"{ours}down_proj.bias"),
+        Split(f"{hf_name}gate_up_proj", sides("weight"), (1, 1), config.hidden_dim, transposed=True),
+        Split(f"{hf_name}gate_up_proj_bias", sides("bias"), (1, 1), config.hidden_dim),
+        Rename(f"{hf_name}down_proj", f"{ours}down_proj.weight", transposed=True),
+        Rename(f"{hf_name}down_proj_bias", f"{ours}down_proj.bias"),
     ]

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Drop, Rule
 from litft.families import gpt2, llama
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("gptj",)
 
@@ -17,7 +17,7 @@ def config(hf: dict[str, Any]) -> Config:
     plain = llama.config(gpt2.standard_names(hf), rope_fraction=(hf.get("rotary_dim", 64) or head_dim) / head_dim)
     return replace(
         plain,
-        norm=Norm("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
+        norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
         parallel=True,
         shared_norm=True,
@@ -31,7 +31,8 @@ def rules(config: Config) -> list[Rule]:
     """Plain renames."""
     layers = "transformer.h.{}."
     names = {
-        f"attention.{ours}_proj": f"attn.{theirs}_proj" for ours, theirs in zip("qkvo", ["q", "k", "v", "out"], strict=True)
+        f"attention.{ours}_proj": f"attn.{hf_name}_proj"
+        for ours, hf_name in zip("qkvo", ["q", "k", "v", "out"], strict=True)
     }
     names |= {"mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out", "attention_norm": "ln_1"}
     tables = [Drop(f"{layers}attn.{name}") for name in ("bias", "masked_bias", "embed_positions")]

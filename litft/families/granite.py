@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rename, Rule
 from litft.families import llama, mixtral
-from litft.model.config import Config, Experts
+from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("granite", "granitemoe")
 
@@ -15,7 +15,7 @@ def config(hf: dict[str, Any]) -> Config:
     plain = llama.config(hf)
     experts = None
     if hf["model_type"] == "granitemoe":
-        experts = Experts(
+        experts = ExpertsConfig(
             hf.get("num_local_experts", 8), hf.get("num_experts_per_tok", 2), plain.hidden_dim, renormalize=True
         )
     scale = float(hf.get("attention_multiplier", 1.0))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from litft.checkpoints.conversion import Drop, Interleave, Rename, Rule
-from litft.model.config import Config, Layer, Norm, Rope
+from litft.model.config import Config, LayerConfig, NormConfig, RopeConfig
 
 MODEL_TYPES = ("llama",)
 GGUF = {"llama": ("llama", "LlamaForCausalLM")}
@@ -16,18 +16,18 @@ def config(hf: dict[str, Any], rope_base: float = 10000.0, rope_fraction: float 
     if not hf.get("head_dim") and hf["hidden_size"] % heads:
         raise ValueError(f"config.json: a width of {hf['hidden_size']} cannot be shared evenly by {heads} attention heads")
     head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    layer = Layer(rope=Rope.from_hf(hf, head_dim, rope_base, rope_fraction))
+    layer = LayerConfig(rope=RopeConfig.from_hf(hf, head_dim, rope_base, rope_fraction))
     return Config(
         model_type=hf["model_type"],
         vocab_size=hf["vocab_size"],
-        context=hf.get("max_position_embeddings", 2048),
+        max_positions=hf.get("max_position_embeddings", 2048),
         dim=hf["hidden_size"],
         hidden_dim=hf["intermediate_size"],
         n_heads=heads,
         n_kv_heads=hf.get("num_key_value_heads") or heads,
         head_dim=head_dim,
         layers=(layer,) * hf["num_hidden_layers"],
-        norm=Norm("rms", hf.get("rms_norm_eps", 1e-6)),
+        norm=NormConfig("rms", hf.get("rms_norm_eps", 1e-6)),
         activation=hf.get("hidden_act", "silu"),
         qkv_bias=hf.get("attention_bias", False),
         o_bias=hf.get("attention_bias", False),
@@ -66,9 +66,9 @@ MLP = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def named(names: dict[str, str], theirs: str = "model.layers.{}.", ours: str = "blocks.{}.") -> list[Rule]:
+def named(names: dict[str, str], hf_name: str = "model.layers.{}.", ours: str = "blocks.{}.") -> list[Rule]:
     """Renames of modules, each with its weight and, where there is one, its bias."""
-    return [Rename(f"{theirs}{t}.{leaf}", f"{ours}{o}.{leaf}") for o, t in names.items() for leaf in ("weight", "bias")]
+    return [Rename(f"{hf_name}{t}.{leaf}", f"{ours}{o}.{leaf}") for o, t in names.items() for leaf in ("weight", "bias")]
 
 
 def ends(

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rename, Rule, Split, Stack
 from litft.families import llama, mistral
-from litft.model.config import Config, Experts
+from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("mixtral",)
 
@@ -14,7 +14,7 @@ def config(hf: dict[str, Any]) -> Config:
     """Defaults are those of transformers' MixtralConfig."""
     hf = {"sliding_window": None, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, **hf}
     plain = mistral.config({**hf, "model_type": "mistral"}, rope_base=1e6)
-    experts = Experts(hf["num_local_experts"], hf["num_experts_per_tok"], plain.hidden_dim, renormalize=True)
+    experts = ExpertsConfig(hf["num_local_experts"], hf["num_experts_per_tok"], plain.hidden_dim, renormalize=True)
     layers = tuple(replace(layer, experts=experts) for layer in plain.layers)
     return replace(plain, model_type=hf["model_type"], layers=layers)
 
@@ -26,20 +26,20 @@ def rules(config: Config) -> list[Rule]:
     return [*llama.rules(config), router, *stacks]
 
 
-def stacked(config: Config, theirs: str, names: dict[str, str]) -> list[Rule]:
+def stacked(config: Config, hf_name: str, names: dict[str, str]) -> list[Rule]:
     """Experts that are stored one by one."""
     count = next(layer.experts.count for layer in config.layers if layer.experts)
-    return [Stack(f"{theirs}{t}.weight", f"blocks.{{}}.mlp.experts.{o}_proj.weight", count) for o, t in names.items()]
+    return [Stack(f"{hf_name}{t}.weight", f"blocks.{{}}.mlp.experts.{o}_proj.weight", count) for o, t in names.items()]
 
 
-def fused(config: Config, theirs: str, down: str = "down_proj", gate_up: str = "gate_up_proj") -> list[Rule]:
+def fused(config: Config, hf_name: str, down: str = "down_proj", gate_up: str = "gate_up_proj") -> list[Rule]:
     """Experts as transformers 5 holds them in memory, (E, 2 I, C) and (E, C, I): what PEFT's keys name."""
     experts = next(layer.experts for layer in config.layers if layer.experts)
     ours = "blocks.{}.mlp.experts."
     sides = (f"{ours}gate_proj.weight", f"{ours}up_proj.weight")
     return [
-        Split(f"{theirs}{gate_up}", sides, (experts.hidden_dim,) * 2),
-        Rename(f"{theirs}{down}", f"{ours}down_proj.weight"),
+        Split(f"{hf_name}{gate_up}", sides, (experts.hidden_dim,) * 2),
+        Rename(f"{hf_name}{down}", f"{ours}down_proj.weight"),
     ]
 
 

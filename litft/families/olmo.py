@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rename, Rule
 from litft.families import llama, mixtral
-from litft.model.config import Config, Experts, Norm, Rope
+from litft.model.config import Config, ExpertsConfig, NormConfig, RopeConfig
 
 MODEL_TYPES = ("olmo", "olmo2", "olmo3", "olmoe")
 
@@ -18,17 +18,17 @@ def config(hf: dict[str, Any]) -> Config:
     plain = llama.config({**hf, "rope_parameters": None} if nested else hf, rope_base=5e5 if kind == "olmo3" else 1e4)
     plain = replace(plain, mlp_bias=False, qkv_clip=hf.get("clip_qkv"))
     if kind == "olmo":
-        return replace(plain, norm=Norm("layer", 1e-5, weight=False))
+        return replace(plain, norm=NormConfig("layer", 1e-5, weight=False))
     plain = replace(plain, qk_norm=plain.norm, qk_norm_over="all")
     if kind == "olmoe":
-        experts = Experts(
+        experts = ExpertsConfig(
             hf.get("num_experts", 64),
             hf.get("num_experts_per_tok", 8),
             plain.hidden_dim,
             renormalize=hf.get("norm_topk_prob", False),
         )
         return replace(plain, layers=tuple(replace(layer, experts=experts) for layer in plain.layers))
-    plain = replace(plain, norm_place="after", qkv_clip=None)
+    plain = replace(plain, norm_position="after", qkv_clip=None)
     if kind == "olmo2":
         return plain
     windows = llama.windows(hf, lambda index: (index + 1) % 4 != 0)
@@ -40,16 +40,16 @@ def _olmo3_layer(plain: Config, hf: dict[str, Any], nested: dict[str, Any], wind
     layer = plain.layers[0]
     if nested:
         own = nested.get("full_attention" if window is None else "sliding_attention")
-        rope = Rope.from_hf({**hf, "rope_parameters": own}, plain.head_dim, 5e5)
+        rope = RopeConfig.from_hf({**hf, "rope_parameters": own}, plain.head_dim, 5e5)
     else:
-        rope = layer.rope if window is None else Rope.from_hf({**hf, "rope_scaling": None}, plain.head_dim, 5e5)
+        rope = layer.rope if window is None else RopeConfig.from_hf({**hf, "rope_scaling": None}, plain.head_dim, 5e5)
     return replace(layer, window=window, rope=rope)
 
 
 def rules(config: Config) -> list[Rule]:
     """Llama's names; the norms of OLMo 2 and 3 stand behind attention and MLP."""
     norms = llama.NORMS
-    if config.norm_place == "after":
+    if config.norm_position == "after":
         norms = {"attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
     plain = [*llama.ends(config), *llama.named(llama.ATTENTION | llama.QK_NORMS | llama.MLP | norms)]
     if config.model_type != "olmoe":

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rule
 from litft.families import llama
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("phi",)
 
@@ -13,7 +13,7 @@ MODEL_TYPES = ("phi",)
 def config(hf: dict[str, Any]) -> Config:
     """Defaults are those of transformers' PhiConfig."""
     plain = llama.config({"hidden_act": "gelu_new", **hf}, rope_fraction=0.5)
-    norm = Norm("layer", hf.get("layer_norm_eps", 1e-5), bias=True)
+    norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True)
     return replace(
         plain,
         norm=norm,

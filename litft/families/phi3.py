@@ -52,7 +52,7 @@ def qkv(leaf: str) -> tuple[str, str, str]:
     return tuple(f"blocks.{{}}.attention.{n}_proj.{leaf}" for n in "qkv")
 
 
-def gate_up(config: Config, theirs: str = "model.layers.{}.mlp.gate_up_proj.weight") -> list[Rule]:
+def gate_up(config: Config, hf_name: str = "model.layers.{}.mlp.gate_up_proj.weight") -> list[Rule]:
     """Gate and up in one Linear, one after the other."""
     ours = tuple(f"blocks.{{}}.mlp.{n}_proj.weight" for n in ("gate", "up"))
-    return [Split(theirs, ours, (config.hidden_dim,) * 2)]
+    return [Split(hf_name, ours, (config.hidden_dim,) * 2)]

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rule
 from litft.families import llama, mixtral
-from litft.model.config import Config, Experts
+from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
 
@@ -33,7 +33,7 @@ def config(hf: dict[str, Any]) -> Config:
         hf["layer_types"] = None  # all its layers are alike
     plain = llama.config(hf)
     windows = llama.windows(hf, lambda index: not shared or (index % 2 == 0 and index < hf["max_window_layers"]))
-    experts = Experts(
+    experts = ExpertsConfig(
         hf.get("num_local_experts", hf["num_experts"]),  # transformers 5 writes the first name
         hf["num_experts_per_tok"],
         hf["moe_intermediate_size"],
@@ -41,8 +41,8 @@ def config(hf: dict[str, Any]) -> Config:
         shared_dim=hf["shared_expert_intermediate_size"] if shared else 0,
         shared_gate=shared,
     )
-    dense, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-    sparse = [n not in dense and (n + 1) % step == 0 and experts.count > 0 for n in range(len(windows))]
+    dense_weight, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+    sparse = [n not in dense_weight and (n + 1) % step == 0 and experts.count > 0 for n in range(len(windows))]
     layers = tuple(
         replace(layer, window=window, experts=experts if has else None)
         for layer, window, has in zip(plain.layers, windows, sparse, strict=True)

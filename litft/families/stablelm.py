@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rule, Stack
 from litft.families import llama
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("stablelm",)
 
@@ -16,13 +16,13 @@ def config(hf: dict[str, Any]) -> Config:
     plain = llama.config({"max_position_embeddings": 4096, **hf}, rope_fraction=0.25)
     return replace(
         plain,
-        norm=Norm("layer", eps, bias=True),
+        norm=NormConfig("layer", eps, bias=True),
         parallel=parallel,
         shared_norm=parallel,
         qkv_bias=hf.get("use_qkv_bias", False),
         o_bias=False,
         mlp_bias=False,
-        qk_norm=Norm("layer", eps) if hf.get("qk_layernorm", False) else None,
+        qk_norm=NormConfig("layer", eps) if hf.get("qk_layernorm", False) else None,
         qk_norm_over="heads",
     )
 
@@ -31,6 +31,6 @@ def rules(config: Config) -> list[Rule]:
     """Plain renames; each head's q/k norm is stored by itself."""
     norms = {"attention_norm": "input_layernorm"} if config.shared_norm else llama.NORMS
     counts = {"q": config.n_heads, "k": config.n_kv_heads}
-    theirs = "model.layers.{{}}.self_attn.{}_layernorm.norms.{{}}.weight"
-    heads = [Stack(theirs.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count) for n, count in counts.items()]
+    hf_name = "model.layers.{{}}.self_attn.{}_layernorm.norms.{{}}.weight"
+    heads = [Stack(hf_name.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count) for n, count in counts.items()]
     return [*llama.ends(config), *llama.named(llama.ATTENTION | llama.MLP | norms), *heads]

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rule
 from litft.families import llama
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("starcoder2",)
 
@@ -18,7 +18,7 @@ def config(hf: dict[str, Any]) -> Config:
     return replace(
         plain,
         layers=tuple(replace(layer, window=hf.get("sliding_window") or None) for layer in plain.layers),
-        norm=Norm("layer", hf.get("norm_epsilon", 1e-5), bias=True),
+        norm=NormConfig("layer", hf.get("norm_epsilon", 1e-5), bias=True),
         gated=False,
         qkv_bias=bias,
         o_bias=bias,

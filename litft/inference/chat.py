@@ -11,12 +11,12 @@ from pathlib import Path
 from litft.args import NUMBERS, ChatArgs
 from litft.data.chat_template import Message
 from litft.data.formats import check_messages
-from litft.data.tokenizer import checked
-from litft.inference.generation import Piece, answers, prompt_ids
-from litft.inference.session import Opened, make_guesser, open_model
-from litft.inference.speculative import Guesser
+from litft.data.tokenizer import check_text
+from litft.inference.generation import GenerationChunk, generate_batch, prompt_ids
+from litft.inference.session import Session, make_drafter, open_session
+from litft.inference.speculative import Drafter
 from litft.inference.terminal import THOUGHT, Screen, screen
-from litft.methods.mixins import parts
+from litft.methods.mixins import mixins
 from litft.run_dir import write_whole
 from litft.signals import Signals
 
@@ -26,13 +26,13 @@ ROOM = 2048  # tokens that a conversation has room for at first
 class Conversation:
     """Messages, and the decoder that has read them."""
 
-    def __init__(self, opened: Opened, guesser: Guesser | None = None, system: str | None = None) -> None:
-        self.opened, self.guesser, self.tokenizer = opened, guesser, opened.tokenizer
-        self.decoder = opened.decoder(1, ROOM)
+    def __init__(self, session: Session, drafter: Drafter | None = None, system: str | None = None) -> None:
+        self.session, self.drafter, self.tokenizer = session, drafter, session.tokenizer
+        self.decoder = session.decoder(1, ROOM)
         self.messages: list[Message] = [{"role": "system", "content": system}] if system else []
         self.spoken: tuple[str, list[int]] = ("", [])  # the text and tokens up to the end of the last answer
         self.asked = 0
-        self.last: Piece | None = None  # of the answer before
+        self.last: GenerationChunk | None = None  # of the answer before
         self.read = self.written = ""  # what the model read and said, special tokens too
 
     @property
@@ -48,7 +48,7 @@ class Conversation:
     @property
     def context(self) -> int:
         """How many tokens the model can see."""
-        return self.opened.model.config.context
+        return self.session.model.config.max_positions
 
     @property
     def tokens(self) -> int:
@@ -71,7 +71,7 @@ class Conversation:
                 return question
         return None
 
-    def answer(self, question: str, notice: Callable[[str], None]) -> Iterator[Piece]:
+    def answer(self, question: str, notice: Callable[[str], None]) -> Iterator[GenerationChunk]:
         """Ask, and keep the question with what has been answered when the iteration ends, or is given up.
 
         notice: is told what has to be left out. ValueError, and nothing is kept, for a question that is too long.
@@ -79,15 +79,15 @@ class Conversation:
         before, text = list(self.messages), ""
         self.messages.append({"role": "user", "content": question})
         try:
-            request = self.opened.request(self._prompt(notice), self.asked)
+            request = self.session.request(self._prompt(notice), self.asked)
         except ValueError:
             self.messages = before
             raise
         self.decoder.reserve(len(request.ids) + request.max_new_tokens)
-        request = replace(request, planned=self.decoder.capacity)  # as for the turns before, whose keys stay
+        request = replace(request, max_length=self.decoder.capacity)  # as for the turns before, whose keys stay
         tokens, self.asked = [], self.asked + 1
         try:
-            pieces = (piece for _, piece in answers(self.decoder, self.tokenizer, [request], self.guesser))
+            pieces = (piece for _, piece in generate_batch(self.decoder, self.tokenizer, [request], self.drafter))
             for piece in pieces:
                 tokens += piece.tokens
                 text, self.last = text + piece, piece
@@ -103,7 +103,7 @@ class Conversation:
 
     def _prompt(self, notice: Callable[[str], None]) -> list[int]:
         """What the model reads: as many of the messages as its context has room for, beside an answer."""
-        room, dropped = self.context - min(self.opened.max_new_tokens, self.context // 4), 0
+        room, dropped = self.context - min(self.session.max_new_tokens, self.context // 4), 0
         while len(ids := self._ids()) > room and (turn := self._oldest_turn()):
             start, end = turn
             del self.messages[start:end]
@@ -127,14 +127,14 @@ class Conversation:
             return [*ids, *self.tokenizer.encode(self.read[len(text) :], bos=False)]
         return self.tokenizer.encode(self.read, bos=False)
 
-    def base_answer(self, question: str) -> Iterator[Piece]:
+    def base_answer(self, question: str) -> Iterator[GenerationChunk]:
         """What the model without its adapter answers to a question here; nothing of it is kept."""
-        decoder = self.opened.decoder(1, ROOM, compiled=False)
+        decoder = self.session.decoder(1, ROOM, compiled=False)
         asked = [*self.messages, {"role": "user", "content": question}]
-        request = self.opened.request(prompt_ids(self.tokenizer, asked), self.asked)
+        request = self.session.request(prompt_ids(self.tokenizer, asked), self.asked)
         decoder.reserve(len(request.ids) + request.max_new_tokens)
-        with self.opened.as_base():
-            yield from (piece for _, piece in answers(decoder, self.tokenizer, [request]))
+        with self.session.as_base():
+            yield from (piece for _, piece in generate_batch(decoder, self.tokenizer, [request]))
 
 
 class Chat:
@@ -188,7 +188,7 @@ class Chat:
             self.screen.notice(f"--- the model reads\n{conversation.read}\n---")
             self.screen.notice(f"--- the model says\n{conversation.written}\n---")
 
-    def _show(self, pieces: Iterator[Piece]) -> None:
+    def _show(self, pieces: Iterator[GenerationChunk]) -> None:
         """An answer as it comes, and its speeds; Ctrl-C ends it."""
         noted = (signal.SIGINT,) if self.screen.is_terminal else ()
         with closing(pieces), Signals(noted, promise=None) as signals:
@@ -198,7 +198,7 @@ class Chat:
                     show(piece)
                     if signals.caught:
                         break
-        self.screen.notice(f"{'stopped: ' if signals.caught else ''}{piece.speeds}", terminal_only=True)
+        self.screen.notice(f"{'stopped: ' if signals.caught else ''}{piece.stats}", terminal_only=True)
 
     # the commands; the docstring is what /help says
 
@@ -235,7 +235,7 @@ class Chat:
         if not rest:
             raise ValueError("name a file: /save talk.json")
         content = json.dumps([{"messages": self.conversation.messages}], indent=2, ensure_ascii=False)
-        write_whole(Path(rest), checked(content) + "\n")
+        write_whole(Path(rest), check_text(content) + "\n")
         self.screen.notice(f"saved to {rest}")
 
     def do_load(self, rest: str) -> None:
@@ -247,13 +247,13 @@ class Chat:
             messages = (content[0] if isinstance(content, list) else content)["messages"]
         except (ValueError, LookupError, TypeError, RecursionError):
             raise ValueError(f"{rest} holds no conversation: JSON with 'messages'") from None
-        checked(json.dumps(messages, ensure_ascii=False))
+        check_text(json.dumps(messages, ensure_ascii=False))
         self.conversation.messages = check_messages(messages, rest)
         self.screen.notice(f"{len(messages)} messages")
 
     def do_set(self, rest: str) -> None:
         """NAME=VALUE: temperature, top_k, top_p, min_p, seed, max_new_tokens, {repetition,presence,frequency}_penalty"""
-        opened = self.conversation.opened
+        session = self.conversation.session
         name, _, value = (part.strip() for part in rest.partition("="))
         known = sorted((*NUMBERS, "max_new_tokens"))
         if name not in known:
@@ -262,12 +262,12 @@ class Chat:
         if name == "max_new_tokens":
             if number < 1:
                 raise ValueError(f"max_new_tokens {number}: must be at least 1")
-            self.conversation.opened = opened._replace(max_new_tokens=number)
+            self.conversation.session = session._replace(max_new_tokens=number)
             return
-        sampling = replace(opened.sampling, **{name: number})
+        sampling = replace(session.sampling, **{name: number})
         if problems := sampling.problems():
             raise ValueError("; ".join(problems).replace("--", ""))
-        self.conversation.opened = opened._replace(sampling=sampling)
+        self.conversation.session = session._replace(sampling=sampling)
 
     def do_stats(self, rest: str) -> None:
         """show what the conversation takes of the context, and how tokens are drawn"""
@@ -275,15 +275,15 @@ class Chat:
         last, taken = conversation.last, f"{conversation.tokens:,} of {conversation.context:,} tokens of context"
         lines = [f"{len(conversation.messages)} messages, {taken}"]
         lines += [f"{conversation.decoder.processed:,} tokens went through the network"]
-        lines += [f"the last answer: {last.speeds}"] if last is not None else []
-        opened = conversation.opened
-        settings = {name: getattr(opened.sampling, name) for name in NUMBERS} | {"max_new_tokens": opened.max_new_tokens}
+        lines += [f"the last answer: {last.stats}"] if last is not None else []
+        session = conversation.session
+        settings = {name: getattr(session.sampling, name) for name in NUMBERS} | {"max_new_tokens": session.max_new_tokens}
         self.screen.notice("\n".join([*lines, ", ".join(f"{name}={value}" for name, value in settings.items())]))
 
     def do_base(self, rest: str) -> None:
         """[TEXT]: answer this, or the last question again, without the adapter; nothing of it is kept"""
         conversation = self.conversation
-        if not parts(conversation.opened.model):
+        if not mixins(conversation.session.model):
             raise ValueError("there is no adapter: this is the base")
         kept = list(conversation.messages)
         try:
@@ -309,8 +309,8 @@ def _number(name: str, value: str) -> int | float:
 
 def chat(args: ChatArgs) -> None:
     """Talk over several turns; without a terminal, read a message a line and print the answers alone."""
-    opened = open_model(args)
-    opened.limit_threads(1)
-    guesser = make_guesser(args, opened, ROOM)
-    chat = Chat(Conversation(opened, guesser, args.system), screen(), args.debug)
+    session = open_session(args)
+    session.limit_threads(1)
+    drafter = make_drafter(args, session, ROOM)
+    chat = Chat(Conversation(session, drafter, args.system), screen(), args.debug)
     chat.run()

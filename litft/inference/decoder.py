@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from litft.data.tokenizer import shared
+from litft.data.tokenizer import common_prefix_length
 from litft.distributed.devices import is_out_of_memory
 from litft.errors import summary
 from litft.model.kv_cache import KVCache
@@ -38,18 +38,18 @@ class Decoder:
         trained = any(parameter.requires_grad for parameter in model.parameters())
         self._quietly = torch.no_grad if trained else torch.inference_mode
         self.ahead = self.device.type == "cuda"  # whether a step is begun before the host has seen the one before
-        self._make_room(rows, capacity or model.config.context)
+        self._make_room(rows, capacity or model.config.max_positions)
         self.texts: list[list[int]] = [[] for _ in range(rows)]  # the tokens that each row holds
         self.lengths = [0] * rows  # and how many they are, where the host does not know yet which
         ropes = [layer.rope for layer in model.config.layers if layer.rope]
-        self._turning = next((rope for rope in ropes if rope.kind in PLANNED), None)
-        self.planned = [self.capacity] * rows  # how long each text will be: some ropes turn by that
+        self._turning = next((rope for rope in ropes if rope.rope_type in PLANNED), None)
+        self.max_length = [self.capacity] * rows  # how long each text will be: some ropes turn by that
         self.processed = 0  # tokens that went through the network
         self._piece, self._token = compile_both(model) if compiled else (model, model)
 
     def _make_room(self, rows: int, capacity: int) -> None:
-        self.capacity = min(capacity, self.model.config.context)
-        places = self.model.places
+        self.capacity = min(capacity, self.model.config.max_positions)
+        places = self.model.block_devices
         self.cache = KVCache(self.model.config, rows, self.capacity, places, self.model.dtype)
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
         self._spans = {(row, row + 1): view for row, view in enumerate(self.views)} | {(0, rows): self.cache}
@@ -62,7 +62,7 @@ class Decoder:
 
     def reserve(self, tokens: int) -> None:
         """Have room for texts of so many tokens, as far as the context allows; at least twice as much as before."""
-        if tokens <= self.capacity or self.capacity == self.model.config.context:
+        if tokens <= self.capacity or self.capacity == self.model.config.max_positions:
             return
         before = self.cache
         self._make_room(len(self.texts), max(tokens, 2 * self.capacity))
@@ -79,14 +79,14 @@ class Decoder:
         if len(ids) > self.capacity:
             raise ValueError(f"the text has {len(ids)} tokens, and there is room for {self.capacity}; shorten it")
         planned = min(planned or self.capacity, self.capacity)
-        alike = [self._factors(other) == self._factors(planned) for other in self.planned]
-        common = [shared(text, ids) if same else 0 for text, same in zip(self.texts, alike, strict=True)]
+        alike = [self._factors(other) == self._factors(planned) for other in self.max_length]
+        common = [common_prefix_length(text, ids) if same else 0 for text, same in zip(self.texts, alike, strict=True)]
         best = max(range(len(common)), key=lambda other: (common[other], other == row))
         held = min(common[best], len(ids) - 1)
         page = self.apart or self.views[row]
         if page is not self.views[best]:
             page.copy(self.views[best], held)
-        self.texts[row], self.lengths[row], self.planned[row] = list(ids[:held]), held, planned
+        self.texts[row], self.lengths[row], self.max_length[row] = list(ids[:held]), held, planned
         for start in range(held, len(ids), PIECE):
             logits = self.extend(row, ids[start : start + PIECE], page)
         if page is not self.views[row]:
@@ -99,15 +99,15 @@ class Decoder:
     def extend(self, row: int, ids: Sequence[int], page: KVCache | None = None) -> Tensor:
         """Add tokens to a row's text; returns the logits (T, V) after each; of a page that is read (1, V), the last's."""
         tokens, length = torch.tensor([ids]).to(self.device), self.lengths[row]
-        wanted = None if page is None else torch.tensor([[len(ids) - 1]]).to(self.device)
+        logits_to_keep = None if page is None else torch.tensor([[len(ids) - 1]]).to(self.device)
         page, positions = page or self.views[row], None
         page.length = length
         if self._turning is not None:
-            page.planned = self.planned[row]
+            page.max_length = self.max_length[row]
         if self.compiled:
             page.bound, positions = self._bound(length + len(ids)), torch.arange(length, length + len(ids))[None]
             positions = positions.to(self.device)
-        logits = self._through(self._piece, tokens, positions=positions, cache=page, wanted=wanted)
+        logits = self._through(self._piece, tokens, positions=positions, cache=page, logits_to_keep=logits_to_keep)
         self.texts[row] += ids
         self.lengths[row] += len(ids)
         self.processed += len(ids)
@@ -142,7 +142,7 @@ class Decoder:
             positions = torch.tensor(lengths)[:, None].to(self.device, non_blocking=True)
             cache.bound = self._bound(max(lengths) + 1)
         if self._turning is not None:
-            cache.planned = torch.tensor(self.planned[rows]).to(self.device).view(-1, 1, 1, 1)
+            cache.max_length = torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
         logits = self._through(self._token, tokens[rows, None], positions=positions, cache=cache)[:, -1]
         self.lengths = [length + own for length, own in zip(self.lengths, active, strict=True)]
         self.processed += sum(active)
@@ -189,8 +189,8 @@ class Decoder:
         """What ropes turn by, of a text that is planned to be so long; the same for texts whose keys can be shared."""
         if self._turning is None:
             return 0
-        context = self._turning.context
-        return int(planned > context) if self._turning.kind == "longrope" else max(planned, context)
+        context = self._turning.original_max_positions
+        return int(planned > context) if self._turning.rope_type == "longrope" else max(planned, context)
 
     def _bound(self, needed: int) -> int:
         """How many keys to look at: exactly those there are, or in compiled code, which is made for each number, a few."""
@@ -215,8 +215,8 @@ def check_prompt(model: GPT, ids: Sequence[int]) -> None:
     config = model.config
     if not ids:
         raise ValueError("the prompt is empty; give at least one token")
-    if len(ids) > config.context:
-        raise ValueError(f"the prompt has {len(ids)} tokens and the model's context is {config.context}; shorten it")
+    if len(ids) > config.max_positions:
+        raise ValueError(f"the prompt has {len(ids)} tokens and the model's context is {config.max_positions}; shorten it")
     if max(ids) >= config.vocab_size:
         reason = f"token id {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
         raise ValueError(f"{reason}; the tokenizer belongs to another model: copy the right one into the folder")

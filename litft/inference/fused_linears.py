@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from litft.methods.mixins import Trained, mixed
+from litft.methods.mixins import TrainedWeight, mixed
 from litft.model.linear import Linear
 from litft.model.mlp import GatedMLP
 from litft.model.transformer import GPT, Attention
@@ -13,16 +13,16 @@ from litft.model.transformer import GPT, Attention
 READERS = {Attention: ("q_proj", "k_proj", "v_proj"), GatedMLP: ("gate_proj", "up_proj")}
 
 
-class Joined(nn.Module):
+class FusedLinears(nn.Module):
     """A module whose `projections` are made at once by the Linear `joined`, in the place of its own."""
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """As the module's own."""
-        return self.joined(x).split_with_sizes(self.widths, -1)
+        return self.fused(x).split_with_sizes(self.widths, -1)
 
 
 @torch.no_grad()
-def join(model: GPT, pack: bool = False) -> None:
+def fuse_linears(model: GPT, pack: bool = False) -> None:
     """Have plain Linears read together where they can: large pieces of memory are read faster.
 
     pack: lay weights out for oneDNN, on a CPU. Compiled code cannot read those.
@@ -31,8 +31,8 @@ def join(model: GPT, pack: bool = False) -> None:
         names = next((names for kind, names in READERS.items() if type(module) is kind), ())
         linears = [getattr(module, name) for name in names]
         if linears and all(type(linear) is Linear for linear in linears):
-            module.joined, module.widths = _one(linears), [linear.out_features for linear in linears]
-            module.__class__ = mixed(Joined, type(module))
+            module.fused, module.widths = _one(linears), [linear.out_features for linear in linears]
+            module.__class__ = mixed(FusedLinears, type(module))
             for name in names:
                 delattr(module, name)
     if pack:
@@ -56,7 +56,7 @@ def pack_weights(models: Sequence[GPT]) -> None:
 
 def _read_besides(linear: Linear, model: GPT) -> bool:
     """Whether something else reads a Linear's weight: DoRA, the rounding of what is trained, the embedding."""
-    by_method = isinstance(linear, Trained) or getattr(linear, "reads_weight", False)
+    by_method = isinstance(linear, TrainedWeight) or getattr(linear, "reads_weight", False)
     return by_method or (linear is model.lm_head and model.config.tied)
 
 

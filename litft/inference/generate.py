@@ -13,8 +13,8 @@ from litft.args import GenerateArgs
 from litft.data.formats import check_messages
 from litft.data.readers import read_records
 from litft.inference.decoder import check_prompt
-from litft.inference.generation import Piece, Speeds, answers, prompt_ids
-from litft.inference.session import Opened, make_guesser, open_model
+from litft.inference.generation import GenerationChunk, GenerationStats, generate_batch, prompt_ids
+from litft.inference.session import Session, make_drafter, open_session
 
 
 def generate(args: GenerateArgs) -> None:
@@ -26,50 +26,50 @@ def generate(args: GenerateArgs) -> None:
     if args.prompts and done == len(records):
         print(f"{args.out} answers all {done} prompts already", file=sys.stderr)
         return
-    opened = open_model(args)
-    tokenizer = opened.tokenizer
+    session = open_session(args)
+    tokenizer = session.tokenizer
     in_template = args.template == "auto" and bool(tokenizer.own_template)
-    prompts = [_ids(opened, where, record, in_template) for where, record in found]
-    capacity = max(map(len, prompts)) + opened.max_new_tokens
-    guesser = make_guesser(args, opened, capacity)
+    prompts = [_ids(session, where, record, in_template) for where, record in found]
+    capacity = max(map(len, prompts)) + session.max_new_tokens
+    drafter = make_drafter(args, session, capacity)
     asked = range(done * args.num_samples, len(records) * args.num_samples)
-    rows = 1 if guesser else max(1, min(args.batch_size, len(asked)))
-    opened.limit_threads(rows)
-    decoder = opened.decoder(rows, capacity)
+    rows = 1 if drafter else max(1, min(args.batch_size, len(asked)))
+    session.limit_threads(rows)
+    decoder = session.decoder(rows, capacity)
     trimmed = [in_template or bool(record.get("messages")) for record in records]
     places = ((number, number // args.num_samples) for number in asked)
-    requests = (opened.request(prompts[place], number, trimmed[place]) for number, place in places)
-    pieces = answers(decoder, tokenizer, requests, guesser)
+    requests = (session.request(prompts[place], number, trimmed[place]) for number, place in places)
+    pieces = generate_batch(decoder, tokenizer, requests, drafter)
     if args.prompts:
         _write_all(args, records[done:], pieces)
     else:
         _print_all(args.num_samples, pieces)
 
 
-def _print_all(samples: int, pieces: Iterator[tuple[int, Piece]]) -> None:
+def _print_all(samples: int, pieces: Iterator[tuple[int, GenerationChunk]]) -> None:
     """One answer as it comes; of several each when it is done."""
     if samples == 1:
-        speeds = None
+        stats = None
         for _, piece in pieces:
-            speeds = piece.speeds
+            stats = piece.stats
             print(piece, end="", flush=True)
         print(flush=True)
-        print(speeds, file=sys.stderr)
+        print(stats, file=sys.stderr)
         return
-    for number, text, speeds in _in_order(pieces):
-        print(f"--- {number + 1} of {samples}: {speeds}", file=sys.stderr, flush=True)
+    for number, text, stats in _in_order(pieces):
+        print(f"--- {number + 1} of {samples}: {stats}", file=sys.stderr, flush=True)
         print(text, flush=True)
 
 
-def _write_all(args: GenerateArgs, records: list[dict[str, Any]], pieces: Iterator[tuple[int, Piece]]) -> None:
+def _write_all(args: GenerateArgs, records: list[dict[str, Any]], pieces: Iterator[tuple[int, GenerationChunk]]) -> None:
     """The records with their answers, a line each, in their order; every line is there when it is done."""
     began, tokens, count = time.perf_counter(), 0, args.num_samples
     mode = "a" if args.resume else "w"
     with open(args.out, mode, encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
         texts: list[str] = []
-        for number, text, speeds in _in_order(pieces):
+        for number, text, stats in _in_order(pieces):
             texts.append(text)
-            tokens += speeds.new_tokens
+            tokens += stats.new_tokens
             if len(texts) == count:
                 if sys.stderr.isatty():
                     print(f"\r{number // count + 1} of {len(records)}", end="", file=sys.stderr, flush=True)
@@ -82,15 +82,15 @@ def _write_all(args: GenerateArgs, records: list[dict[str, Any]], pieces: Iterat
     print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def _in_order(pieces: Iterator[tuple[int, Piece]]) -> Iterator[tuple[int, str, Speeds]]:
+def _in_order(pieces: Iterator[tuple[int, GenerationChunk]]) -> Iterator[tuple[int, str, GenerationStats]]:
     """Whole answers in the order of their requests: number (from 0), text, speeds."""
     texts: dict[int, str] = {}
-    done: dict[int, Speeds] = {}
+    done: dict[int, GenerationStats] = {}
     following = 0
     for number, piece in pieces:
         texts[number] = texts.get(number, "") + piece
         if piece.finish_reason:
-            done[number] = piece.speeds
+            done[number] = piece.stats
         while following in done:
             yield following, texts.pop(following), done.pop(following)
             following += 1
@@ -148,14 +148,14 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
     return records
 
 
-def _ids(opened: Opened, where: str, record: dict[str, Any], in_template: bool) -> list[int]:
+def _ids(session: Session, where: str, record: dict[str, Any], in_template: bool) -> list[int]:
     """A record's prompt as the model reads it; ValueError saying where it cannot be read."""
     prompt = record.get("messages") or record["prompt"]
     if in_template and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     try:
-        ids = prompt_ids(opened.tokenizer, prompt)
-        check_prompt(opened.model, ids)
+        ids = prompt_ids(session.tokenizer, prompt)
+        check_prompt(session.model, ids)
     except ValueError as error:
         raise ValueError(f"{where}: {error}" if where else str(error)) from None
     return ids

@@ -17,7 +17,7 @@ from litft.data.chat_template import Message
 from litft.data.tokenizer import Tokenizer
 from litft.inference.decoder import NOT_A_NUMBER, BrokenModel, Decoder, check_prompt
 from litft.inference.sampling import Sampler, Sampling
-from litft.inference.speculative import Guesser, rounds
+from litft.inference.speculative import Drafter, speculative_rounds
 from litft.model.transformer import GPT
 
 Reason = Literal["stop", "length", "context"]  # a stop token or text; as many tokens as asked for; no room for more
@@ -34,11 +34,13 @@ class Request:
     stop: Sequence[str] = ()  # texts that do
     top_logprobs: int = 0  # how many of the likeliest tokens each piece tells beside those taken
     trimmed: bool = False  # without the space that some templates leave for the answer's first token to make
-    planned: int | None = None  # how long the text may become, by which some ropes turn; None: as long as this answer asks
+    max_length: int | None = (
+        None  # how long the text may become, by which some ropes turn; None: as long as this answer asks
+    )
 
 
 @dataclass
-class Speeds:
+class GenerationStats:
     """How an answer is coming along."""
 
     prompt_tokens: int
@@ -46,7 +48,7 @@ class Speeds:
     new_tokens: int = 0
     first: float = 0.0  # seconds until the first token
     seconds: float = 0.0  # until now
-    guessed: int = 0  # tokens that were guessed (speculative decoding), and how many of them were right
+    drafted: int = 0  # tokens that were guessed (speculative decoding), and how many of them were right
     accepted: int = 0
 
     @property
@@ -56,11 +58,11 @@ class Speeds:
 
     def __str__(self) -> str:
         text = f"{self.new_tokens} tokens, {self.tokens_per_second:.1f} tokens/s, the first after {self.first:.2f} s"
-        guesses = f", {self.accepted} of {self.guessed} guesses right" if self.guessed else ""
+        guesses = f", {self.accepted} of {self.drafted} guesses right" if self.drafted else ""
         return f"{text} (prompt: {self.prompt_tokens}, read: {self.read_tokens}){guesses}"
 
 
-class Chosen(NamedTuple):
+class ChosenToken(NamedTuple):
     """A token and its log-probability, by the model's own logits, and the likeliest ones with theirs, where asked for."""
 
     token: int
@@ -68,24 +70,26 @@ class Chosen(NamedTuple):
     top: list[tuple[int, float]]
 
 
-class Piece(str):
+class GenerationChunk(str):
     """Some of an answer's text, which is a str, and what it came from."""
 
     tokens: list[int]  # since the piece before, a stop token at the end included
     logprobs: list[float]  # of each, by the model's own logits
     top: list[list[tuple[int, float]]]  # of each, the likeliest tokens in its place with theirs, as many as asked for
     finish_reason: Reason | None  # of the last piece, which may be empty
-    speeds: Speeds
+    stats: GenerationStats
 
-    def __new__(cls, text: str, chosen: Sequence[Chosen], reason: Reason | None, speeds: Speeds) -> "Piece":
+    def __new__(
+        cls, text: str, chosen: Sequence[ChosenToken], reason: Reason | None, stats: GenerationStats
+    ) -> "GenerationChunk":
         """A str with five attributes."""
         piece = super().__new__(cls, text)
         piece.tokens, piece.logprobs, piece.top = ([own[part] for own in chosen] for part in range(3))
-        piece.finish_reason, piece.speeds = reason, speeds
+        piece.finish_reason, piece.stats = reason, stats
         return piece
 
 
-class TextStream:
+class Detokenizer:
     """Token ids to text, holding back bytes that are no whole character yet.
 
     A token's text depends on those before it (a word's leading space), so a window of ids is decoded with and without the
@@ -117,28 +121,28 @@ class Answer:
 
     def __init__(self, request: Request, tokenizer: Tokenizer, room: int, began: float) -> None:
         self.request, self.room, self.began = request, room, began
-        self.text, self.held = TextStream(tokenizer, request.ids), ""  # what may be the beginning of a stop text
+        self.text, self.held = Detokenizer(tokenizer, request.ids), ""  # what may be the beginning of a stop text
         self.begun = not request.trimmed
-        self.chosen: list[Chosen] = []  # since the last piece
+        self.chosen: list[ChosenToken] = []  # since the last piece
         self.finish_reason: Reason | None = None
-        self.speeds = Speeds(len(request.ids))
+        self.stats = GenerationStats(len(request.ids))
 
-    def take(self, chosen: Chosen) -> Piece | None:
+    def take(self, chosen: ChosenToken) -> GenerationChunk | None:
         """The next token; a piece where there is something to say."""
-        speeds, request, token = self.speeds, self.request, chosen.token
-        speeds.new_tokens, speeds.seconds = speeds.new_tokens + 1, time.perf_counter() - self.began
-        speeds.first = speeds.first or speeds.seconds
+        stats, request, token = self.stats, self.request, chosen.token
+        stats.new_tokens, stats.seconds = stats.new_tokens + 1, time.perf_counter() - self.began
+        stats.first = stats.first or stats.seconds
         self.chosen.append(chosen._replace(top=chosen.top[: request.top_logprobs]))
         if token in request.stop_ids:
             self.finish_reason = "stop"
             self.held += self.text.rest()
         else:
-            full = speeds.new_tokens >= request.max_new_tokens
-            self.finish_reason = "length" if full else "context" if speeds.new_tokens >= self.room else None
+            full = stats.new_tokens >= request.max_new_tokens
+            self.finish_reason = "length" if full else "context" if stats.new_tokens >= self.room else None
             self.held += self.text.push(token, last=self.finish_reason is not None)
         return self._piece()
 
-    def _piece(self) -> Piece | None:
+    def _piece(self) -> GenerationChunk | None:
         ends = [found for stop in self.request.stop if (found := self.held.find(stop)) >= 0]
         if ends:
             self.finish_reason, self.held = "stop", self.held[: min(ends)]
@@ -149,7 +153,7 @@ class Answer:
             self.begun = bool(said)
         if not (said or self.finish_reason):
             return None
-        piece, self.chosen = Piece(said, self.chosen, self.finish_reason, self.speeds), []
+        piece, self.chosen = GenerationChunk(said, self.chosen, self.finish_reason, self.stats), []
         return piece
 
 
@@ -158,16 +162,16 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
 
 
-def answers(
-    decoder: Decoder, tokenizer: Tokenizer, requests: Iterable[Request], guesser: Guesser | None = None
-) -> Iterator[tuple[int, Piece]]:
+def generate_batch(
+    decoder: Decoder, tokenizer: Tokenizer, requests: Iterable[Request], drafter: Drafter | None = None
+) -> Iterator[tuple[int, GenerationChunk]]:
     """The pieces of all answers as they come, each with its request's number; as many at once as the decoder has rows.
 
     guesser: guesses tokens ahead, of a decoder of one row.
     """
-    if guesser is not None:
+    if drafter is not None:
         for number, request in enumerate(requests):
-            yield from ((number, piece) for piece in _guessed(decoder, tokenizer, request, guesser))
+            yield from ((number, piece) for piece in _speculate(decoder, tokenizer, request, drafter))
         return
     waiting, batch = enumerate(requests), Batch(decoder, tokenizer)
     while True:
@@ -183,7 +187,7 @@ def answers(
             yield number, piece
 
 
-class Said(NamedTuple):
+class Completion(NamedTuple):
     """A whole answer."""
 
     text: str
@@ -192,19 +196,19 @@ class Said(NamedTuple):
 
 def whole_answers(
     decoder: Decoder, tokenizer: Tokenizer, requests: Sequence[Request], done: Callable[[], None] = lambda: None
-) -> list[Said]:
+) -> list[Completion]:
     """All answers, in the order of their requests. done: called when one has ended."""
     texts, ended = [""] * len(requests), [False] * len(requests)
-    for number, piece in answers(decoder, tokenizer, requests):
+    for number, piece in generate_batch(decoder, tokenizer, requests):
         texts[number] += piece
         if piece.finish_reason:
             ended[number] = piece.finish_reason == "stop"
             done()
-    return [Said(*pair) for pair in zip(texts, ended, strict=True)]
+    return [Completion(*pair) for pair in zip(texts, ended, strict=True)]
 
 
 @dataclass
-class Reading:
+class Prefill:
     """A prompt that is being read."""
 
     number: int
@@ -222,7 +226,7 @@ class Batch:
         self.decoder, self.tokenizer = decoder, tokenizer
         self.sampler = Sampler(rows, decoder.model.config.vocab_size, decoder.device)
         self.logits = torch.zeros(rows, self.sampler.vocab_size, device=decoder.device)
-        self.reading: dict[int, Reading] = {}  # by row, in the order they came
+        self.reading: dict[int, Prefill] = {}  # by row, in the order they came
         self.running: dict[int, tuple[int, Answer]] = {}  # by row: whose answer, and what there is of it
         self.begun = [0] * rows  # how many answers had begun before the row's last one
 
@@ -239,7 +243,7 @@ class Batch:
         taken = [*self.running, *self.reading]
         spans = {row: max([row, *taken]) - min([row, *taken]) for row in self.free}
         row = min(spans, key=lambda row: (spans[row], self.begun[row]))
-        self.reading[row], self.begun[row] = Reading(number, request, time.perf_counter()), max(self.begun) + 1
+        self.reading[row], self.begun[row] = Prefill(number, request, time.perf_counter()), max(self.begun) + 1
 
     def read_on(self, most: int | None = None) -> None:
         """Read the prompt that came first, or `most` tokens more of it; behind the last the answer runs.
@@ -252,7 +256,7 @@ class Batch:
         prompt.done = size if most is None else min(prompt.done + most, size)
         try:
             # what a row has read of a text is not read again
-            logits = self.decoder.read(row, request.ids[: prompt.done], request.planned or size + request.max_new_tokens)
+            logits = self.decoder.read(row, request.ids[: prompt.done], request.max_length or size + request.max_new_tokens)
         except ValueError:
             del self.reading[row]
             raise
@@ -260,7 +264,7 @@ class Batch:
         if prompt.done == size:
             del self.reading[row]
             answer = Answer(request, self.tokenizer, self.decoder.capacity - size, prompt.began)
-            answer.speeds.read_tokens, self.logits[row] = prompt.read, logits
+            answer.stats.read_tokens, self.logits[row] = prompt.read, logits
             self.sampler.begin(row, request.ids, request.sampling)
             self.running[row] = prompt.number, answer
 
@@ -275,7 +279,7 @@ class Batch:
         del self.running[row]
         self.decoder.truncate(row, len(self.decoder.texts[row]))
 
-    def step(self) -> Iterator[tuple[int, Piece | BrokenModel]]:
+    def step(self) -> Iterator[tuple[int, GenerationChunk | BrokenModel]]:
         """A token more of each answer: the pieces, as `answers` gives them, or why an answer cannot go on."""
         decoder, active = self.decoder, self._active()
         rows = decoder.span(active)
@@ -285,7 +289,7 @@ class Batch:
         if idle := [row for row in range(rows.start, rows.stop) if not active[row]]:
             tokens[idle] = 0  # they go through the network too, and what they once said leads nowhere
         most = max(answer.request.top_logprobs for _, answer in self.running.values())
-        fetched = Fetched(tokens[rows], self.logits[rows], most)
+        fetched = PendingTokens(tokens[rows], self.logits[rows], most)
         # the device makes the next step while the host looks at this one; what ends here has made it in vain
         ahead = decoder.step(tokens, self._active(with_room=True)) if decoder.ahead else None
         made = {row: chosen for row, chosen in enumerate(fetched.rows(), rows.start) if row in self.running}
@@ -313,7 +317,7 @@ class Batch:
         return [row in self.running and not (with_room and lengths[row] == capacity) for row in range(len(lengths))]
 
 
-class Fetched:
+class PendingTokens:
     """Tokens (B,) chosen by logits (B, V), and the `most` likeliest, on their way to the host: it waits when it looks."""
 
     def __init__(self, tokens: Tensor, logits: Tensor, most: int = 0) -> None:
@@ -327,26 +331,26 @@ class Fetched:
             self.event = torch.cuda.Event()
             self.event.record()
 
-    def rows(self) -> Iterator[Chosen]:
+    def rows(self) -> Iterator[ChosenToken]:
         """Of each row."""
         if self.event is not None:
             self.event.synchronize()
         for ids, logprobs in zip(*self.on_host.tolist(), strict=True):
             (token, logprob), *top = zip(map(int, ids), logprobs, strict=True)
-            yield Chosen(token, logprob, top)
+            yield ChosenToken(token, logprob, top)
 
 
-def _guessed(decoder: Decoder, tokenizer: Tokenizer, request: Request, guesser: Guesser) -> Iterator[Piece]:
+def _speculate(decoder: Decoder, tokenizer: Tokenizer, request: Request, drafter: Drafter) -> Iterator[GenerationChunk]:
     """One answer, by speculative decoding."""
     batch = Batch(decoder, tokenizer)
     batch.begin(0, request)
     batch.read_on()
     _, answer = batch.running[0]
-    for found in rounds(decoder, batch.sampler, guesser, batch.logits[0]):
-        answer.speeds.guessed += found.guessed
-        answer.speeds.accepted += len(found.tokens) - 1 if found.guessed else 0
+    for found in speculative_rounds(decoder, batch.sampler, drafter, batch.logits[0]):
+        answer.stats.drafted += found.drafted
+        answer.stats.accepted += len(found.tokens) - 1 if found.drafted else 0
         for token, logprob in zip(found.tokens, found.logprobs, strict=True):
-            if (piece := answer.take(Chosen(token, logprob, []))) is not None:
+            if (piece := answer.take(ChosenToken(token, logprob, []))) is not None:
                 yield piece
             if answer.finish_reason:
                 return
@@ -359,12 +363,12 @@ def stream(
     *,
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
-    guesser: Guesser | None = None,
+    drafter: Drafter | None = None,
     **sampling: Any,
-) -> Iterator[Piece]:
-    """Pieces of text that continue a prompt (text, continued as it stands) or answer messages (through the template).
+) -> Iterator[GenerationChunk]:
+    """Stream the continuation of a text prompt, or the answer to chat messages (rendered by the chat template).
 
-    Each is a str with `tokens`, `logprobs`, `finish_reason` (of the last: stop, length or context) and `speeds`. sampling:
+    Each is a str with `tokens`, `logprobs`, `finish_reason` (of the last: stop, length or context) and `stats`. sampling:
     the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty, logit_bias, seed).
     stop: texts that end the answer. ValueError for settings that cannot be, and a prompt that is empty, longer than the
     context or outside the vocabulary.
@@ -376,7 +380,7 @@ def stream(
     check_prompt(model, ids)
     decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
     request = Request(ids, max_new_tokens, settings, tokenizer.stop_ids, stop)
-    yield from (piece for _, piece in answers(decoder, tokenizer, [request], guesser))
+    yield from (piece for _, piece in generate_batch(decoder, tokenizer, [request], drafter))
 
 
 def prompt_ids(tokenizer: Tokenizer, prompt: str | list[Message]) -> list[int]:

@@ -13,22 +13,22 @@ import torch
 from tqdm import tqdm
 
 from litft import run_dir
-from litft.args import GuessArgs, ModelArgs, Sampling
+from litft.args import ModelArgs, Sampling, SpeculativeArgs
 from litft.args.processes import started_by
 from litft.args.sampling import USUAL
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.device_map import Spread
-from litft.distributed.devices import check_there, limit_threads, pick_accelerator, pick_precision
+from litft.distributed.device_map import DeviceMap
+from litft.distributed.devices import check_devices, limit_threads, pick_accelerator, pick_precision
 from litft.inference.decoder import Decoder
-from litft.inference.fused_linears import join, pack_weights
-from litft.inference.generation import Request, Said, whole_answers
-from litft.inference.speculative import Draft, Guesser, Lookup
-from litft.inference.tp_decoding import Team, join_team
+from litft.inference.fused_linears import fuse_linears, pack_weights
+from litft.inference.generation import Completion, Request, whole_answers
+from litft.inference.speculative import Drafter, DraftModel, PromptLookup
+from litft.inference.tp_decoding import TensorParallelDecoder, join_team
 from litft.methods import disabled
 from litft.model.config import read_object
-from litft.model.placement import WHOLE, Share
+from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.transformer import GPT
-from litft.pretrained import Source, networks, resolve
+from litft.pretrained import PretrainedFolder, load_models, resolve
 
 MAX_NEW_TOKENS = 256
 # what generation_config.json says too, and the types that it may have
@@ -36,7 +36,7 @@ KINDS = dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (
 KINDS |= {"top_k": (int,), "max_new_tokens": (int,)}
 
 
-class Opened(NamedTuple):
+class Session(NamedTuple):
     """What a command works with."""
 
     model: GPT
@@ -45,7 +45,7 @@ class Opened(NamedTuple):
     max_new_tokens: int
     stop: list[str]
     compiled: bool
-    team: Team | None = None  # the processes that have parts of the model; None: there is this one alone
+    team: TensorParallelDecoder | None = None  # the processes that have parts of the model; None: there is this one alone
 
     def decoder(self, rows: int, capacity: int, compiled: bool | None = None) -> Decoder:
         """To read and continue texts with the model; compiled: default as asked for."""
@@ -57,7 +57,7 @@ class Opened(NamedTuple):
         """For a process that only decodes so many texts at once: use no more threads than pay for a model of this size."""
         limit_threads(self.model, rows)
 
-    def answers(self, requests: list[Request], rows: int, says: str, quiet: bool | None = None) -> list[Said]:
+    def generate(self, requests: list[Request], rows: int, says: str, quiet: bool | None = None) -> list[Completion]:
         """Whole answers, of which so many are made at once. quiet: no bar, which `says` what it is; None: in a terminal."""
         capacity = max((len(request.ids) + request.max_new_tokens for request in requests), default=1)
         decoder = self.decoder(max(1, min(rows, len(requests))), capacity)
@@ -77,51 +77,57 @@ class Opened(NamedTuple):
         return Request(ids, self.max_new_tokens, sampling, self.tokenizer.stop_ids, self.stop, trimmed=trimmed)
 
 
-def open_model(args: ModelArgs) -> Opened:
+def open_session(args: ModelArgs) -> Session:
     """The model that a command names, or that of the newest finished run; flags win over its generation_config.json.
 
     Of several processes it returns in the first one.
     """
     source = source_of(args)
-    device, share, team = _devices(args, source)
-    opened = _open_all(args, [source], device, share, team)[0]
-    join(opened.model, pack=not opened.compiled)
+    device, placement, team = _devices(args, source)
+    session = _open_all(args, [source], device, placement, team)[0]
+    fuse_linears(session.model, pack=not session.compiled)
     if team:
-        team.begin(opened.model)
-    return opened
+        team.begin(session.model)
+    return session
 
 
-def open_models(args: ModelArgs, adapters: Sequence[str]) -> list[Opened]:
+def open_sessions(args: ModelArgs, adapters: Sequence[str]) -> list[Session]:
     """The same, and adapters over its base, whose weights are there once; ValueError for a folder that is none."""
     if not adapters:
-        return [open_model(args)]
+        return [open_session(args)]
     source = source_of(args)
     others = [resolve(folder, source.base) for folder in adapters]
     if plain := [str(other.folder) for other in others if other.adapter is None]:
         raise ValueError(
             f"--adapters {', '.join(plain)}: no adapter; name folders with an adapter_config.json, or their runs"
         )
-    device, share, _ = _devices(args, source)
-    found = _open_all(args, [source, *others], device, share, None)
+    device, placement, _ = _devices(args, source)
+    found = _open_all(args, [source, *others], device, placement, None)
     if not found[0].compiled:
-        pack_weights([opened.model for opened in found])
+        pack_weights([session.model for session in found])
     return found
 
 
-def source_of(args: ModelArgs) -> Source:
+def source_of(args: ModelArgs) -> PretrainedFolder:
     """The folder that a command names, or the newest finished run's."""
     return resolve(args.checkpoint_dir or run_dir.newest_finished(), args.base_dir)
 
 
-def _open_all(args: ModelArgs, sources: list[Source], device: torch.device, share: Share, team: Team | None) -> list[Opened]:
+def _open_all(
+    args: ModelArgs,
+    sources: list[PretrainedFolder],
+    device: torch.device,
+    placement: WeightPlacement,
+    team: TensorParallelDecoder | None,
+) -> list[Session]:
     """What commands work with of folders that have one base."""
     settings, tokenizers = [_settings(args, source) for source in sources], [_tokenizer(source) for source in sources]
     for source in sources:
         warning = source.another_quantization(source.quantization(args.quantize))
         if warning and not (team and team.rank):
             print(warning, file=sys.stderr)
-    models = networks(sources, pick_precision(args.precision, device), device, args.quantize, share)
-    places = Counter(map(str, models[0].places))
+    models = load_models(sources, pick_precision(args.precision, device), device, args.quantize, placement)
+    places = Counter(map(str, models[0].block_devices))
     if args.layers_per_device:
         print("layers: " + ", ".join(f"{count} on {place}" for place, count in places.items()), file=sys.stderr)
     compiled = args.compile == "true" or (args.compile == "auto" and device.type == "cuda" and len(places) == 1)
@@ -130,22 +136,24 @@ def _open_all(args: ModelArgs, sources: list[Source], device: torch.device, shar
         sampling = Sampling(**{item.name: given[item.name] for item in fields(Sampling) if item.name in given})
         _check_bias(sampling, model.config.vocab_size)
         most = given.get("max_new_tokens", MAX_NEW_TOKENS)
-        found.append(Opened(model.requires_grad_(False), tokenizer, sampling, most, given["stop"], compiled, team))
+        found.append(Session(model.requires_grad_(False), tokenizer, sampling, most, given["stop"], compiled, team))
     return found
 
 
-def _devices(args: ModelArgs, source: Source) -> tuple[torch.device, Share, Team | None]:
+def _devices(
+    args: ModelArgs, source: PretrainedFolder
+) -> tuple[torch.device, WeightPlacement, TensorParallelDecoder | None]:
     """Where texts are given to the network, what this process holds of it, and the processes, where there are several."""
     first = torch.device(pick_accelerator(args.accelerator))
     if args.layers_per_device is None:
         team = join_team(args.devices, args.accelerator, source)
-        return (team.device, team.slices, team) if team else (first, WHOLE, None)
+        return (team.device, team.slices, team) if team else (first, UNSHARDED, None)
     if (started := started_by()) is not None:
         raise ValueError(f"--layers_per_device: one process uses all devices, and {started[0]} has started several")
-    check_there(first.type, args.devices)
+    check_devices(first.type, args.devices)
     devices = [torch.device("cuda", index) if first.type == "cuda" else first for index in range(args.devices)]
     counts = None if args.layers_per_device == "auto" else [int(count) for count in args.layers_per_device.split(",")]
-    return devices[0], Spread(devices, counts), None
+    return devices[0], DeviceMap(devices, counts), None
 
 
 def _check_bias(sampling: Sampling, vocab_size: int) -> None:
@@ -156,13 +164,13 @@ def _check_bias(sampling: Sampling, vocab_size: int) -> None:
         raise ValueError(f"--logit_bias {outside[0]}: the model's vocabulary has {vocab_size} tokens")
 
 
-def _tokenizer(source: Source) -> Tokenizer:
+def _tokenizer(source: PretrainedFolder) -> Tokenizer:
     if (tokenizer := source.tokenizer()) is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
     return tokenizer
 
 
-def _settings(args: ModelArgs, source: Source) -> dict[str, Any]:
+def _settings(args: ModelArgs, source: PretrainedFolder) -> dict[str, Any]:
     """What the folder's generation_config.json says, as transformers would go by it, and the flags above it."""
     found = _stored(source)
     banned = {token: -math.inf for token in found.pop("suppress_tokens") if token < source.config.vocab_size}
@@ -174,7 +182,7 @@ def _settings(args: ModelArgs, source: Source) -> dict[str, Any]:
     return found | {"stop": args.stop or found["stop_strings"], "logit_bias": banned | bias}
 
 
-def _stored(source: Source) -> dict[str, Any]:
+def _stored(source: PretrainedFolder) -> dict[str, Any]:
     """What generation_config.json says of sampling, stop texts and tokens that are never said; ValueError for nonsense."""
     files = (folder / "generation_config.json" for folder in (source.folder, source.base))
     path = next((file for file in files if file.is_file()), None)
@@ -202,18 +210,18 @@ def _stored(source: Source) -> dict[str, Any]:
     return found
 
 
-def make_guesser(args: GuessArgs, opened: Opened, capacity: int) -> Guesser | None:
+def make_drafter(args: SpeculativeArgs, session: Session, capacity: int) -> Drafter | None:
     """What guesses ahead, where that is asked for; ValueError for a draft model with other tokens."""
     if args.lookup:
-        return Lookup()
+        return PromptLookup()
     if args.draft_dir is None:
         return None
-    device = opened.model.device
+    device = session.model.device
     source = resolve(args.draft_dir)
-    if _tokenizer(source).vocabulary() != opened.tokenizer.vocabulary():
+    if _tokenizer(source).vocabulary() != session.tokenizer.vocabulary():
         raise ValueError(
             f"--draft_dir {args.draft_dir}: it has other tokens than the model; name a model of the same family"
         )
     model = source.model(pick_precision(args.precision, device), device, "none").requires_grad_(False)
-    join(model, pack=not opened.compiled)
-    return Draft(Decoder(model, 1, capacity, opened.compiled), opened.model.config.vocab_size)
+    fuse_linears(model, pack=not session.compiled)
+    return DraftModel(Decoder(model, 1, capacity, session.compiled), session.model.config.vocab_size)

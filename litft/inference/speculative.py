@@ -18,48 +18,48 @@ from litft.inference.sampling import Sampler, Sampling, draw
 # V vocabulary
 
 
-class Guess(NamedTuple):
+class Draft(NamedTuple):
     """Tokens that may come next, and what each was drawn from, (N, V); None: each was certain."""
 
     tokens: list[int]
     distributions: Tensor | None
 
 
-class Guesser(Protocol):
+class Drafter(Protocol):
     """What guesses."""
 
-    def guess(self, text: Sequence[int], settings: Sampling) -> Guess:
+    def draft(self, text: Sequence[int], settings: Sampling) -> Draft:
         """What may follow a text."""
 
 
-class Lookup:
+class PromptLookup:
     """Guesses that a text goes on as it did where its last tokens stood before: quotations, code, summaries."""
 
     def __init__(self, count: int = 8, longest: int = 4) -> None:
         self.count, self.longest = count, longest
 
-    def guess(self, text: Sequence[int], settings: Sampling) -> Guess:
+    def draft(self, text: Sequence[int], settings: Sampling) -> Draft:
         """The tokens after the newest earlier place of the text's end, of up to `longest` tokens."""
         for size in range(min(self.longest, len(text) - 1), 0, -1):
             end = text[-size:]
             for start in range(len(text) - size - 1, -1, -1):
                 if text[start + size - 1] == end[-1] and text[start : start + size] == end:
-                    return Guess(list(text[start + size : start + size + self.count]), None)
-        return Guess([], None)
+                    return Draft(list(text[start + size : start + size + self.count]), None)
+        return Draft([], None)
 
 
-class Draft:
+class DraftModel:
     """Guesses by a smaller network that has the same tokens; rows beyond `vocab_size`, which fill one up, are no tokens."""
 
     def __init__(self, decoder: Decoder, vocab_size: int, count: int = 4) -> None:
         self.decoder, self.vocab_size, self.count = decoder, vocab_size, count
 
-    def guess(self, text: Sequence[int], settings: Sampling) -> Guess:
+    def draft(self, text: Sequence[int], settings: Sampling) -> Draft:
         """What the smaller network says next, drawn by the same settings."""
         self.decoder.reserve(len(text) + self.count)
         count = min(self.count, self.decoder.capacity - len(text))
         if count < 1 or max(text) >= self.decoder.model.config.vocab_size:
-            return Guess([], None)
+            return Draft([], None)
         sampler = Sampler(1, self.vocab_size, self.decoder.device)
         sampler.begin(0, text, settings)
         sampler.generators[0].seed(f"{settings.seed} {len(text)}" if settings.seed is not None else None)
@@ -71,27 +71,27 @@ class Draft:
             sampler.hold(token)
             tokens.append(int(token))
             if len(tokens) == count:
-                return Guess(tokens, torch.cat(distributions))
+                return Draft(tokens, torch.cat(distributions))
             logits = self.decoder.extend(0, tokens[-1:])
 
 
-class Round(NamedTuple):
+class Verified(NamedTuple):
     """What one look of the network has made certain, of how many guesses."""
 
     tokens: list[int]
     logprobs: list[float]
-    guessed: int
+    drafted: int
 
 
 @torch.no_grad()
-def rounds(decoder: Decoder, sampler: Sampler, guesser: Guesser, logits: Tensor) -> Iterator[Round]:
+def speculative_rounds(decoder: Decoder, sampler: Sampler, drafter: Drafter, logits: Tensor) -> Iterator[Verified]:
     """Tokens that continue the decoder's only row, after whose text the network has `logits` (V,); until it is full."""
     certain = _drawn(sampler, logits)
-    yield Round([certain], _logprobs(logits[None], [certain]), 0)
+    yield Verified([certain], _logprobs(logits[None], [certain]), 0)
     text = list(decoder.texts[0])
     while (room := decoder.capacity - len(text)) > 0:
         text.append(certain)
-        tokens, distributions = guesser.guess(text, sampler.settings[0])
+        tokens, distributions = drafter.draft(text, sampler.settings[0])
         tokens = tokens[: room - 1]
         logits = decoder.extend(0, [certain, *tokens])
         found = []
@@ -103,22 +103,22 @@ def rounds(decoder: Decoder, sampler: Sampler, guesser: Guesser, logits: Tensor)
                 break
         decoder.truncate(0, len(text) + len(found) - 1)
         text += found[:-1]
-        yield Round(found, _logprobs(logits, found), len(tokens))
+        yield Verified(found, _logprobs(logits, found), len(tokens))
 
 
 def _drawn(sampler: Sampler, logits: Tensor) -> int:
     return int(sampler.next(logits[None]))
 
 
-def _judged(sampler: Sampler, logits: Tensor, guess: int | None, drawn_from: Tensor | None) -> tuple[bool, int]:
+def _judged(sampler: Sampler, logits: Tensor, draft: int | None, drawn_from: Tensor | None) -> tuple[bool, int]:
     """Whether a guess is kept, and the next token: the guess, or another."""
-    if guess is None:
+    if draft is None:
         return False, _drawn(sampler, logits)
     found = sampler.distribution(logits[None])
-    q = torch.zeros_like(found[0]).index_fill_(0, torch.tensor(guess, device=found.device), 1.0)
+    q = torch.zeros_like(found[0]).index_fill_(0, torch.tensor(draft, device=found.device), 1.0)
     q = q if drawn_from is None else drawn_from
-    kept = bool(sampler.uniforms()[0, 0] * q[guess] < found[0, guess])
-    token = torch.tensor([guess], device=found.device) if kept else draw((found - q).clamp(min=0), sampler.uniforms())
+    kept = bool(sampler.uniforms()[0, 0] * q[draft] < found[0, draft])
+    token = torch.tensor([draft], device=found.device) if kept else draw((found - q).clamp(min=0), sampler.uniforms())
     sampler.hold(token)
     return kept, int(token)
 

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor, distributed
 
 from litft.args.processes import counted, local_rank, started_by
-from litft.distributed.devices import is_out_of_memory, linked
-from litft.distributed.process_group import end_children, launch, lost
-from litft.distributed.tensor_parallel import Slices, check_divides
+from litft.distributed.devices import is_out_of_memory, make_inference_fabric
+from litft.distributed.process_group import end_children, launch, peer_failure
+from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
 from litft.errors import PeerLost, RankError
 from litft.inference.decoder import Decoder
-from litft.methods.mixins import disabled, parts
+from litft.methods.mixins import disabled, mixins
 from litft.model.config import Config
 from litft.model.transformer import GPT
-from litft.pretrained import Source
+from litft.pretrained import PretrainedFolder
 from litft.signals import held_back
 
 MEETING = "10m"  # how long the processes wait for each other at the start, and within a pass
@@ -40,7 +40,7 @@ IDLE = timedelta(days=365)  # and the others for the first one, which may wait f
 # B rows, V vocabulary
 
 
-class Team:
+class TensorParallelDecoder:
     """The processes; ValueError where there cannot be so many."""
 
     def __init__(self, devices: int, accelerator: str, config: Config) -> None:
@@ -51,10 +51,10 @@ class Team:
         elif started_by() is None:  # torchrun and srun end whom they have started
             reason = f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r}, and no launcher has started this process"
             raise RankError(f"{reason}; unset it")
-        self.fabric = linked(accelerator, devices)
+        self.fabric = make_inference_fabric(accelerator, devices)
         launch(self.fabric, MEETING)
         self.rank, self.device = self.fabric.global_rank, self.fabric.device
-        self.slices = Slices(config, self.rank, devices)
+        self.slices = TensorParallelPlacement(config, self.rank, devices)
         self._group = distributed.new_group(backend="gloo", timeout=IDLE)
         self._numbers, self._waiting, self._inside = count(), [], False  # calls that are told with the next one
 
@@ -87,7 +87,7 @@ class Team:
                 self._tell()
                 yield
         except RuntimeError as error:
-            if is_out_of_memory(error) or not (reason := lost(error, MEETING)):
+            if is_out_of_memory(error) or not (reason := peer_failure(error, MEETING)):
                 raise
             end_children(self.fabric)
             raise PeerLost(f"{reason}; start again") from None
@@ -129,7 +129,7 @@ class Team:
                         os._exit(0)  # at a usual exit gloo's threads may abort
                     self._repeat(model, decoders, number, name, inputs)
         except RuntimeError as error:
-            if is_out_of_memory(error) or not lost(error, MEETING):
+            if is_out_of_memory(error) or not peer_failure(error, MEETING):
                 raise
             os._exit(0)  # the first process has ended
 
@@ -140,7 +140,7 @@ class Team:
         elif name == "close":
             del decoders[number]
         elif name == "turn":
-            for part in parts(model):
+            for part in mixins(model):
                 part.turn(*inputs)
         else:
             decoder = decoders[number]
@@ -163,7 +163,9 @@ class Team:
 class LeadingDecoder(Decoder):
     """A Decoder whose calls are made in all processes."""
 
-    def __init__(self, team: Team, number: int, model: GPT, rows: int, capacity: int, compiled: bool) -> None:
+    def __init__(
+        self, team: TensorParallelDecoder, number: int, model: GPT, rows: int, capacity: int, compiled: bool
+    ) -> None:
         self.team, self.number = team, number
         with team.call(number, "open", rows, capacity, compiled):
             super().__init__(model, rows, capacity, compiled)
@@ -215,7 +217,7 @@ def _end_with(leader: int) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def join_team(devices: int, accelerator: str, source: Source) -> Team | None:
+def join_team(devices: int, accelerator: str, source: PretrainedFolder) -> TensorParallelDecoder | None:
     """The processes that --devices asks for, or torchrun has started; None: this one alone.
 
     ValueError where a network cannot be cut so.
@@ -229,4 +231,4 @@ def join_team(devices: int, accelerator: str, source: Source) -> Team | None:
     if source.checkpoint.is_quantized:
         reason = "its weights are quantized already, and each device would quantize its part"
         raise ValueError(f"--devices {devices}: {source.base}: {reason}; use one device, or the unquantized folder")
-    return Team(devices, accelerator, source.config)
+    return TensorParallelDecoder(devices, accelerator, source.config)

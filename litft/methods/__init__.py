@@ -8,7 +8,7 @@ from pathlib import Path
 
 from litft.args import AdapterFinetuneArgs, AdapterV2FinetuneArgs, FinetuneArgs, FullFinetuneArgs, LoRAFinetuneArgs
 from litft.checkpoints.peft_format import ADAPTER_CONFIG, read_adapter_config
-from litft.methods.base import Base, Method, Values
+from litft.methods.base import BaseFolder, Method, Values
 from litft.methods.full import Full
 from litft.methods.llama_adapter import Adapter, AdapterV2
 from litft.methods.lora import LoRA
@@ -30,7 +30,7 @@ def method_of(args: FinetuneArgs) -> Method:
     return METHODS[type(args)](args)
 
 
-def read_method(folder: Path, source: Base) -> tuple[Method, Values]:
+def read_method(folder: Path, source: BaseFolder) -> tuple[Method, Values]:
     """The method of an adapter folder, litft's or PEFT's, and what it has learned; ValueError where none is known."""
     kind = read_adapter_config(folder).get("peft_type")
     for method in SAVED:

@@ -8,18 +8,18 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from litft.checkpoints.conversion import Rule, exporting
-from litft.methods.mixins import parts
+from litft.checkpoints.conversion import Rule, mappings_to_hf
+from litft.methods.mixins import mixins
 from litft.methods.new_tokens import ROWS, add_tokens, grown
 from litft.model.config import Config
-from litft.model.placement import WHOLE, Share, whole
+from litft.model.placement import UNSHARDED, WeightPlacement, summon_full
 from litft.model.transformer import GPT
 
 Values = dict[str, Tensor]  # what a method has learned, by our names: what files and checkpoints hold of it
 
 
-class Base(Protocol):
-    """What a method asks of the base model's folder (`folder.Source`)."""
+class BaseFolder(Protocol):
+    """What a method asks of the base model's folder (`folder.PretrainedFolder`)."""
 
     @property
     def adapter_rules(self) -> list[Rule]:
@@ -44,7 +44,7 @@ class Method:
     title: ClassVar[str]  # what a person calls it, and its run's folder
     peft_types: ClassVar[tuple[str, ...]] = ()  # what adapter_config.json calls its folders
     changeable: ClassVar[tuple[str, ...]] = ()  # flags that may differ where an adapter is gone on with
-    whole: ClassVar[bool] = False  # what it leaves is a model's folder, not an adapter's
+    saves_full_model: ClassVar[bool] = False  # what it leaves is a model's folder, not an adapter's
 
     def __init__(self, args: Any) -> None:
         self.args = args
@@ -58,7 +58,7 @@ class Method:
         """The dtype that the base's weights are kept in, for a network that computes in `precision`."""
         return precision
 
-    def plain(self) -> set[str]:
+    def unquantized_modules(self) -> set[str]:
         """The modules whose own weight is trained: of a quantized base they are not quantized."""
         return set()
 
@@ -67,20 +67,20 @@ class Method:
 
         keep: hold the base's values of what is trained, for `disabled` and `detach`.
         """
-        self.arrange(model, keep)
+        self.inject(model, keep)
         if not model.embed.weight.is_meta:
-            self.begin(model)
+            self.reset_parameters(model)
 
-    def arrange(self, model: GPT, keep: bool) -> None:
+    def inject(self, model: GPT, keep: bool) -> None:
         """Give `model` what the method adds, without values."""
         raise NotImplementedError
 
     @torch.no_grad()
-    def begin(self, model: GPT) -> None:
+    def reset_parameters(self, model: GPT) -> None:
         """The first values of what `attach` has added to a network without weights; of a sharded one, module by module."""
-        for module in parts(model):
-            with whole(module, *(() if module.reads_weight else ("weight",))):
-                module.begin()
+        for module in mixins(model):
+            with summon_full(module, *(() if module.reads_weight else ("weight",))):
+                module.reset_parameters()
 
     def compute_in(self, model: GPT, precision: str) -> None:
         """Make the network compute in `precision`, where its weights are kept in another."""
@@ -89,7 +89,7 @@ class Method:
         """The method's own parameters."""
         raise NotImplementedError
 
-    def rate(self, name: str) -> float:
+    def lr_multiplier(self, name: str) -> float:
         """By what a parameter's learning rate is multiplied."""
         return 1.0
 
@@ -97,13 +97,13 @@ class Method:
         """What the method has learned so far."""
         return {name: parameter.detach() for name, parameter in self.parameters(model).items()}
 
-    def load(self, model: GPT, values: Values, share: Share = WHOLE) -> None:
+    def load(self, model: GPT, values: Values, placement: WeightPlacement = UNSHARDED) -> None:
         """Attach the method with these values."""
         self.attach(model)
         for name, parameter in self.parameters(model).items():
-            share.put(name, parameter, values[name].__getitem__)
+            placement.copy_in(name, parameter, values[name].__getitem__)
 
-    def write(self, folder: Path, source: Base, values: Values, record: dict[str, Any]) -> None:
+    def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
         """Write the folder to open; `record` goes into adapter_config.json beside the method's own fields."""
         raise NotImplementedError
 
@@ -157,4 +157,4 @@ def means(target: str, ours: str, theirs: str) -> bool:
 
 def siblings(rules: list[Rule], names: Iterable[str]) -> list[str]:
     """These of our parameters and all that lie in one tensor of the checkpoint with one of them."""
-    return list(dict.fromkeys(source for move in exporting(rules, names) for source in move.sources))
+    return list(dict.fromkeys(source for mapping in mappings_to_hf(rules, names) for source in mapping.sources))

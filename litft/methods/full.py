@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from litft.methods.base import Method, Values
 from litft.methods.mixins import train_parameters
 from litft.methods.new_tokens import first_rows
-from litft.model.placement import whole
+from litft.model.placement import summon_full
 from litft.model.transformer import GPT
 
 
@@ -15,25 +15,25 @@ class Full(Method):
     """Every parameter trained: in fp32 where the network computes in bf16, or in bf16 itself (`bf16-true`)."""
 
     name, title = "full", "full"
-    whole = True
+    saves_full_model = True
 
     def storage(self, precision: str) -> str:
-        """fp32 wherever trained weights would lose updates; `optim.Rounded` keeps them in bf16."""
+        """fp32 wherever trained weights would lose updates; `optim.StochasticRounding` keeps them in bf16."""
         return "bf16" if precision == "bf16-true" else "fp32"
 
-    def arrange(self, model: GPT, keep: bool) -> None:
+    def inject(self, model: GPT, keep: bool) -> None:
         """Train all of `model`."""
         if self.tokens:
             self._grow(model)
         model.requires_grad_(True)
 
     @torch.no_grad()
-    def begin(self, model: GPT) -> None:
+    def reset_parameters(self, model: GPT) -> None:
         """The rows of new tokens; all else is the base's."""
-        super().begin(model)
+        super().reset_parameters(model)
         ids, pieces = list(self.tokens), list(self.tokens.values())
         for module in ([model.embed] if model.config.tied else [model.embed, model.lm_head]) if ids else ():
-            with whole(module):
+            with summon_full(module):
                 module.weight[ids] = first_rows(module.weight[: self.known], pieces).to(module.weight.dtype)
                 if (bias := getattr(module, "bias", None)) is not None:
                     bias[self.known :] = 0

@@ -17,19 +17,19 @@ from litft.checkpoints.peft_format import (
     read_token_ids,
     write_tensors,
 )
-from litft.methods.base import Base, Method, Values
-from litft.methods.mixins import Part, norm_names, train_parameters
-from litft.model.attention_eager import attend_plainly
+from litft.methods.base import BaseFolder, Method, Values
+from litft.methods.mixins import Mixin, norm_names, train_parameters
+from litft.model.attention_eager import eager_attention
 from litft.model.config import Config
 from litft.model.kv_cache import LayerCache
 from litft.model.mlp import ExpertLinear, Grouping, by_expert
-from litft.model.packed_sequences import Documents
+from litft.model.packed_sequences import PackedSequences
 from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, P prefix length, E experts
 
 
-class PrefixAttention(Part):
+class PrefixAttention(Mixin):
     """Attention whose queries also see a learned prefix, by a softmax of its own and through a gate that begins at zero.
 
     The prefix's keys and values are made by the layer's own projections, and not rotated. Its share is added before
@@ -42,20 +42,20 @@ class PrefixAttention(Part):
         self.adaption_prompt = nn.Parameter(torch.empty(1, length, self.q_proj.in_features, device=weight.device))
         self.adaption_gate = nn.Parameter(torch.empty(1, device=weight.device))
 
-    def begin(self) -> None:
+    def reset_parameters(self) -> None:
         """As in the paper: the gate is shut."""
-        super().begin()
+        super().reset_parameters()
         nn.init.normal_(self.adaption_prompt)
         nn.init.zeros_(self.adaption_gate)
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, cache: LayerCache | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
         """What the queries see of the tokens, and the gate's part of what they see of the prefix."""
-        y = super().attended(q, k, v, documents, cache)
+        y = super().attend(q, k, v, documents, cache)
         if not self.on:
             return y
         keys, values = self.keys_values(self.adaption_prompt.to(q.dtype))  # (1, K, P, D)
         everything = torch.ones(1, keys.size(2), dtype=torch.bool, device=q.device)
-        seen = attend_plainly(q, keys, values, everything, self.softcap, scale=self.scale)
+        seen = eager_attention(q, keys, values, everything, self.softcap, scale=self.scale)
         return y + (self.adaption_gate * seen).to(y.dtype)
 
     def remove(self) -> None:
@@ -63,7 +63,7 @@ class PrefixAttention(Part):
         del self.adaption_prompt, self.adaption_gate
 
 
-class AffineLinear(Part):
+class AffineLinear(Mixin):
     """A Linear whose outputs are scaled and shifted: s * (W x + b + bias), s beginning at one and bias at zero."""
 
     def add_affine(self, bias: bool) -> None:
@@ -74,9 +74,9 @@ class AffineLinear(Part):
             "adapter_bias", nn.Parameter(torch.empty(shape, device=self.weight.device)) if bias else None
         )
 
-    def begin(self) -> None:
+    def reset_parameters(self) -> None:
         """The Linear as it is."""
-        super().begin()
+        super().reset_parameters()
         nn.init.ones_(self.adapter_scale)
         if self.adapter_bias is not None:
             nn.init.zeros_(self.adapter_bias)
@@ -114,7 +114,7 @@ class Adapter(Method):
             raise ValueError(f"--adapter.start_layer {start}: this model has {count} layers, so none would have a prefix")
         self.layers = range(start, count) if self.args.prompt_length else range(0)
 
-    def arrange(self, model: GPT, keep: bool) -> None:
+    def inject(self, model: GPT, keep: bool) -> None:
         """Add the prefixes to `model` and freeze everything else."""
         model.requires_grad_(False)
         for index in self.layers:
@@ -130,7 +130,7 @@ class Adapter(Method):
         names = [f"blocks.{n}.attention.{leaf}" for n in self.layers for leaf in PREFIX]
         return {name: model.get_parameter(name) for name in names} | self.token_rows(model)
 
-    def write(self, folder: Path, source: Base, values: Values, record: dict[str, Any]) -> None:
+    def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
         """PEFT's two files where PEFT computes the same, else ours under a `peft_type` that PEFT refuses."""
         config: dict[str, Any] = {
             "peft_type": self.peft_types[-1],
@@ -147,7 +147,7 @@ class Adapter(Method):
         write_tensors(folder, values, config | record)
 
     @classmethod
-    def read(cls, folder: Path, source: Base) -> tuple["Adapter", Values]:
+    def read(cls, folder: Path, source: BaseFolder) -> tuple["Adapter", Values]:
         """From a folder of litft's, or of PEFT's AdaptionPrompt."""
         config, values = read_adapter_config(folder), {_from_peft(n): v.float() for n, v in read_tensors(folder).items()}
         model = source.meta_model()

@@ -10,13 +10,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.args import LoRAArgs
-from litft.checkpoints.conversion import Rule, rule_of, their_module
-from litft.checkpoints.peft_format import Adapter, Factors, Slot, adaptable, read_adapter, slots, write_adapter
-from litft.methods.base import Base, Method, Values, matching, means, siblings
-from litft.methods.mixins import Part, train_parameters
+from litft.checkpoints.conversion import Rule, hf_module_name, rule_of
+from litft.checkpoints.peft_format import (
+    LoraAdapter,
+    LoraWeights,
+    PeftTarget,
+    adaptable,
+    peft_targets,
+    read_adapter,
+    write_adapter,
+)
+from litft.methods.base import BaseFolder, Method, Values, matching, means, siblings
+from litft.methods.mixins import Mixin, train_parameters
 from litft.methods.new_tokens import ROWS
 from litft.model.mlp import CHOOSERS, ExpertLinear, Grouping, by_expert, expert_linear
-from litft.model.quantization import KINDS, dense, is_quantizable, rounded
+from litft.model.quantization import KINDS, dense_weight, is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
 
 # E experts, R rank
@@ -25,7 +33,7 @@ from litft.model.transformer import GPT
 LEAVES = ("lora_a", "lora_b", "lora_m", "lora_a0", "lora_b0")
 
 
-class LoRALinear(Part):
+class LoRALinear(Mixin):
     """A Linear y = W x with a low-rank update beside it: y + scale * B A x (arXiv 2106.09685, section 4.1).
 
     DoRA (2402.09353) makes each row of W + scale * B A as long as `lora_m` says. PiSSA (2404.02948) and OLoRA (2406.01775)
@@ -47,9 +55,9 @@ class LoRALinear(Part):
         self.register_parameter("lora_m", room(height) if dora else None)
         self.reads_weight |= dora or again
 
-    def begin(self) -> None:
+    def reset_parameters(self) -> None:
         """Draw the factors; DoRA's lengths are the rows' own."""
-        super().begin()
+        super().reset_parameters()
         nn.init.zeros_(self.lora_b)
         self.draw()
         if self.lora_a0 is not None:
@@ -83,7 +91,7 @@ class LoRALinear(Part):
 
     def matrix(self) -> Tensor:
         """The base's weight as (out, in)."""
-        return dense(self)
+        return dense_weight(self)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "LoRALinear":
         """DoRA's lengths of the frozen rows go where these go; in fp32."""
@@ -198,7 +206,7 @@ class LoRAEmbedding(LoRALinear):
         return (y + F.linear(F.embedding(tokens, self.lora_a.mT), self.lora_b) * self.lora_scale).to(y.dtype)
 
 
-class Site(NamedTuple):
+class LoraSpec(NamedTuple):
     """The size of one module's update."""
 
     r: int
@@ -225,13 +233,13 @@ class LoRA(Method):
 
     def __init__(self, args: LoRAArgs) -> None:
         super().__init__(args)
-        self.sites: dict[str, Site] = {}
+        self.sites: dict[str, LoraSpec] = {}
         self.trained: list[str] = []
         self.apart = False  # whether a tied embedding and its head are trained as two: PEFT's adapters may be
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """Find what `targets` and `modules_to_save` name; ValueError where one names nothing."""
-        theirs = {name: slot.name for name, slot in slots(model, rules).items()}
+        theirs = {name: slot.name for name, slot in peft_targets(model, rules).items()}
         whole = self._modules_to_save(model, rules)
         taken = whole | ({"lm_head"} if model.config.tied and "embed" in whole else set())  # the same weight
         chosen: dict[str, None] = {}
@@ -273,7 +281,7 @@ class LoRA(Method):
                     reason = f"nothing that is adapted has that name, such as {next(iter(adapted))}"
                     raise ValueError(f"--lora.{flag} {given[pattern]}: {reason}")
 
-    def _site(self, ours: str, theirs: str, model: GPT) -> Site:
+    def _site(self, ours: str, theirs: str, model: GPT) -> LoraSpec:
         """The rank and scale of one module: the first pattern that means it, or the flags for all."""
         r = int(_by_pattern(self.args.rank_pattern, ours, theirs, self.args.r))
         alpha = _by_pattern(self.args.alpha_pattern, ours, theirs, self.args.alpha)
@@ -282,13 +290,13 @@ class LoRA(Method):
             largest = min(module.in_features, module.out_features)
             if r > largest:
                 raise ValueError(f"--lora.r {r}: --lora.init {self.args.init} takes {largest} ranks at most from {ours}")
-        return Site(r, alpha / (math.sqrt(r) if self.args.rslora else r))
+        return LoraSpec(r, alpha / (math.sqrt(r) if self.args.rslora else r))
 
-    def plain(self) -> set[str]:
+    def unquantized_modules(self) -> set[str]:
         """What is trained whole."""
         return {name.removesuffix(".weight") for name in self.trained if name.endswith(".weight")}
 
-    def arrange(self, model: GPT, keep: bool) -> None:
+    def inject(self, model: GPT, keep: bool) -> None:
         """Add the factors to `model` and freeze everything else."""
         model.requires_grad_(False)
         train_parameters(model, self.trained, keep=keep, apart=self.apart)
@@ -304,32 +312,32 @@ class LoRA(Method):
         factors = {name: parameter for name, parameter in leaves if parameter is not None}
         return factors | {name: model.get_parameter(name) for name in self.trained} | self.token_rows(model)
 
-    def rate(self, name: str) -> float:
+    def lr_multiplier(self, name: str) -> float:
         """LoRA+ (arXiv 2402.12354): B learns faster than A."""
         return self.args.lr_ratio if name.endswith(".lora_b") else 1.0
 
-    def factors(self, site: str, values: Values) -> Factors:
+    def factors(self, site: str, values: Values) -> LoraWeights:
         """The update of one site; what PiSSA and OLoRA began with is taken off by as many ranks again."""
         a, b, m, a0, b0 = (values.get(f"{site}.{leaf}") for leaf in LEAVES)
         if a0 is not None:
             a, b = torch.cat((a, a0), dim=-2), torch.cat((b, -b0), dim=-1)
-        return Factors(a, b, self.sites[site].scale, m)
+        return LoraWeights(a, b, self.sites[site].scale, m)
 
-    def write(self, folder: Path, source: Base, values: Values, record: dict[str, Any]) -> None:
+    def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
         """PEFT's two files."""
         values = {name: value.cpu() for name, value in values.items()}
         model, factors = source.meta_model(), {site: self.factors(site, values) for site in self.sites}
         if self.args.dora:
-            known, own = slots(model, source.adapter_rules).values(), record.get("litft", {})
+            known, own = peft_targets(model, source.adapter_rules).values(), record.get("litft", {})
             factors |= _unchanged_parts(factors, known, source, own)
         rows = {name: values[name] for name in ROWS if name in values}
         trained = {name: values[name] for name in self.trained}
-        adapter = Adapter(factors, trained, list(self.tokens), rows, apart=self.apart)
+        adapter = LoraAdapter(factors, trained, list(self.tokens), rows, apart=self.apart)
         settings = {"lora_dropout": self.args.dropout, "use_dora": self.args.dora, "bias": _PEFT_BIAS[self.args.bias]}
         write_adapter(folder, model, source.adapter_rules, adapter, settings | record)
 
     @classmethod
-    def read(cls, folder: Path, source: Base) -> tuple["LoRA", Values]:
+    def read(cls, folder: Path, source: BaseFolder) -> tuple["LoRA", Values]:
         """From PEFT's two files, litft's or PEFT's own."""
         model = source.meta_model()
         adapter = read_adapter(folder, model, source.adapter_rules)
@@ -337,7 +345,7 @@ class LoRA(Method):
         method = cls(LoRAArgs(dora=any(f.m is not None for f in adapter.factors.values()), bias=bias))
         method.tokens = {token: [] for token in adapter.tokens}
         method.trained, method.apart = list(adapter.trained), adapter.apart
-        method.sites = {n: Site(f.a.size(-2), f.scale) for n in adaptable(model) if (f := adapter.factors.get(n))}
+        method.sites = {n: LoraSpec(f.a.size(-2), f.scale) for n in adaptable(model) if (f := adapter.factors.get(n))}
         leaves = {f"{n}.{leaf}": getattr(adapter.factors[n], leaf[-1]) for n in method.sites for leaf in LEAVES[:3]}
         leaves = {name: value for name, value in leaves.items() if value is not None}
         return method, leaves | adapter.trained | adapter.token_rows
@@ -364,7 +372,7 @@ class LoRA(Method):
 _PEFT_BIAS = {"none": "none", "lora": "lora_only", "all": "all"}
 
 
-def merged_weight(weight: Tensor, factors: Factors) -> Tensor:
+def merged_weight(weight: Tensor, factors: LoraWeights) -> Tensor:
     """W + scale * B A, in fp32; W (out, in) or (E, out, in). With magnitudes, rows of their length."""
     weight = weight.float() + (factors.b.float() @ factors.a.float()) * factors.scale
     if factors.m is None:
@@ -389,8 +397,8 @@ def _by_pattern(patterns: list[str], ours: str, theirs: str, default: float) -> 
 
 
 def _unchanged_parts(
-    factors: dict[str, Factors], known: Iterable[Slot], source: Base, run: dict[str, Any]
-) -> dict[str, Factors]:
+    factors: dict[str, LoraWeights], known: Iterable[PeftTarget], source: BaseFolder, run: dict[str, Any]
+) -> dict[str, LoraWeights]:
     """Linears without factors that lie in one tensor with some that have: in a DoRA file they need their own lengths.
 
     run: what the run says of itself: the lengths are those of the base as it was quantized then.
@@ -404,10 +412,10 @@ def _unchanged_parts(
                 continue
             weight = source.tensor(f"{name}.weight").float()
             if kind in KINDS and is_quantizable(f"{name}.weight", model):
-                weight = rounded(weight, kind, dtype)
+                weight = quantize_dequantize(weight, kind, dtype)
             *stack, height, width = weight.shape
             a, b = weight.new_zeros((*stack, 0, width)), weight.new_zeros((*stack, height, 0))
-            found[name] = Factors(a, b, own[0].scale, weight.norm(dim=-1))
+            found[name] = LoraWeights(a, b, own[0].scale, weight.norm(dim=-1))
     return found
 
 
@@ -416,5 +424,5 @@ def _their_modules(model: GPT, rules: list[Rule]) -> dict[str, str]:
     found = {}
     for name, _ in model.named_parameters():
         rule, numbers = rule_of(rules, name)
-        found.setdefault(name.rpartition(".")[0], their_module(rule, numbers))
+        found.setdefault(name.rpartition(".")[0], hf_module_name(rule, numbers))
     return found

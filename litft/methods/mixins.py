@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model.mlp import ExpertLinear, Grouping, expert_linear
-from litft.model.norm import Normalize
-from litft.model.quantization import Quantized
+from litft.model.norm import Norm
+from litft.model.quantization import QuantizedModule
 from litft.model.transformer import GPT
 
 
@@ -21,7 +21,7 @@ def mixed(part: type, base: type) -> type:
     return type(f"{part.__name__}_{base.__name__}", (part, base), {})
 
 
-class Part(nn.Module):
+class Mixin(nn.Module):
     """A class that a method mixes over a module's own, as PyTorch's fully_shard does."""
 
     on = True
@@ -33,7 +33,7 @@ class Part(nn.Module):
         module.__class__ = mixed(cls, type(module))
         return module
 
-    def begin(self) -> None:
+    def reset_parameters(self) -> None:
         """Give what the part has registered its first values; the base's are there."""
 
     def turn(self, on: bool) -> None:
@@ -45,15 +45,15 @@ class Part(nn.Module):
         raise NotImplementedError
 
 
-def parts(model: nn.Module) -> list[Part]:
+def mixins(model: nn.Module) -> list[Mixin]:
     """Every module that a method has changed."""
-    return [module for module in model.modules() if isinstance(module, Part)]
+    return [module for module in model.modules() if isinstance(module, Mixin)]
 
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
     """Inside, `model` computes as its base does."""
-    changed = parts(model)
+    changed = mixins(model)
     for module in changed:
         module.turn(False)
     try:
@@ -65,14 +65,14 @@ def disabled(model: nn.Module) -> Iterator[None]:
 
 def detach(model: nn.Module) -> None:
     """Take the method off again: classes and parameters are the base's."""
-    for module in parts(model):
-        while isinstance(module, Part):
+    for module in mixins(model):
+        while isinstance(module, Mixin):
             part, base = type(module).__bases__  # (the part, the type it was mixed over)
             part.remove(module)
             module.__class__ = base
 
 
-class Trained(Part):
+class TrainedWeight(Mixin):
     """A module of which some parameters of its own are trained, in fp32; the base's wait in `others`.
 
     It computes in the dtype that it had before: the fp32 copies are rounded for each use, and gradients arrive in fp32.
@@ -102,7 +102,7 @@ class Trained(Part):
         del self.others, self.dtype
 
 
-class TrainedLinear(Trained):
+class TrainedLinear(TrainedWeight):
     """An nn.Linear with trained parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,7 +111,7 @@ class TrainedLinear(Trained):
     forward.is_plain = True  # of a head: the loss may take its weight and bias as they are
 
 
-class TrainedExpertLinear(Trained):
+class TrainedExpertLinear(TrainedWeight):
     """An ExpertLinear with trained parameters."""
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
@@ -119,19 +119,19 @@ class TrainedExpertLinear(Trained):
         return expert_linear(x, self.weight.to(x.dtype), bias, grouping)
 
 
-class TrainedEmbedding(Trained):
+class TrainedEmbedding(TrainedWeight):
     """An nn.Embedding with trained rows."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return F.embedding(tokens, self.weight).to(self.dtype)
 
 
-def trained_class(module: nn.Module) -> type[Trained]:
+def trained_class(module: nn.Module) -> type[TrainedWeight]:
     """The class that trains a module's own parameters."""
-    if isinstance(module, Quantized):
-        return Trained
+    if isinstance(module, QuantizedModule):
+        return TrainedWeight
     by_type = {nn.Linear: TrainedLinear, ExpertLinear: TrainedExpertLinear, nn.Embedding: TrainedEmbedding}
-    return next((part for base, part in by_type.items() if isinstance(module, base)), Trained)
+    return next((part for base, part in by_type.items() if isinstance(module, base)), TrainedWeight)
 
 
 def train_parameters(
@@ -150,12 +150,12 @@ def train_parameters(
         trained = nn.Parameter(data.clone() if keep and data.dtype == frozen.dtype else data)
         heads = [model.lm_head] if name == "embed.weight" and model.config.tied and not apart else []
         for each in [module, *heads]:  # a tied head stays the same parameter
-            if not isinstance(each, Trained):
+            if not isinstance(each, TrainedWeight):
                 trained_class(each).mix_over(each)
             each.replace_leaf(leaf, trained, dtype or frozen.dtype, keep)
 
 
 def norm_names(model: nn.Module) -> list[str]:
     """The parameters of every norm."""
-    norms = ((name, module) for name, module in model.named_modules() if isinstance(module, Normalize))
+    norms = ((name, module) for name, module in model.named_modules() if isinstance(module, Norm))
     return [f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters(recurse=False)]

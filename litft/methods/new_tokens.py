@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litft.methods.mixins import Part
+from litft.methods.mixins import Mixin
 from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, V vocabulary, N new tokens
@@ -18,14 +18,14 @@ from litft.model.transformer import GPT
 ROWS = ("embed.token_rows", "lm_head.token_rows")  # the second only where the head is not tied
 
 
-class TokenRows(Part):
+class TokenRows(Mixin):
     """A module with `token_rows` (N, C), each of which begins at the mean of the rows that its text had."""
 
     reads_weight = True
 
-    def begin(self) -> None:
+    def reset_parameters(self) -> None:
         """The rows of the texts' `pieces`, in fp32."""
-        super().begin()
+        super().reset_parameters()
         self.token_rows.copy_(first_rows(self.weight, self.pieces))
 
 

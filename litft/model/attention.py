@@ -9,9 +9,9 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 from torch.nn.attention.varlen import varlen_attn
 
 from litft.model.attention_cpu import attend_documents, attend_packed_eagerly
-from litft.model.attention_eager import attend_plainly, visible
+from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.kv_cache import LayerCache
-from litft.model.packed_sequences import Documents, row_starts
+from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, N documents
 
@@ -23,7 +23,7 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    documents: Documents | None = None,
+    documents: PackedSequences | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
@@ -39,9 +39,9 @@ def attend(
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
     if cache is not None:
-        k, v, mask = cache.extend(k, v, window)
+        k, v, mask = cache.update(k, v, window)
         if mask is not None:
-            return _attend_masked(q, k, v, mask, softcap, sinks, scale)
+            return _sdpa(q, k, v, mask, softcap, sinks, scale)
     if q.size(2) == 1 and window is not None:  # decoding: the newest token sees the last keys, no mask needed
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
     square, on_cpu = q.size(2) == k.size(2), q.device.type == "cpu"
@@ -50,7 +50,7 @@ def attend(
             return _attend_flex(q, k, v, documents.masks[window], softcap, sinks, scale)
         if documents is not None and square and on_cpu:
             return attend_packed_eagerly(q, k, v, documents, window, softcap, sinks, scale)
-        return _attend_masked(q, k, v, visible(q, k, documents, window), softcap, sinks, scale)
+        return _sdpa(q, k, v, attention_mask(q, k, documents, window), softcap, sinks, scale)
     if square and q.size(2) > 1:
         if on_cpu:
             return attend_documents(q, k, v, _starts(q, documents), window or 0, scale)[0]
@@ -58,15 +58,15 @@ def attend(
             return _attend_varlen(q, k, v, _starts(q, documents), window, scale)
     if documents is None and window is None and (square or q.size(2) == 1):
         return _scaled_dot_product(q, k, v, None, scale, causal=square and q.size(2) > 1)
-    return _attend_masked(q, k, v, visible(q, k, documents, window), None, None, scale)
+    return _sdpa(q, k, v, attention_mask(q, k, documents, window), None, None, scale)
 
 
-def _attend_masked(
+def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, softcap: float | None, sinks: Tensor | None, scale: float
 ) -> Tensor:
     """Of the keys those that `mask`, (B, 1, T, S) or (T, S), shows."""
     if softcap is not None or sinks is not None:
-        return attend_plainly(q, k, v, mask, softcap, sinks, scale)
+        return eager_attention(q, k, v, mask, softcap, sinks, scale)
     return _scaled_dot_product(q, k, v, mask, scale)
 
 
@@ -79,17 +79,17 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **settings)
 
 
-def _starts(q: Tensor, documents: Documents | None) -> Tensor:
+def _starts(q: Tensor, documents: PackedSequences | None) -> Tensor:
     """Where documents begin; by default each row is one."""
-    return documents.starts if documents is not None else row_starts(q.size(0), q.size(2), q.device)
+    return documents.cu_seqlens if documents is not None else row_cu_seqlens(q.size(0), q.size(2), q.device)
 
 
-def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int | None, scale: float) -> Tensor:
+def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, scale: float) -> Tensor:
     """The GPU's kernel for documents one behind the other: what one does not see of another is not computed."""
     rows, longest = q.size(0), q.size(2)  # a bound that needs no look at the documents, and changes no result
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, D)
     seen = (-1 if window is None else window - 1, 0)
-    y = varlen_attn(q, k, v, starts, starts, longest, longest, scale=scale, window_size=seen, **GROUPED)
+    y = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, longest, longest, scale=scale, window_size=seen, **GROUPED)
     return y.unflatten(0, (rows, longest)).transpose(1, 2)
 
 

@@ -10,8 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from litft.model.attention_eager import attend_plainly, visible
-from litft.model.packed_sequences import Documents
+from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.packed_sequences import PackedSequences
 
 # B batch, T queries, S keys, H query heads, K key/value heads, D head dim, N documents
 
@@ -113,13 +113,15 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("litft::attend_documents", mutates_args=())
-def attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: int, scale: float) -> tuple[Tensor, Tensor]:
+def attend_documents(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, scale: float
+) -> tuple[Tensor, Tensor]:
     """Causal attention within documents, and the logarithm of each softmax's sum (B, H, T); window 0: none.
 
     Group after group: no kernel of the CPU skips what a mask hides, and most of a packed row is hidden. One operator to
     autograd and the compiler, since how many documents there are is data.
     """
-    groups = _groups(tuple(starts.tolist()), q.size(1), 1)
+    groups = _groups(tuple(cu_seqlens.tolist()), q.size(1), 1)
     found = []
     for own in groups.each(q, k, v):
         forward = aten._scaled_dot_product_flash_attention_for_cpu
@@ -130,11 +132,11 @@ def attend_documents(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, window: in
 
 @torch.library.custom_op("litft::attend_documents_backward", mutates_args=())
 def attend_documents_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, starts: Tensor, window: int, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, cu_seqlens: Tensor, window: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v."""
     batch, heads, _, width = q.shape
-    bounds = tuple(starts.tolist())
+    bounds = tuple(cu_seqlens.tolist())
     if q.dtype == torch.bfloat16 and not window:
         return _gradients(grad, q, k, v, out, sums, bounds, scale)
     groups = _groups(bounds, heads, 1)
@@ -153,7 +155,7 @@ def _masking(q: Tensor, window: int) -> dict[str, bool | Tensor | None]:
     """What torch's kernel is told of what is visible."""
     if not 0 < window < q.size(2):
         return {"is_causal": True}
-    hidden = ~visible(q, q, None, window)
+    hidden = ~attention_mask(q, q, None, window)
     return {"is_causal": False, "attn_mask": torch.zeros_like(hidden, dtype=q.dtype).masked_fill_(hidden, -torch.inf)}
 
 
@@ -174,12 +176,12 @@ def _gradients(
     rate = _by_head(grad)
     queries = of_q.gather(torch.cat((_by_head(q) * inner, _split(_by_token(sums).flatten() / -outer)), -1))
     rates = of_q.gather(torch.cat((rate, _split(-(rate.float() * _by_head(out)).sum(-1))), -1))
-    keys, values = (of_k.gather(F.pad(_by_head(x), (0, PIECES), value=1.0)) for x in (k, v))
+    keys, values = (of_k.gather(F.pad(_by_head(x), (0, BF16_TERMS), value=1.0)) for x in (k, v))
     of_q.without_beyond(rates)
     d_q, d_k, d_v = (torch.empty_like(x) for x in (queries, keys, values))
     shared = [of_k.split(x) for x in (keys, values, d_k, d_v)]
     for (count, size), *parts in zip(of_q.shapes, *(of_q.split(x) for x in (queries, rates, d_q)), *shared, strict=True):
-        _add_up(*(part.view(count * k.size(1), -1, size, width + PIECES) for part in parts), 1.0 if power else outer)
+        _add_up(*(part.view(count * k.size(1), -1, size, width + BF16_TERMS) for part in parts), 1.0 if power else outer)
 
     def whole(groups: Groups, rows: Tensor) -> Tensor:
         return groups.spread(rows[:, :width]).view(batch, length, -1, width).transpose(1, 2)
@@ -212,7 +214,7 @@ def _add_up(
     d_k[:, 0], d_v[:, 0] = sum_k, sum_v
 
 
-PIECES = 3
+BF16_TERMS = 3
 
 
 def _split(x: Tensor) -> Tensor:
@@ -228,19 +230,19 @@ def _rows_first(x: Tensor) -> Tensor:
 
 
 @attend_documents.register_fake
-def _(q, k, v, starts, window, scale):
+def _(q, k, v, cu_seqlens, window, scale):
     sums = q.new_empty(q.size(0), q.size(2), q.size(1), dtype=torch.promote_types(q.dtype, torch.float32))
     return _rows_first(q), sums.transpose(1, 2)
 
 
 @attend_documents_backward.register_fake
-def _(grad, q, k, v, out, sums, starts, window, scale):
+def _(grad, q, k, v, out, sums, cu_seqlens, window, scale):
     return tuple(_rows_first(x) for x in (q, k, v))
 
 
 def _keep(ctx, inputs, output) -> None:
-    q, k, v, starts, ctx.window, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, *output, starts)
+    q, k, v, cu_seqlens, ctx.window, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
 
 
 def _backward(ctx, grad: Tensor, _):
@@ -250,8 +252,10 @@ def _backward(ctx, grad: Tensor, _):
 attend_documents.register_autograd(_backward, setup_context=_keep)
 
 
-def attend_packed_eagerly(q: Tensor, k: Tensor, v: Tensor, documents: Documents, window: int | None, *settings) -> Tensor:
+def attend_packed_eagerly(
+    q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences, window: int | None, *settings
+) -> Tensor:
     """Attention written out, group after group of documents."""
-    groups = _groups(tuple(documents.starts.tolist()), q.size(1), 1)
-    out = [attend_plainly(*own, visible(*own[:2], None, window), *settings) for own in groups.each(q, k, v)]
+    groups = _groups(tuple(documents.cu_seqlens.tolist()), q.size(1), 1)
+    out = [eager_attention(*own, attention_mask(*own[:2], None, window), *settings) for own in groups.each(q, k, v)]
     return groups.whole(out, q.size(0))

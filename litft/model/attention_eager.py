@@ -3,20 +3,20 @@
 import torch
 from torch import Tensor
 
-from litft.model.kv_cache import seen
-from litft.model.packed_sequences import Documents
+from litft.model.kv_cache import causal_mask
+from litft.model.packed_sequences import PackedSequences
 
 
-def visible(q: Tensor, k: Tensor, documents: Documents | None, window: int | None) -> Tensor:
+def attention_mask(q: Tensor, k: Tensor, documents: PackedSequences | None, window: int | None) -> Tensor:
     """Which keys a query sees: booleans of shape (T, S), or (B, 1, T, S) where documents differ by row."""
     rows = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[None]
-    mask = seen(rows, k.size(2), window)[0, 0]
+    mask = causal_mask(rows, k.size(2), window)[0, 0]
     if documents is not None:
         mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])
     return mask
 
 
-def attend_plainly(
+def eager_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -10,18 +10,18 @@ ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
 @dataclass(frozen=True)
-class Rope:
+class RopeConfig:
     """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling beyond the original context.
 
     `kind` is one of ROPE_KINDS: linear (arXiv 2306.15595), dynamic NTK, llama3 (Llama 3.1), yarn (arXiv 2309.00071),
     longrope (arXiv 2402.13753). Fields that a kind does not use keep their defaults.
     """
 
-    base: float
+    theta: float
     dim: int  # how many entries of a head are rotated
-    kind: str = "default"
+    rope_type: str = "default"
     factor: float = 1.0
-    context: int = 2048  # tokens the unscaled frequencies were trained on
+    original_max_positions: int = 2048  # tokens the unscaled frequencies were trained on
     attention_factor: float = 1.0  # multiplies cos and sin
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
@@ -33,7 +33,9 @@ class Rope:
     long_factor: tuple[float, ...] = ()
 
     @classmethod
-    def from_hf(cls, hf: dict[str, Any], head_dim: int, base: float = 10000.0, fraction: float | None = None) -> "Rope":
+    def from_hf(
+        cls, hf: dict[str, Any], head_dim: int, theta: float = 10000.0, fraction: float | None = None
+    ) -> "RopeConfig":
         """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before it).
 
         base, fraction: the family's defaults where the file states none; None: its heads are rotated whole. Raises
@@ -64,11 +66,11 @@ class Rope:
             factor = ratio
         own = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
         return cls(
-            base=float(scaling.get("rope_theta", hf.get("rope_theta") or base)),
+            theta=float(scaling.get("rope_theta", hf.get("rope_theta") or theta)),
             dim=dim,
-            kind=kind,
+            rope_type=kind,
             factor=float(factor),
-            context=int(limit if kind in ("default", "linear", "dynamic") else trained or limit),
+            original_max_positions=int(limit if kind in ("default", "linear", "dynamic") else trained or limit),
             attention_factor=_attention_factor(kind, scaling, float(factor), trained or limit),
             short_factor=tuple(scaling.get("short_factor", ())),
             long_factor=tuple(scaling.get("long_factor", ())),
@@ -134,7 +136,7 @@ def _attention_factor(kind: str, scaling: dict[str, Any], factor: float, context
 
 
 @dataclass(frozen=True)
-class Norm:
+class NormConfig:
     """A normalisation over the last dimension: root mean square (arXiv 1910.07467) or LayerNorm (arXiv 1607.06450)."""
 
     kind: Literal["rms", "layer"] = "rms"
@@ -145,7 +147,7 @@ class Norm:
 
 
 @dataclass(frozen=True)
-class Experts:
+class ExpertsConfig:
     """A mixture of gated feed-forward layers, of which each token goes through the `top_k` with the highest scores."""
 
     count: int
@@ -165,12 +167,12 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Layer:
+class LayerConfig:
     """What may differ from one depth to the next."""
 
-    rope: Rope | None = None  # None: no rotation in this layer (NoPE, arXiv 2305.19466, or learned positions)
+    rope: RopeConfig | None = None  # None: no rotation in this layer (NoPE, arXiv 2305.19466, or learned positions)
     window: int | None = None  # a query sees this many keys at most, itself included
-    experts: Experts | None = None  # None: one dense MLP
+    experts: ExpertsConfig | None = None  # None: one dense MLP
     attention_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(head_dim)
 
 
@@ -180,14 +182,14 @@ class Config:
 
     model_type: str
     vocab_size: int
-    context: int  # tokens, as config.json states them
+    max_positions: int  # tokens, as config.json states them
     dim: int
     hidden_dim: int  # of a dense MLP
     n_heads: int
     n_kv_heads: int
     head_dim: int
-    layers: tuple[Layer, ...]
-    norm: Norm
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig
     activation: str = "silu"
     gated: bool = True  # activation(gate) * up, rather than activation(up)
     activation_limit: float | None = None  # gpt-oss clamps gate and up
@@ -196,10 +198,10 @@ class Config:
     mlp_bias: bool = False
     head_bias: bool = False
     tied: bool = False  # the head's weight is the embedding's
-    norm_place: Literal["before", "after", "both"] = "before"  # of attention and MLP
+    norm_position: Literal["before", "after", "both"] = "before"  # of attention and MLP
     parallel: bool = False  # attention and MLP read the same input and are added together
     shared_norm: bool = False  # ... and share one norm
-    qk_norm: Norm | None = None
+    qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"  # one weight for all heads, one a head, or one norm over all
     qkv_clip: float | None = None
     rope_interleaved: bool = False  # entry 2 i pairs with 2 i + 1, rather than i with i + dim / 2

@@ -30,7 +30,7 @@ class LayerCache:
     def __init__(self, cache: "KVCache", keys: Tensor, values: Tensor) -> None:
         self.cache, self.keys, self.values = cache, keys, values
 
-    def extend(self, keys: Tensor, values: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def update(self, keys: Tensor, values: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Take in (B, K, T, D); returns the keys and values to look at, (B, K, S, D), and a mask where one is needed."""
         start, end, positions, masks = self.cache.call
         if positions is None:
@@ -65,7 +65,7 @@ class KVCache:
         self.config, self.capacity = config, memory[0][0].size(2)
         self.layers = [LayerCache(self, *layer) for layer in memory]
         self.length = 0  # tokens that have gone through every layer, where that is the same for all rows
-        self.planned: int | Tensor = self.capacity  # length, by which some ropes turn; of rows (B, 1, 1, 1)
+        self.max_length: int | Tensor = self.capacity  # length, by which some ropes turn; of rows (B, 1, 1, 1)
         self.bound = self.capacity  # where positions are given: keys beyond are not looked at
         self.call = Call(0, 0, None, {})
 
@@ -101,7 +101,7 @@ class KVCache:
         if positions is not None or (count > 1 and start):
             at = positions if positions is not None else torch.arange(start, end, device=device)[None]
             keys = self.bound if positions is not None else end
-            masks = {window: seen(at, keys, window) for window in {layer.window for layer in self.config.layers}}
+            masks = {window: causal_mask(at, keys, window) for window in {layer.window for layer in self.config.layers}}
         self.call = Call(start, end, positions, masks)
 
     def end(self) -> None:
@@ -110,7 +110,7 @@ class KVCache:
             self.length = self.call.end
 
 
-def seen(positions: Tensor, keys: int, window: int | None) -> Tensor:
+def causal_mask(positions: Tensor, keys: int, window: int | None) -> Tensor:
     """Which of the first `keys` places the tokens at positions (B, T) see: booleans (B, 1, T, keys)."""
     places, at = torch.arange(keys, device=positions.device), positions[:, None, :, None]
     mask = places <= at

@@ -20,7 +20,7 @@ def summed_cross_entropy(
     targets: Tensor,
     softcap: float | None = None,
     smoothing: float = 0.0,
-    kept: Tensor | None = None,
+    target_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions without a target.
 
@@ -32,8 +32,11 @@ def summed_cross_entropy(
     frozen head gets no gradient buffer. The unchunked form stands in the tests.
     """
     count = (targets != IGNORED).sum()
-    kept = places(targets) if kept is None else kept
-    hidden, targets = hidden.flatten(0, 1).index_select(0, kept), targets.flatten().index_select(0, kept)  # (N, C), (N,)
+    target_indices = target_indices_of(targets) if target_indices is None else target_indices
+    hidden, targets = (
+        hidden.flatten(0, 1).index_select(0, target_indices),
+        targets.flatten().index_select(0, target_indices),
+    )  # (N, C), (N,)
     if is_plain(head):
         training = torch.is_grad_enabled()
         return _Chunked.apply(hidden, head.weight, head.bias, targets, softcap, smoothing, training), count
@@ -44,7 +47,7 @@ def summed_cross_entropy(
     return total, count
 
 
-def places(targets: Tensor) -> Tensor:
+def target_indices_of(targets: Tensor) -> Tensor:
     """Where the targets are among the flattened positions, (N,) int64."""
     return (targets != IGNORED).flatten().nonzero()[:, 0]
 
@@ -56,17 +59,17 @@ def is_plain(head: nn.Module) -> bool:
 
 
 def _through_head(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:
-    return F.cross_entropy(capped(head(hidden).float(), softcap), targets, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(apply_softcap(head(hidden).float(), softcap), targets, reduction="sum", label_smoothing=smoothing)
 
 
-def capped(logits: Tensor, softcap: float | None) -> Tensor:
+def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
     """Logits drawn smoothly into (-softcap, softcap)."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
 def _softmax(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
     """The summed loss of logits (n, V), in fp32; in training they become its gradient."""
-    scores = capped(logits.float(), softcap)
+    scores = apply_softcap(logits.float(), softcap)
     slope = None if softcap is None or not training else 1 - (scores / softcap) ** 2  # of the cap
     # in the scores' own memory: torch's logsumexp would make a copy
     scores -= scores.amax(-1, keepdim=True)

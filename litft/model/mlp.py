@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from litft.model.config import Config, Experts, Layer
+from litft.model.config import Config, ExpertsConfig, LayerConfig
 from litft.model.linear import Linear
 
 # B batch, T tokens, C channels, I hidden size, E experts, N tokens of a batch that reach an expert (each top_k times)
@@ -153,7 +153,7 @@ def by_expert(values: Tensor, grouping: Grouping) -> Tensor:
 class ExpertStack(nn.Module):
     """Gated MLPs, one an expert (arXiv 2101.03961), as three stacks."""
 
-    def __init__(self, config: Config, experts: Experts) -> None:
+    def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
         self.gated = gate_function(config)
         self.gate_proj = ExpertLinear(experts.count, config.dim, experts.hidden_dim, experts.bias)
@@ -174,7 +174,7 @@ CHOOSERS = (
 class MoE(nn.Module):
     """A mixture of experts (arXiv 2401.04088), with an expert that every token shares where the architecture has one."""
 
-    def __init__(self, config: Config, experts: Experts) -> None:
+    def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
         self.count, self.top_k, self.renormalize = experts.count, experts.top_k, experts.renormalize
         self.router = Linear(config.dim, experts.count, bias=experts.router_bias)
@@ -198,7 +198,7 @@ class MoE(nn.Module):
         return y.view_as(x)
 
 
-def make_mlp(config: Config, layer: Layer) -> nn.Module:
+def make_mlp(config: Config, layer: LayerConfig) -> nn.Module:
     """The feed-forward part of one layer."""
     if layer.experts is not None:
         return MoE(config, layer.experts)

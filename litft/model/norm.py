@@ -6,16 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from litft.model.config import Config, Norm
+from litft.model.config import Config, NormConfig
 
 
-class Normalize(nn.Module):
+class Norm(nn.Module):
     """RMSNorm or LayerNorm over the last `over` of `shape`'s dimensions, in fp32; the weight is stored flat.
 
     A shape of more dimensions than `over` gives each head a weight of its own.
     """
 
-    def __init__(self, norm: Norm, *shape: int, over: int = 1) -> None:
+    def __init__(self, norm: NormConfig, *shape: int, over: int = 1) -> None:
         super().__init__()
         self.norm, self.shape, self.over = norm, shape, shape[-over:]
         stored = shape if over == 1 else (math.prod(shape),)
@@ -45,18 +45,18 @@ class Normalize(nn.Module):
         return y if bias is None else y + bias
 
 
-def normed(norm: Normalize | None, x: Tensor) -> Tensor:
+def apply_norm(norm: Norm | None, x: Tensor) -> Tensor:
     """x through a norm, where the architecture has one there."""
     return x if norm is None else norm(x)
 
 
-def qk_norm(config: Config, heads: int) -> Normalize | None:
+def make_qk_norm(config: Config, heads: int) -> Norm | None:
     """What normalises queries or keys of shape (B, T, heads, D) before they are rotated."""
     if config.qk_norm is None:
         return None
     if config.qk_norm_over == "head":
-        return Normalize(config.qk_norm, config.head_dim)
-    return Normalize(config.qk_norm, heads, config.head_dim, over=2 if config.qk_norm_over == "all" else 1)
+        return Norm(config.qk_norm, config.head_dim)
+    return Norm(config.qk_norm, heads, config.head_dim, over=2 if config.qk_norm_over == "all" else 1)
 
 
 def rms_norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -26,7 +26,7 @@ def is_sharded(model: nn.Module) -> bool:
     return isinstance(model, FSDPModule)
 
 
-def part(tensor: Tensor) -> tuple[slice, ...]:
+def local_slices(tensor: Tensor) -> tuple[slice, ...]:
     """Which part of a tensor this process holds; torch.chunk's, of which the last may be short or empty."""
     found = [slice(0, size) for size in tensor.shape]
     for dim, place in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
@@ -43,7 +43,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def gathered(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """The whole, on every process; all of them have to ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -56,16 +56,16 @@ def like(tensor: Tensor, held: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def put(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+def copy_into_local(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
     """Fill this process's part of a tensor; `read` gives that of what it is filled with, which may be shorter."""
     mine = local(tensor)
     if mine.numel():
-        found = read(part(tensor))
+        found = read(local_slices(tensor))
         mine[tuple(slice(0, size) for size in found.shape)].copy_(found)
 
 
-class Share:
-    """What this process holds of the tensors of a network, by their names: here what `part` says."""
+class WeightPlacement:
+    """What this process holds of the tensors of a network, by their names: here what `local_slices` says."""
 
     def network(self, config: Config) -> GPT:
         """A network to hold it, of the architecture that the whole one has."""
@@ -75,9 +75,9 @@ class Share:
         """As the function."""
         allocate(model, device)
 
-    def put(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
+    def copy_in(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
         """As the function."""
-        put(tensor, read)
+        copy_into_local(tensor, read)
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """What is held of a whole tensor, before it is packed."""
@@ -88,11 +88,11 @@ class Share:
         return model
 
 
-WHOLE = Share()  # and each parameter as it is, where none is cut
+UNSHARDED = WeightPlacement()  # and each parameter as it is, where none is cut
 
 
 @contextmanager
-def whole(module: nn.Module, *but: str) -> Iterator[None]:
+def summon_full(module: nn.Module, *but: str) -> Iterator[None]:
     """Inside, the module's own parameters, `but` some, are plain and complete; what becomes of them is kept."""
     cut = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor) and n not in but}
     for name, parameter in cut.items():
@@ -100,7 +100,7 @@ def whole(module: nn.Module, *but: str) -> Iterator[None]:
     try:
         yield
         for name, parameter in cut.items():
-            put(parameter, getattr(module, name).__getitem__)
+            copy_into_local(parameter, getattr(module, name).__getitem__)
     finally:
         for name, parameter in cut.items():
             setattr(module, name, parameter)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model.mlp import CHOOSERS, ExpertLinear, Grouping, by_expert, grouped_product
-from litft.model.placement import put
+from litft.model.placement import copy_into_local
 
 KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 # what folders of bitsandbytes' layers hold of a layer, beside `weight` and `bias`
@@ -55,14 +55,14 @@ def bitsandbytes(who: str = "quantized weights need") -> ModuleType:
 
 
 @dataclass(frozen=True)
-class Packed:
+class QuantizedTensor:
     """One matrix (out, in) as bitsandbytes keeps it: `data` with a `QuantState`, or int8 with fp32 maxima of its rows."""
 
     data: Tensor
     state: Any
 
     @classmethod
-    def of(cls, weight: Tensor, kind: str) -> "Packed":
+    def quantize(cls, weight: Tensor, kind: str) -> "QuantizedTensor":
         """Quantize a matrix on its device."""
         functional, weight = bitsandbytes().functional, weight.contiguous()  # the CUDA kernels look at no strides
         if kind == "int8":
@@ -72,7 +72,7 @@ class Packed:
         return cls(*functional.quantize_4bit(weight, quant_type=name, compress_statistics=bool(nested)))
 
     @classmethod
-    def stored(cls, tensors: dict[str, Tensor]) -> "Packed":
+    def from_state(cls, tensors: dict[str, Tensor]) -> "QuantizedTensor":
         """From what a folder holds of one layer, by the ends of the names (`weight`, `weight.absmax`, ... or `SCB`)."""
         if "SCB" in tensors:
             packed = cls(tensors["weight"], tensors["SCB"].float())
@@ -86,7 +86,7 @@ class Packed:
         _check_state(tensors["weight"], state)
         return cls(tensors["weight"], state)
 
-    def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """The matrix that the bits stand for, (out, in)."""
         functional = bitsandbytes().functional
         if isinstance(self.state, Tensor):
@@ -99,7 +99,7 @@ class Packed:
             state.shape = torch.Size((count // width, width))
         return functional.dequantize_4bit(self.data, state).view(self.state.shape).to(dtype)
 
-    def pieces(self) -> tuple[list[Tensor], list[int], str]:
+    def components(self) -> tuple[list[Tensor], list[int], str]:
         """All but `data`, as an operator can take it: tensors, numbers that begin with the matrix's shape, a name."""
         if isinstance(self.state, Tensor):
             return [self.state], [*self.data.shape], "int8"
@@ -109,7 +109,7 @@ class Packed:
         return [state.absmax, state.code, *nested], numbers, state.quant_type
 
     @classmethod
-    def of_pieces(cls, data: Tensor, tensors: list[Tensor], numbers: list[int], kind: str) -> "Packed":
+    def from_components(cls, data: Tensor, tensors: list[Tensor], numbers: list[int], kind: str) -> "QuantizedTensor":
         """The inverse of `pieces`."""
         if kind == "int8":
             return cls(data, tensors[0])
@@ -118,12 +118,12 @@ class Packed:
         shape = torch.Size((height, width))
         return cls(data, make(absmax, shape, code, size, kind, torch.float32, nested[2] if nested else None, inner))
 
-    def to(self, device: torch.device | str) -> "Packed":
+    def to(self, device: torch.device | str) -> "QuantizedTensor":
         """The same on another device."""
         if isinstance(self.state, Tensor):
-            return Packed(self.data.to(device), self.state.to(device))
+            return QuantizedTensor(self.data.to(device), self.state.to(device))
         self.state.to(device)  # in place
-        return Packed(self.data.to(device), self.state)
+        return QuantizedTensor(self.data.to(device), self.state)
 
 
 def _check_state(data: Tensor, state: Any) -> None:
@@ -141,75 +141,75 @@ def _check_state(data: Tensor, state: Any) -> None:
         raise ValueError(f"{data.nbytes} bytes and their statistics are no matrix of shape {tuple(state.shape)}")
 
 
-@torch.library.custom_op("litft::packed_product", mutates_args=())
-def packed_product(
-    x: Tensor, data: Tensor, statistics: list[Tensor], numbers: list[int], kind: str, ends: Tensor | None, turned: bool
+@torch.library.custom_op("litft::quantized_matmul", mutates_args=())
+def quantized_matmul(
+    x: Tensor, data: Tensor, statistics: list[Tensor], numbers: list[int], kind: str, ends: Tensor | None, transpose: bool
 ) -> Tensor:
     """x W^T of a packed W, or x W where it is turned: the backward, so that no dense copy is kept.
 
     The matrix is given by `Packed.pieces`. ends: of experts, whose matrices lie one below the other, as in `Grouping`. One
     operator to the compiler, which knows nothing of bits.
     """
-    weight = Packed.of_pieces(data, statistics, numbers, kind).dense(x.dtype)
+    weight = QuantizedTensor.from_components(data, statistics, numbers, kind).dequantize(x.dtype)
     if ends is None:
-        return x @ weight if turned else F.linear(x, weight)
+        return x @ weight if transpose else F.linear(x, weight)
     weight = weight.unflatten(0, (len(ends), -1))
-    return grouped_product(x, weight if turned else weight.mT, ends)
+    return grouped_product(x, weight if transpose else weight.mT, ends)
 
 
-@packed_product.register_fake
-def _(x, data, statistics, numbers, kind, ends, turned):
+@quantized_matmul.register_fake
+def _(x, data, statistics, numbers, kind, ends, transpose):
     height, width = numbers[0] // (1 if ends is None else len(ends)), numbers[1]
-    return x.new_empty(*x.shape[:-1], width if turned else height)
+    return x.new_empty(*x.shape[:-1], width if transpose else height)
 
 
 def _keep(ctx, inputs, output) -> None:
-    _, data, statistics, ctx.numbers, ctx.kind, ends, ctx.turned = inputs
+    _, data, statistics, ctx.numbers, ctx.kind, ends, ctx.transpose = inputs
     ctx.save_for_backward(data, ends, *statistics)
 
 
 def _backward(ctx, grad: Tensor):
     data, ends, *statistics = ctx.saved_tensors
-    found = packed_product(grad.contiguous(), data, statistics, ctx.numbers, ctx.kind, ends, not ctx.turned)
+    found = quantized_matmul(grad.contiguous(), data, statistics, ctx.numbers, ctx.kind, ends, not ctx.transpose)
     return found, None, [None] * len(statistics), None, None, None, None
 
 
-packed_product.register_autograd(_backward, setup_context=_keep)
+quantized_matmul.register_autograd(_backward, setup_context=_keep)
 
 
-class Quantized(nn.Module):
+class QuantizedModule(nn.Module):
     """A frozen module whose `weight` holds packed bits; of a sharded network a part of them, beside all statistics."""
 
     def __init__(self, module: nn.Linear | ExpertLinear, kind: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = module.in_features, module.out_features
         self.kind, self.state, self.bias = kind, None, module.bias
-        self.weight = nn.Parameter(room(module.weight, kind), requires_grad=False)
+        self.weight = nn.Parameter(empty_storage(module.weight, kind), requires_grad=False)
 
-    def fill(self, packed: Packed) -> None:
+    def fill(self, packed: QuantizedTensor) -> None:
         """Take the bits and their statistics."""
-        put(self.weight, packed.data.view(self.weight.dtype).view(self.weight.shape).__getitem__)
+        copy_into_local(self.weight, packed.data.view(self.weight.dtype).view(self.weight.shape).__getitem__)
         self.state = packed.state
 
-    def _apply(self, fn: Callable, recurse: bool = True) -> "Quantized":
+    def _apply(self, fn: Callable, recurse: bool = True) -> "QuantizedModule":
         """Statistics go where the bits go, and keep their dtypes."""
         super()._apply(fn, recurse)
         if self.state is not None:
             self.state = _moved(self.state, self.weight.device)
         return self
 
-    def pieces(self, device: torch.device) -> tuple[list[Tensor], list[int], str]:
+    def components(self, device: torch.device) -> tuple[list[Tensor], list[int], str]:
         """As `Packed.pieces`; the statistics of bits that wait in the host's memory are fetched once, and stay."""
-        found = self.packed.pieces()
+        found = self.packed.components()
         if found[0][0].device != device:
             self.state = _moved(self.state, device)
-            found = self.packed.pieces()
+            found = self.packed.components()
         return found
 
     @property
-    def packed(self) -> Packed:
+    def packed(self) -> QuantizedTensor:
         """Bits and statistics."""
-        return Packed(self.weight.data, self.state)
+        return QuantizedTensor(self.weight.data, self.state)
 
 
 def _moved(state: Any, device: torch.device) -> Any:
@@ -224,15 +224,15 @@ def _moved(state: Any, device: torch.device) -> Any:
     return state
 
 
-class QuantizedLinear(Quantized, nn.Linear):
+class QuantizedLinear(QuantizedModule, nn.Linear):
     """A frozen Linear in 4 or 8 bits."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = packed_product(x, self.weight, *self.pieces(x.device), None, False)
+        y = quantized_matmul(x, self.weight, *self.components(x.device), None, False)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class QuantizedExpertLinear(Quantized, ExpertLinear):
+class QuantizedExpertLinear(QuantizedModule, ExpertLinear):
     """The same of an ExpertLinear: all experts' matrices, one below the other."""
 
     def __init__(self, module: ExpertLinear, kind: str) -> None:
@@ -241,7 +241,7 @@ class QuantizedExpertLinear(Quantized, ExpertLinear):
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """As ExpertLinear's."""
-        y = packed_product(x, self.weight, *self.pieces(x.device), grouping.ends, False)
+        y = quantized_matmul(x, self.weight, *self.components(x.device), grouping.ends, False)
         return y if self.bias is None else y + by_expert(self.bias.to(y.dtype), grouping)
 
 
@@ -256,7 +256,7 @@ def is_quantizable(name: str, model: nn.Module) -> bool:
     return isinstance(model.get_submodule(owner), (nn.Linear, ExpertLinear))
 
 
-def room(weight: Tensor, kind: str) -> Tensor:
+def empty_storage(weight: Tensor, kind: str) -> Tensor:
     """Unfilled memory for the bits of a weight (out, in) or (E, out, in): its rows, or two numbers a byte."""
     if kind == "int8":
         return torch.empty_like(weight.flatten(0, -2), dtype=torch.int8)
@@ -271,9 +271,9 @@ def quantize_modules(model: nn.Module, names: Iterable[str], kind: str) -> None:
         model.set_submodule(name, make(module, kind))
 
 
-def rounded(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+def quantize_dequantize(weight: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """What a weight (out, in) or (E, out, in), quantized from `dtype`, stands for in `dtype`; as fp32."""
-    return Packed.of(weight.to(dtype).flatten(0, -2), kind).dense(dtype).float().view_as(weight)
+    return QuantizedTensor.quantize(weight.to(dtype).flatten(0, -2), kind).dequantize(dtype).float().view_as(weight)
 
 
 def stored_shape(state: Tensor) -> tuple[int, ...]:
@@ -281,10 +281,10 @@ def stored_shape(state: Tensor) -> tuple[int, ...]:
     return tuple(json.loads(bytes(state.tolist()))["shape"])
 
 
-def dense(module: nn.Module) -> Tensor:
+def dense_weight(module: nn.Module) -> Tensor:
     """A module's weight (out, in), or (E, out, in) of experts, as numbers."""
     if isinstance(module, QuantizedLinear):
-        return module.packed.dense()
+        return module.packed.dequantize()
     if isinstance(module, QuantizedExpertLinear):
-        return module.packed.dense().unflatten(0, (module.count, -1))
+        return module.packed.dequantize().unflatten(0, (module.count, -1))
     return module.weight.detach()

@@ -6,41 +6,41 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from litft.model.config import Rope
+from litft.model.config import RopeConfig
 
 # B batch, T tokens, H heads, D head dim
 
 
-def inverse_frequencies(rope: Rope) -> tuple[Tensor, Tensor]:
+def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
     """The angle per position of each pair, for documents within the original context and for longer ones.
 
     Returns two fp32 tensors of shape (rope.dim / 2,). They differ for longrope only; dynamic NTK depends on the length
-    itself and is computed by `Rotary`. Formulas as in the papers that `Rope` names; checked against transformers.
+    itself and is computed by `RotaryEmbedding`. `RopeConfig` cites the papers; the formulas are tested against transformers.
     """
-    plain = 1.0 / (rope.base ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
-    if rope.kind == "linear":
+    plain = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
+    if rope.rope_type == "linear":
         plain = plain / rope.factor
-    elif rope.kind == "llama3":
+    elif rope.rope_type == "llama3":
         plain = _llama3(plain, rope)
-    elif rope.kind == "yarn":
+    elif rope.rope_type == "yarn":
         plain = _yarn(plain, rope)
-    elif rope.kind == "longrope":
+    elif rope.rope_type == "longrope":
         return plain / torch.tensor(rope.short_factor), plain / torch.tensor(rope.long_factor)
     return plain, plain
 
 
-def _llama3(plain: Tensor, rope: Rope) -> Tensor:
+def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
     """Long wavelengths are slowed by the factor, short ones kept, those between blended."""
-    turns = rope.context * plain / (2 * math.pi)  # over the original context
+    turns = rope.original_max_positions * plain / (2 * math.pi)  # over the original context
     keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
     return plain * keep + plain / rope.factor * (1 - keep)
 
 
-def _yarn(plain: Tensor, rope: Rope) -> Tensor:
+def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
     """Dimensions that turn more than beta_fast times are kept, fewer than beta_slow slowed, a ramp between."""
 
     def dimension(turns: float) -> float:
-        return rope.dim * math.log(rope.context / (turns * 2 * math.pi)) / (2 * math.log(rope.base))
+        return rope.dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
     if rope.truncate:
@@ -51,7 +51,7 @@ def _yarn(plain: Tensor, rope: Rope) -> Tensor:
     return plain * (1 - slowed) + plain / rope.factor * slowed
 
 
-class Angles(NamedTuple):
+class CosSin(NamedTuple):
     """What rotates queries and keys of a layer, (B, 1, T, rope.dim) each, and what scales its queries, (B, 1, T, 1)."""
 
     cos: Tensor  # of each pair, twice
@@ -59,10 +59,10 @@ class Angles(NamedTuple):
     query_scale: Tensor | None
 
 
-class Rotary(nn.Module):
-    """cos and sin of one `Rope`, shared by the layers that use it."""
+class RotaryEmbedding(nn.Module):
+    """cos and sin of one `RopeConfig`, shared by the layers that use it."""
 
-    def __init__(self, rope: Rope) -> None:
+    def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
         self.rope = rope
         self.register_buffer("short", torch.empty(0), persistent=False)
@@ -72,48 +72,50 @@ class Rotary(nn.Module):
     def _compute(self, device: torch.device) -> None:
         self.short, self.long = (f.to(device) for f in inverse_frequencies(self.rope))
 
-    def _apply(self, fn, recurse: bool = True) -> "Rotary":
+    def _apply(self, fn, recurse: bool = True) -> "RotaryEmbedding":
         """Follow the model to its device, but stay exact: a cast to bf16 would move position 4,000 by whole turns."""
         super()._apply(fn, recurse)
         if self.short.device.type != "meta":
             self._compute(self.short.device)
         return self
 
-    def forward(self, positions: Tensor, longest: Tensor | int, dtype: torch.dtype) -> Angles:
+    def forward(self, positions: Tensor, longest: Tensor | int, dtype: torch.dtype) -> CosSin:
         """The angles of positions (B, T).
 
         `longest` is the length of the longest document (in generation: the planned length, of each row as (B, 1, 1, 1)).
         dynamic and longrope choose their factors by it, once a call, so every token of a row sees the same frequencies.
         """
         frequencies = self.short
-        if self.rope.kind == "longrope":
+        if self.rope.rope_type == "longrope":
             longest = torch.as_tensor(longest, device=positions.device)
-            frequencies = torch.where(longest > self.rope.context, self.long, self.short)
-        elif self.rope.kind == "dynamic":
+            frequencies = torch.where(longest > self.rope.original_max_positions, self.long, self.short)
+        elif self.rope.rope_type == "dynamic":
             frequencies = self._dynamic(torch.as_tensor(longest, device=positions.device))
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
         scale = self.rope.attention_factor
         cos, sin = (x.to(dtype) if scale == 1 else (x * scale).to(dtype) for x in (angles.cos(), angles.sin()))
-        return Angles(torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1), self._query_scale(positions, dtype))
+        return CosSin(torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1), self._query_scale(positions, dtype))
 
     def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         if not self.rope.query_beta:
             return None
-        turns = torch.floor(positions[:, None, :, None] / self.rope.context)
+        turns = torch.floor(positions[:, None, :, None] / self.rope.original_max_positions)
         return (1 + self.rope.query_beta * torch.log(1 + turns)).to(dtype)
 
     def _dynamic(self, longest: Tensor) -> Tensor:
         """NTK-aware frequencies: the base grows with the length, so that the slowest pair spans just that length."""
         rope = self.rope
-        stretch = rope.factor * longest.clamp(min=rope.context) / rope.context - (rope.factor - 1)
-        base = rope.base * stretch ** (rope.dim / (rope.dim - 2))
+        stretch = rope.factor * longest.clamp(min=rope.original_max_positions) / rope.original_max_positions - (
+            rope.factor - 1
+        )
+        base = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
         return 1.0 / base ** (torch.arange(0, rope.dim, 2, device=longest.device, dtype=torch.float32) / rope.dim)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first entries of x (B, H, T, D) in the half-split layout: entry i pairs with entry i + dim / 2.
 
-    cos and sin are as `Angles` has them.
+    cos and sin are as `CosSin` has them.
     """
     if torch.compiler.is_compiling():
         return _rotated(x, cos, sin)

@@ -9,14 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model.attention import attend
-from litft.model.config import Config, Layer
+from litft.model.config import Config, LayerConfig
 from litft.model.kv_cache import KVCache, LayerCache
 from litft.model.linear import Linear
-from litft.model.loss import IGNORED, capped, summed_cross_entropy
+from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy
 from litft.model.mlp import make_mlp
-from litft.model.norm import Normalize, normed, qk_norm
-from litft.model.packed_sequences import Documents
-from litft.model.rope import Angles, Rotary, rotate, rotate_interleaved
+from litft.model.norm import Norm, apply_norm, make_qk_norm
+from litft.model.packed_sequences import PackedSequences
+from litft.model.rope import CosSin, RotaryEmbedding, rotate, rotate_interleaved
 
 # B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, V vocabulary
 
@@ -24,7 +24,7 @@ from litft.model.rope import Angles, Rotary, rotate, rotate_interleaved
 class Attention(nn.Module):
     """Self-attention with grouped key/value heads (arXiv 2305.13245)."""
 
-    def __init__(self, config: Config, layer: Layer) -> None:
+    def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
         self.head_dim, self.window, self.scale = config.head_dim, layer.window, layer.attention_scale
         self.softcap, self.clip = config.attention_softcap, config.qkv_clip
@@ -34,26 +34,28 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.o_proj = Linear(width, config.dim, bias=config.o_bias)
-        self.q_norm, self.k_norm = qk_norm(config, config.n_heads), qk_norm(config, config.n_kv_heads)
+        self.q_norm, self.k_norm = make_qk_norm(config, config.n_heads), make_qk_norm(config, config.n_kv_heads)
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
-    def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
         q, k, v = map(self.split, self.projections(x))
-        q, k, v = self.heads(normed(self.q_norm, q)), self.heads(normed(self.k_norm, k)), self.heads(v)
-        if angles is not None:
-            q, k = self.turned(q, k, angles)
-            q = q if angles.query_scale is None else q * angles.query_scale
-        y = self.attended(q, k, v, documents, cache)
+        q, k, v = self.heads(apply_norm(self.q_norm, q)), self.heads(apply_norm(self.k_norm, k)), self.heads(v)
+        if cos_sin is not None:
+            q, k = self.apply_rotary(q, k, cos_sin)
+            q = q if cos_sin.query_scale is None else q * cos_sin.query_scale
+        y = self.attend(q, k, v, documents, cache)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
-    def turned(self, q: Tensor, k: Tensor, angles: Angles) -> tuple[Tensor, ...]:
+    def apply_rotary(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, ...]:
         """Queries and keys, rotated; those of single tokens together, since decoding waits for every operation."""
         if q.size(2) > 1:
-            return self.rotate(q, angles.cos, angles.sin), self.rotate(k, angles.cos, angles.sin)
+            return self.rotate(q, cos_sin.cos, cos_sin.sin), self.rotate(k, cos_sin.cos, cos_sin.sin)
         heads = (q.size(1), k.size(1))
-        return self.rotate(torch.cat((q, k), 1), angles.cos, angles.sin).split_with_sizes(heads, 1)
+        return self.rotate(torch.cat((q, k), 1), cos_sin.cos, cos_sin.sin).split_with_sizes(heads, 1)
 
-    def attended(self, q: Tensor, k: Tensor, v: Tensor, documents: Documents | None, cache: LayerCache | None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
         """What the queries (B, H, T, D) see, (B, H, T, D): the seam of methods that let them see more."""
         return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
 
@@ -63,7 +65,7 @@ class Attention(nn.Module):
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values (B, K, T, D) of x (B, T, C), before any rotation."""
-        return self.heads(normed(self.k_norm, self.split(self.k_proj(x)))), self.heads(self.split(self.v_proj(x)))
+        return self.heads(apply_norm(self.k_norm, self.split(self.k_proj(x)))), self.heads(self.split(self.v_proj(x)))
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, heads * D) -> (B, T, heads, D)"""
@@ -77,22 +79,24 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Attention, then the MLP (or experts), each added to the residual stream, normalised before, after, or both."""
 
-    def __init__(self, config: Config, layer: Layer) -> None:
+    def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
-        before, after = config.norm_place != "after", config.norm_place != "before"
+        before, after = config.norm_position != "after", config.norm_position != "before"
         self.scale = config.residual_scale
-        self.attention_norm = Normalize(config.norm, config.dim) if before else None
+        self.attention_norm = Norm(config.norm, config.dim) if before else None
         self.attention = Attention(config, layer)
-        self.attention_post_norm = Normalize(config.norm, config.dim) if after else None
-        self.mlp_norm = Normalize(config.norm, config.dim) if before and not config.shared_norm else None
+        self.attention_post_norm = Norm(config.norm, config.dim) if after else None
+        self.mlp_norm = Norm(config.norm, config.dim) if before and not config.shared_norm else None
         self.mlp = make_mlp(config, layer)
-        self.mlp_post_norm = Normalize(config.norm, config.dim) if after else None
+        self.mlp_post_norm = Norm(config.norm, config.dim) if after else None
 
-    def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
-        y = self.attention(normed(self.attention_norm, x), angles, documents, cache)
-        x = x + scaled(normed(self.attention_post_norm, y), self.scale)
-        y = self.mlp(normed(self.mlp_norm, x))
-        return x + scaled(normed(self.mlp_post_norm, y), self.scale)
+    def forward(
+        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
+        y = self.attention(apply_norm(self.attention_norm, x), cos_sin, documents, cache)
+        x = x + scaled(apply_norm(self.attention_post_norm, y), self.scale)
+        y = self.mlp(apply_norm(self.mlp_norm, x))
+        return x + scaled(apply_norm(self.mlp_post_norm, y), self.scale)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
@@ -103,13 +107,15 @@ def scaled(x: Tensor, scale: float) -> Tensor:
 class ParallelBlock(Block):
     """Attention and the MLP side by side on one input, as in GPT-J; `shared_norm`: on one normalised input."""
 
-    def __init__(self, config: Config, layer: Layer) -> None:
+    def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__(config, layer)
         self.shared = config.shared_norm
 
-    def forward(self, x: Tensor, angles: Angles | None, documents: Documents | None, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
         y = self.attention_norm(x)
-        return x + self.attention(y, angles, documents, cache) + self.mlp(y if self.shared else self.mlp_norm(x))
+        return x + self.attention(y, cos_sin, documents, cache) + self.mlp(y if self.shared else self.mlp_norm(x))
 
 
 class GPT(nn.Module):
@@ -119,14 +125,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.embed_positions = nn.Embedding(config.context, config.dim) if config.learned_positions else None
+        self.embed_positions = nn.Embedding(config.max_positions, config.dim) if config.learned_positions else None
         block = ParallelBlock if config.parallel else Block
         self.blocks = nn.ModuleList(block(config, layer) for layer in config.layers)
-        self.norm = Normalize(config.norm, config.dim)
+        self.norm = Norm(config.norm, config.dim)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=config.head_bias)
         self.tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
-        self.rotaries = nn.ModuleList(Rotary(rope) for rope in ropes)
+        self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         self.rotary_of = [ropes.index(layer.rope) if layer.rope else None for layer in config.layers]
         self.label_smoothing = self.neftune_alpha = 0.0  # of training: the loop sets them
         self.computes_on: torch.device | None = None  # set where weights wait in the host's memory: None: where they lie
@@ -142,7 +148,7 @@ class GPT(nn.Module):
         return self.computes_on or self.embed.weight.device
 
     @property
-    def places(self) -> list[torch.device]:
+    def block_devices(self) -> list[torch.device]:
         """Where each block computes."""
         return [self.computes_on or next(block.parameters()).device for block in self.blocks]
 
@@ -160,11 +166,11 @@ class GPT(nn.Module):
         tokens: Tensor,
         *,
         positions: Tensor | None = None,
-        documents: Documents | Tensor | None = None,
+        documents: PackedSequences | Tensor | None = None,
         cache: KVCache | None = None,
         targets: Tensor | None = None,
-        kept: Tensor | None = None,
-        wanted: Tensor | None = None,
+        target_indices: Tensor | None = None,
+        logits_to_keep: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run tokens (B, T) through the network.
 
@@ -179,7 +185,7 @@ class GPT(nn.Module):
         `forward`, so that DDP and FSDP see it).
         """
         if isinstance(documents, Tensor):
-            documents = Documents.of(documents)
+            documents = PackedSequences.of(documents)
         ids = documents.ids if documents else None
         if cache is not None:
             cache.begin(tokens, positions)
@@ -188,22 +194,22 @@ class GPT(nn.Module):
         x = self.embedded(tokens, positions)  # (B, T, C)
         if self.training and self.neftune_alpha:
             x = with_noise(x, self.neftune_alpha, targets, ids)
-        angles = self.angles(positions, cache, x.dtype)
+        cos_sin = self.cos_sin(positions, cache, x.dtype)
         documents = self.arranged(documents, tokens)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_of, strict=True)):
             layer_cache = cache.layers[index] if cache else None
-            x = block(x, angles[rotary] if rotary is not None else None, documents, layer_cache)
+            x = block(x, cos_sin[rotary] if rotary is not None else None, documents, layer_cache)
         if cache is not None:
             cache.end()
-        if wanted is not None:
-            x = x.gather(1, wanted[..., None].expand(-1, -1, x.size(2)))
+        if logits_to_keep is not None:
+            x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.size(2)))
         x = scaled(self.norm(x), self.config.logit_scale)
         if targets is not None:
             smoothing = self.label_smoothing if self.training else 0.0
-            return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap, smoothing, kept)
-        return capped(self.lm_head(x), self.config.logit_softcap)
+            return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap, smoothing, target_indices)
+        return apply_softcap(self.lm_head(x), self.config.logit_softcap)
 
-    def arranged(self, documents: Documents | None, tokens: Tensor) -> Documents | None:
+    def arranged(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
         """What the blocks are told of the documents: the seam of compiled ones."""
         return documents
 
@@ -214,9 +220,9 @@ class GPT(nn.Module):
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
         return x if self.embed_positions is None else x + self.embed_positions(positions)
 
-    def angles(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[Angles]:
+    def cos_sin(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[CosSin]:
         """The angles of each distinct Rope; the longest document (or the planned length) chooses its factors."""
-        longest = cache.planned if cache else positions.max() + 1
+        longest = cache.max_length if cache else positions.max() + 1
         return [rotary(positions, longest, dtype) for rotary in self.rotaries]
 
 

@@ -13,12 +13,14 @@ from queue import Empty, SimpleQueue
 
 from litft.errors import PeerLost
 from litft.inference.decoder import PIECE
-from litft.inference.generation import Batch, Piece, Request
+from litft.inference.generation import Batch, GenerationChunk, Request
 from litft.inference.sampling import Sampling
-from litft.inference.session import Opened
+from litft.inference.session import Session
 from litft.model.kv_cache import KVCache
 
-Deliver = Callable[[Piece | Exception], None]  # is called in the engine's thread; an exception is the last it is given
+Deliver = Callable[
+    [GenerationChunk | Exception], None
+]  # is called in the engine's thread; an exception is the last it is given
 
 
 class Overloaded(Exception):
@@ -47,7 +49,7 @@ class Engine:
     tokens. most_waiting: how many more may wait for a row, of all models together.
     """
 
-    def __init__(self, models: dict[str, Opened], rows: int, capacity: int, most_waiting: int) -> None:
+    def __init__(self, models: dict[str, Session], rows: int, capacity: int, most_waiting: int) -> None:
         self.models, self.rows, self.capacity, self.most_waiting = models, rows, capacity, most_waiting
         next(iter(models.values())).limit_threads(rows)
         self.alive = True
@@ -78,9 +80,9 @@ class Engine:
 
     def warm(self) -> None:
         """Answer a word with each model: what is made at the first use is there then. Raises what goes wrong."""
-        ends: SimpleQueue[Piece | Exception] = SimpleQueue()
-        for name, opened in self.models.items():
-            request = Request(opened.tokenizer.encode("a")[-1:], 2, Sampling(0.0))
+        ends: SimpleQueue[GenerationChunk | Exception] = SimpleQueue()
+        for name, session in self.models.items():
+            request = Request(session.tokenizer.encode("a")[-1:], 2, Sampling(0.0))
             self.submit(name, [(request, ends.put)])
             while not isinstance(piece := ends.get(), Exception) and not piece.finish_reason:
                 pass
@@ -166,8 +168,8 @@ class Engine:
     def _batch(self, name: str) -> Batch:
         """A model's, made at its first request."""
         if name not in self._batches:
-            opened = self.models[name]
-            self._batches[name] = Batch(opened.decoder(self.rows, self.capacity), opened.tokenizer)
+            session = self.models[name]
+            self._batches[name] = Batch(session.decoder(self.rows, self.capacity), session.tokenizer)
         return self._batches[name]
 
     def _go_on(self, name: str) -> None:

@@ -16,8 +16,8 @@ from litft.args import Sampling
 from litft.data.formats import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
 from litft.inference.decoder import check_prompt
-from litft.inference.generation import Piece, Request
-from litft.inference.session import Opened
+from litft.inference.generation import GenerationChunk, Request
+from litft.inference.session import Session
 
 MOST_CHOICES = 128  # of one request, as OpenAI has it
 MOST_STOPS, LONGEST_STOP = 32, 1000
@@ -102,13 +102,13 @@ class Asked(BaseModel):
         """How answers are worded."""
         raise NotImplementedError
 
-    def requests(self, opened: Opened, capacity: int, limit: int | None) -> list[Request]:
+    def requests(self, session: Session, capacity: int, limit: int | None) -> list[Request]:
         """A request a choice; ApiError for what cannot be. capacity: of prompt and answer; limit: of any answer."""
         for param, reason in self.unknown():
             raise ApiError(400, f"{param}: {reason}", "unsupported_parameter", param)
         if (count := self.texts * (self.n or 1)) > MOST_CHOICES:
             raise ApiError(400, f"{count} answers at once, and at most {MOST_CHOICES} may be; send several requests")
-        sampling, stop = self._sampling(opened), [self.stop] if isinstance(self.stop, str) else self.stop or []
+        sampling, stop = self._sampling(session), [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stop:
             raise ApiError(400, "stop: an empty text stands everywhere; leave it out", param="stop")
         if len(stop) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stop):  # each is looked for at every token
@@ -118,37 +118,37 @@ class Asked(BaseModel):
         first = None if sampling.seed is None else sampling.seed % 2**64
         draws = [replace(sampling, seed=None if first is None else first + n) for n in range(self.n or 1)]
         found = []
-        for ids in self._checked_prompts(opened, capacity):
+        for ids in self._checked_prompts(session, capacity):
             most = min(filter(None, (capacity - len(ids), self.most, limit)))
-            stops = opened.tokenizer.stop_ids, [*opened.stop, *stop]
+            stops = session.tokenizer.stop_ids, [*session.stop, *stop]
             found += [Request(ids, most, draw, *stops, self.top or 0, trimmed=self.in_template) for draw in draws]
         return found
 
-    def _checked_prompts(self, opened: Opened, capacity: int) -> list[list[int]]:
+    def _checked_prompts(self, session: Session, capacity: int) -> list[list[int]]:
         try:
-            prompts = self.prompts(opened.tokenizer)
+            prompts = self.prompts(session.tokenizer)
             longest = max(map(len, prompts), default=0)
             if longest >= capacity:
                 reason = f"the prompt has {longest} tokens, and prompt and answer together may have {capacity}"
                 raise ApiError(400, f"{reason}; shorten it", "context_length_exceeded", self.about)
             for ids in prompts:
-                check_prompt(opened.model, ids)
+                check_prompt(session.model, ids)
         except ValueError as error:
             raise ApiError(400, str(error), param=self.about) from None
         return prompts
 
-    def _sampling(self, opened: Opened) -> Sampling:
+    def _sampling(self, session: Session) -> Sampling:
         """As the request says, and where it says nothing as the command and the folder do."""
         names = [item.name for item in fields(Sampling)]
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        vocab_size = opened.model.config.vocab_size
+        vocab_size = session.model.config.vocab_size
         if outside := [token for token in self.logit_bias or () if not 0 <= token < vocab_size]:
             raise ApiError(400, f"logit_bias: token {outside[0]}, and the model has {vocab_size}", param="logit_bias")
         if too_much := [value for value in (self.logit_bias or {}).values() if not abs(value) <= 100]:
             raise ApiError(400, f"logit_bias {too_much[0]}: must lie in [-100, 100]", param="logit_bias")
         if self.logit_bias:
-            given["logit_bias"] = opened.sampling.logit_bias | self.logit_bias
-        sampling = replace(opened.sampling, **given)
+            given["logit_bias"] = session.sampling.logit_bias | self.logit_bias
+        sampling = replace(session.sampling, **given)
         for problem in sampling.problems():
             problem = problem.removeprefix("--")
             raise ApiError(400, problem, param=problem.split()[0])
@@ -272,7 +272,7 @@ class Reply:
         self.before = tokenizer.encode("a", bos=False)[-1:]  # a token behind which others keep the space they begin with
         self.head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, choices: list[list[Piece]]) -> dict[str, Any]:
+    def whole(self, choices: list[list[GenerationChunk]]) -> dict[str, Any]:
         """All choices, each of which has ended."""
         worded = [self.choice(index, pieces) for index, pieces in enumerate(choices)]
         return self.head | {"object": self.kind, "choices": worded, "usage": self.usage([own[-1] for own in choices])}
@@ -285,24 +285,24 @@ class Reply:
         """What a choice's stream begins with."""
         return []
 
-    def choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, index: int, pieces: Sequence[GenerationChunk]) -> dict[str, Any]:
         """A whole choice."""
         raise NotImplementedError
 
-    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+    def delta(self, index: int, piece: GenerationChunk) -> dict[str, Any]:
         """A piece of a choice."""
         raise NotImplementedError
 
-    def usage(self, last: Sequence[Piece]) -> dict[str, Any]:
+    def usage(self, last: Sequence[GenerationChunk]) -> dict[str, Any]:
         """What the answers have cost, by the last piece of each; a prompt counts once."""
         prompt, read = (
-            sum(getattr(own.speeds, name) for own in last[:: self.each]) for name in ("prompt_tokens", "read_tokens")
+            sum(getattr(own.stats, name) for own in last[:: self.each]) for name in ("prompt_tokens", "read_tokens")
         )
-        new = sum(own.speeds.new_tokens for own in last)
+        new = sum(own.stats.new_tokens for own in last)
         counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
         return counts | {"prompt_tokens_details": {"cached_tokens": prompt - read}}
 
-    def told(self, pieces: Sequence[Piece]) -> list[tuple[int, float, list[tuple[int, float]]]]:
+    def told(self, pieces: Sequence[GenerationChunk]) -> list[tuple[int, float, list[tuple[int, float]]]]:
         """Tokens with what is told of them: the one that ends an answer is no part of it."""
         stop = set(self.tokenizer.stop_ids)
         found = [own for piece in pieces for own in zip(piece.tokens, piece.logprobs, piece.top, strict=True)]
@@ -320,7 +320,7 @@ class ChatReply(Reply):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, index: int, pieces: Sequence[GenerationChunk]) -> dict[str, Any]:
         message = {"role": "assistant", "content": "".join(pieces)}
         return {"index": index, "message": message, **self._rest(pieces)}
 
@@ -328,10 +328,10 @@ class ChatReply(Reply):
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+    def delta(self, index: int, piece: GenerationChunk) -> dict[str, Any]:
         return {"index": index, "delta": {"content": str(piece)} if piece else {}, **self._rest([piece])}
 
-    def _rest(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def _rest(self, pieces: Sequence[GenerationChunk]) -> dict[str, Any]:
         told = {"content": [self._entry(*own) for own in self.told(pieces)]} if self.tells_logprobs else None
         return {"logprobs": told, "finish_reason": reason(pieces[-1])}
 
@@ -350,14 +350,14 @@ class CompletionReply(Reply):
         super().__init__(*words)
         self.offsets: Counter[int] = Counter()  # where each choice's next token begins
 
-    def choice(self, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    def choice(self, index: int, pieces: Sequence[GenerationChunk]) -> dict[str, Any]:
         told = self._told(index, pieces) if self.tells_logprobs else None
         return {"index": index, "text": "".join(pieces), "logprobs": told, "finish_reason": reason(pieces[-1])}
 
-    def delta(self, index: int, piece: Piece) -> dict[str, Any]:
+    def delta(self, index: int, piece: GenerationChunk) -> dict[str, Any]:
         return self.choice(index, [piece])
 
-    def _told(self, index: int, pieces: Sequence[Piece]) -> dict[str, list]:
+    def _told(self, index: int, pieces: Sequence[GenerationChunk]) -> dict[str, list]:
         found = self.told(pieces)
         texts, offsets = [self.text_of(token) for token, _, _ in found], [self.offsets[index]]
         for text in texts:
@@ -373,6 +373,6 @@ def sayable(logprob: float) -> float:
     return max(logprob, -9999.0)
 
 
-def reason(piece: Piece) -> str | None:
+def reason(piece: GenerationChunk) -> str | None:
     """Why an answer has ended, in the API's words."""
     return "length" if piece.finish_reason == "context" else piece.finish_reason

@@ -33,11 +33,11 @@ except ModuleNotFoundError as error:
 
 from litft.args import ServeArgs
 from litft.args.processes import local_rank
-from litft.distributed.devices import is_out_of_memory, memory_there
+from litft.distributed.devices import device_memory, is_out_of_memory
 from litft.errors import summary
 from litft.inference.decoder import BrokenModel
-from litft.inference.generation import Piece, Request
-from litft.inference.session import Opened, open_models, source_of
+from litft.inference.generation import GenerationChunk, Request
+from litft.inference.session import Session, open_sessions, source_of
 from litft.serving.engine import Engine, Overloaded, Stopping
 
 PAGE = Path(__file__).parent / "page.html"
@@ -75,15 +75,15 @@ def _logs() -> dict[str, Any]:
     return found
 
 
-def _engine(args: ServeArgs, models: dict[str, Opened]) -> Engine:
+def _engine(args: ServeArgs, models: dict[str, Session]) -> Engine:
     """What answers, and has answered once; ValueError where there is no room for what is asked for."""
     model = next(iter(models.values())).model
-    context = model.config.context
+    context = model.config.max_positions
     if (args.max_seq_length or 0) > context:
         raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context is {context}; lower it")
     engine = Engine(models, args.batch_size, args.max_seq_length or min(CAPACITY, context), args.max_waiting)
     remedy = f"lower --batch_size {engine.rows} or --max_seq_length {engine.capacity}"
-    if (asked := engine.memory * len(models)) > memory_there(model.device):
+    if (asked := engine.memory * len(models)) > device_memory(model.device):
         raise ValueError(f"{asked / 2**30:,.0f} GiB for the texts are more than there are; {remedy}")
     engine.start()
     try:
@@ -110,13 +110,13 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _open(args: ServeArgs) -> dict[str, Opened]:
+def _open(args: ServeArgs) -> dict[str, Session]:
     """What is served, by name; ValueError for two of one name."""
     named = {name: folder for name, _, folder in (item.partition("=") for item in args.adapters)}
     first = args.model_name or source_of(args).name
     if first in named:
         raise ValueError(f"--adapters {first}=...: the first model is called so too; give it another with --model_name")
-    return dict(zip([first, *named], open_models(args, list(named.values())), strict=True))
+    return dict(zip([first, *named], open_sessions(args, list(named.values())), strict=True))
 
 
 def _welcome(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:
@@ -242,13 +242,13 @@ class Endpoint:
         body = await self._body(request)
         asked = parsed(kind, body)
         name = self._named(asked.model) if asked.model else next(iter(self.models))
-        opened = self.models[name]
+        session = self.models[name]
         # long prompts take long to tokenize: others are served meanwhile
-        requests = await asyncio.to_thread(asked.requests, opened, self.capacity, self.limit)
+        requests = await asyncio.to_thread(asked.requests, session, self.capacity, self.limit)
         if len(requests) > self.engine.most:
             raise ApiError(400, f"{len(requests)} answers: this server makes and queues {self.engine.most}; ask for fewer")
         choices = Choices(self.engine, name, requests)
-        reply = asked.reply(name, opened.tokenizer)
+        reply = asked.reply(name, session.tokenizer)
         if asked.stream:
             wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
             first = await _unless_gone(request, choices.next())  # an error has a status of its own while nothing is sent
@@ -292,11 +292,11 @@ class Choices:
         """How many there are."""
         return len(self._numbers)
 
-    def _deliver(self, index: int, what: Piece | Exception) -> None:
+    def _deliver(self, index: int, what: GenerationChunk | Exception) -> None:
         with suppress(RuntimeError):  # the loop has ended, and whoever asked with it
             self._loop.call_soon_threadsafe(self._came.put_nowait, (index, what))
 
-    async def next(self) -> tuple[int, Piece]:
+    async def next(self) -> tuple[int, GenerationChunk]:
         """The next piece and whose it is; ApiError where the engine fails. Whoever stops waiting gives the answers up."""
         try:
             index, what = await self._came.get()
@@ -332,16 +332,18 @@ class Stream(StreamingResponse):
 
 async def _whole(choices: Choices, reply: Reply) -> dict[str, Any]:
     """Everything in one."""
-    found: list[list[Piece]] = [[] for _ in range(choices.count)]
+    found: list[list[GenerationChunk]] = [[] for _ in range(choices.count)]
     while choices.open:
         index, piece = await choices.next()
         found[index].append(piece)
     return reply.whole(found)
 
 
-async def _events(choices: Choices, reply: Reply, first: tuple[int, Piece], wants_usage: bool) -> AsyncIterator[str]:
+async def _events(
+    choices: Choices, reply: Reply, first: tuple[int, GenerationChunk], wants_usage: bool
+) -> AsyncIterator[str]:
     """Server-sent events, the last of them [DONE]."""
-    last: dict[int, Piece] = {}
+    last: dict[int, GenerationChunk] = {}
     try:
         following = first
         while True:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from litft.training.memory_plan import Plan
 
-SHARE = 0.4  # of a chip's peak that training reaches where all goes well, and nothing is waited for
+UTILIZATION = 0.4  # of a chip's peak that training reaches where all goes well, and nothing is waited for
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Cluster:
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommunicationVolume:
     """Bytes that each device receives in a step, from its node and from others, and seconds of its parts."""
 
     near: float
@@ -38,7 +38,7 @@ class Traffic:
     @property
     def share(self) -> float:
         """Of the chip's peak."""
-        return SHARE * self.computing / self.step
+        return UTILIZATION * self.computing / self.step
 
     def line(self, batches: int) -> str:
         """In words."""
@@ -49,7 +49,9 @@ class Traffic:
         )
 
 
-def traffic(plan: Plan, cluster: Cluster, batches: int, flops: float, slower: float, peak: float) -> Traffic:
+def communication_volume(
+    plan: Plan, cluster: Cluster, batches: int, flops: float, slower: float, peak: float
+) -> CommunicationVolume:
     """A step of so many micro-batches on each device, of so many FLOPs each, which take `slower` times as long.
 
     What moves is hidden behind what is computed, but for the first block's gathering and the last one's scattering.
@@ -62,7 +64,7 @@ def traffic(plan: Plan, cluster: Cluster, batches: int, flops: float, slower: fl
     near = gathered * (local - 1) / local + added * (beside - 1) / beside
     far = gathered * (spread - 1) / spread / local + added * (across - 1) / across / beside
     moving = max(near / cluster.near, far / cluster.far)
-    computing = batches * flops * slower / (SHARE * peak)
+    computing = batches * flops * slower / (UTILIZATION * peak)
     shown = moving / (2 * plan.blocks) if cluster.size > 1 else 0.0
-    useful = batches * flops / (SHARE * peak)
-    return Traffic(near, far, moving, useful, max(computing, moving) + shown)
+    useful = batches * flops / (UTILIZATION * peak)
+    return CommunicationVolume(near, far, moving, useful, max(computing, moving) + shown)

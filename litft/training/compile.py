@@ -8,22 +8,22 @@ import torch
 from torch import Tensor, nn
 
 from litft.methods.mixins import mixed
-from litft.model.packed_sequences import Documents, row_starts
+from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 from litft.model.transformer import GPT
 
 
 class Compiled(nn.Module):
     """A network of compiled blocks."""
 
-    def arranged(self, documents: Documents | None, tokens: Tensor) -> Documents | None:
+    def arranged(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
         """On a GPU, where scores are changed before the softmax, with what its compiled attention needs."""
         if documents is not None:  # Dynamo may take their count for a constant, unless it is told
-            torch._dynamo.maybe_mark_dynamic(documents.starts, 0)
+            torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
         changed = self.config.attention_softcap is not None or self.config.sinks
         if not (changed and tokens.is_cuda and torch.is_grad_enabled() and is_compiled(self)):
             return documents
         if documents is None:  # each row is one
-            documents = Documents(torch.zeros_like(tokens), row_starts(*tokens.shape, tokens.device))
+            documents = PackedSequences(torch.zeros_like(tokens), row_cu_seqlens(*tokens.shape, tokens.device))
         return documents.with_masks({layer.window for layer in self.config.layers})
 
 

@@ -162,7 +162,7 @@ class Weights:
             self.fetched[number] = [self.copies.to_device(host) for _, host in self.waiting[number]]
 
 
-class Fetched(nn.Module):
+class FetchedBlock(nn.Module):
     """A block whose weights are there while it runs. What autograd keeps of them stays: so it has to be recomputed."""
 
     def forward(self, *inputs: Any) -> Tensor:
@@ -182,5 +182,5 @@ def offload_parameters(model: GPT, device: torch.device) -> None:
         if id(tensor) not in aside:
             tensor.data = tensor.data.to(device)
     for number, block in enumerate(model.blocks):
-        block.__class__ = mixed(Fetched, type(block))
+        block.__class__ = mixed(FetchedBlock, type(block))
         block.weights, block.number = weights, number

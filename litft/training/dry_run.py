@@ -12,20 +12,20 @@ import torch
 
 from litft.args import LoRAFinetuneArgs, PrepareArgs
 from litft.args.processes import global_rank
-from litft.data.dataset import Data, histogram, load_data, unknown_tokens
+from litft.data.dataset import DataSplits, histogram, load_data, unknown_tokens
 from litft.data.encoder import Sample
-from litft.data.packing import cells
-from litft.data.token_store import Report
+from litft.data.packing import num_slots
+from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import shards
 from litft.model.loss import IGNORED
 from litft.pretrained import resolve
-from litft.training.communication_plan import SHARE
+from litft.training.communication_plan import UTILIZATION
 from litft.training.flops import peak_flops
 from litft.training.memory_plan import in_words
 from litft.training.schedule import Schedule
 from litft.training.settings import Settings
-from litft.training.setup import Job
+from litft.training.setup import Setup
 
 STRATEGIES = {
     "ddp": "each device holds all of the weights",
@@ -38,14 +38,14 @@ GREEN, OFF = "\033[32m", "\033[0m"
 MARKS = "⟦", "⟧"  # where there is no colour
 
 
-def dry_run(job: Job, schedule: Schedule, settings: Settings) -> None:
+def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     """What a run would do, said by the first process."""
     if global_rank() != "0":
         return
-    for line in data_report(schedule, job.tokenizer, count=3):
+    for line in data_report(schedule, setup.tokenizer, count=3):
         print(line)
     print()
-    for line in plan_lines(job, schedule, settings, peak_flops(settings.device, settings.precision)):
+    for line in plan_lines(setup, schedule, settings, peak_flops(settings.device, settings.precision)):
         print(line)
 
 
@@ -54,9 +54,9 @@ def prepare_data(args: PrepareArgs) -> None:
     finetuning = LoRAFinetuneArgs(checkpoint_dir=args.checkpoint_dir, base_dir=args.base_dir, data=args.data)
     finetuning.train.global_batch_size = args.global_batch_size
     source = resolve(args.checkpoint_dir, args.base_dir)
-    job = Job(finetuning, source)
-    data = load_data(args.data, job.tokenizer, job.method.vocab_size(source.config), source.config.context)
-    for line in data_report(Schedule(finetuning, data, 1), job.tokenizer, args.show):
+    setup = Setup(finetuning, source)
+    data = load_data(args.data, setup.tokenizer, setup.method.vocab_size(source.config), source.config.max_positions)
+    for line in data_report(Schedule(finetuning, data, 1), setup.tokenizer, args.show):
         print(line)
 
 
@@ -96,18 +96,20 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
 
 def packing_line(schedule: Schedule) -> str:
     """How full the rows are, over the first 200 steps."""
-    fed, slots, rows, steps = 0, 0, 0, range(min(schedule.steps, 200))
+    fed, peft_targets, rows, steps = 0, 0, 0, range(min(schedule.steps, 200))
     for lengths in map(schedule.lengths, steps):
         fed += int(lengths.sum())
         for batch in schedule.layout.plan(lengths.tolist()):
-            slots, rows = slots + cells(lengths, batch), rows + len(batch)
+            peft_targets, rows = peft_targets + num_slots(lengths, batch), rows + len(batch)
     room = (
-        f"packed into rows of at most {schedule.data.limit:,} tokens" if schedule.layout.room else "a row for each example"
+        f"packed into rows of at most {schedule.data.limit:,} tokens"
+        if schedule.layout.row_tokens
+        else "a row for each example"
     )
-    return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / slots:.1%} padding"
+    return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / peft_targets:.1%} padding"
 
 
-def file_line(report: Report) -> str:
+def file_line(report: EncodingReport) -> str:
     """A file's counts."""
     formats = ", ".join(f"{name} {count:,}" if len(report.formats) > 1 else name for name, count in report.formats.items())
     parts = [
@@ -122,14 +124,14 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def plan_lines(job: Job, schedule: Schedule, settings: Settings, peak: float | None) -> Iterator[str]:
+def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float | None) -> Iterator[str]:
     """What the run needs, on the machine at hand."""
     plan, device = settings.plan, settings.device
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    what = f"{job.source.folder} in {settings.precision if job.quantize == 'none' else job.quantize}"
-    yield f"{what}: {plan.title_line(job.method.title)}"
+    what = f"{setup.source.folder} in {settings.precision if setup.quantize == 'none' else setup.quantize}"
+    yield f"{what}: {plan.title_line(setup.method.title)}"
     if settings.strategy != "single":
-        size = shards(job.args, settings.strategy)
+        size = shards(setup.args, settings.strategy)
         yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"
     recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
     yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
@@ -143,7 +145,7 @@ def time_line(flops: float, slower: float, what: str, chip: str, peak: float | N
     """What so many FLOPs, which take `slower` times as long, come to on so many chips that can do `peak` a second."""
     time = "whose peak is not known"
     if peak:
-        time = f"{duration(flops * slower / (peak * SHARE * devices))} at {SHARE:.0%} of its peak"
+        time = f"{duration(flops * slower / (peak * UTILIZATION * devices))} at {UTILIZATION:.0%} of its peak"
     size = f"{flops / 1e12:,.0f}" if flops >= 1e13 else f"{flops / 1e12:.2g}"
     return f"{what}: {size} TFLOPs; on {devices} x {chip}, {time}"
 
@@ -154,7 +156,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / size:.2g} {unit}"
 
 
-def details(data: Data) -> Iterator[str]:
+def details(data: DataSplits) -> Iterator[str]:
     """Which records something happened to: the first few of each kind."""
     for name, report in data.reports.items():
         for note, (count, places) in report.notes.items():

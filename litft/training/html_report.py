@@ -144,8 +144,8 @@ def _validations(rows: list[dict[str, float]]) -> str:
     head = "".join(f"<th>{title}</th>" for _, title, _ in there)
     body = ""
     for row in found:
-        cells = (form.format(row[name]) if name in row else "" for name, _, form in there)
-        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+        num_slots = (form.format(row[name]) if name in row else "" for name, _, form in there)
+        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in num_slots)}</tr>"
     return f"<h2>Validations</h2><div class=scroll><table><tr>{head}</tr>{body}</table></div>"
 
 

@@ -17,7 +17,7 @@ from litft.distributed.devices import DTYPES
 from litft.methods import Method
 from litft.model.quantization import is_quantizable
 from litft.model.transformer import GPT, built_in
-from litft.pretrained import Source
+from litft.pretrained import PretrainedFolder
 from litft.training.activation_checkpointing import recompute
 from litft.training.cpu_offload import waits
 from litft.training.flops import Flops
@@ -97,7 +97,7 @@ class Plan:
 
 
 def predict(
-    source: Source,
+    source: PretrainedFolder,
     method: Method,
     precision: str,
     quantize: str,
@@ -127,7 +127,7 @@ def predict(
         dequantized = compute.itemsize * max((w.numbers for w in weights.values() if w.packed), default=0)
         every, gathered, resident, host = 0, 0, sum(w.bytes for w in weights.values()), 0
         if shards > 1:
-            every, gathered, resident = _sharded(model, weights, shards, compute if method.whole else None)
+            every, gathered, resident = _sharded(model, weights, shards, compute if method.saves_full_model else None)
         elif cpu_offload == "parameters":
             host, here = _waiting(model)
             resident += here - host
@@ -154,7 +154,7 @@ def predict(
     return Plan(parameters, sum(p.numel() for p in named.values()), flops, memory, every, len(model.blocks))
 
 
-def _network(source: Source, method: Method, precision: str) -> tuple[GPT, int]:
+def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[GPT, int]:
     """The network with the method on it, and how many parameters it has without."""
     with built_in(DTYPES[method.storage(precision)]):
         model = GPT(source.config)
@@ -183,7 +183,7 @@ class Weight(NamedTuple):
 def _weights(model: GPT, method: Method, quantize: str) -> dict[str, Weight]:
     """Every tensor's, one that is shared once, by its name."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    found, plain = {}, method.plain()
+    found, plain = {}, method.unquantized_modules()
     for name, tensor in {t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)}.values():
         owner = name.rpartition(".")[0]
         packs = quantize != "none" and is_quantizable(name, model) and owner not in plain and not tensor.requires_grad

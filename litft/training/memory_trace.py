@@ -211,7 +211,7 @@ def trace_blocks(
 def _passages(model: GPT, shape: Shape, dtype: torch.dtype, steps: InBackward | None, shards: int) -> list[Passage]:
     """Of the embedding, each block, and the last norm."""
     positions = torch.arange(shape.tokens)[None]
-    angles = model.angles(positions, None, dtype)
+    cos_sin = model.cos_sin(positions, None, dtype)
     ends = [parameter for name, parameter in model.named_parameters() if name.startswith("embed")]
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
     passages = [_passage(lambda ids: model.embedded(ids, positions), tokens, ends, shape.accumulated, steps)]
@@ -221,7 +221,7 @@ def _passages(model: GPT, shape: Shape, dtype: torch.dtype, steps: InBackward | 
         key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)
         key += (tuple(type(module) for module in block.modules()),)
         if key not in alike:
-            rest = (angles[rotary] if rotary is not None else None, None, None)
+            rest = (cos_sin[rotary] if rotary is not None else None, None, None)
             accumulated = shape.accumulated and shards == 1
             alike[key] = _passage(lambda x, b=block, r=rest: b(x, *r), x, [*block.parameters()], accumulated, steps)
         passages.append(alike[key])
@@ -235,13 +235,15 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str, steps:
     count = min(shape.learned or every, every)
     rows = min(count, CHUNK)  # what follows is chunk after chunk
     trained = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    targets, kept = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)
+    targets, target_indices = torch.zeros(1, rows, dtype=torch.int64), torch.arange(rows)
 
     def run() -> None:
         hidden = torch.empty(1, rows, model.config.dim, dtype=dtype, requires_grad=True)
         # a tied weight's gradient is complete when the embedding's part is there
         with steps.stepping() if steps and not model.config.tied else nullcontext():
-            summed_cross_entropy(hidden, head, targets, model.config.logit_softcap, kept=kept)[0].backward()
+            summed_cross_entropy(hidden, head, targets, model.config.logit_softcap, target_indices=target_indices)[
+                0
+            ].backward()
 
     if steps and trained:
         with Alive():

@@ -43,21 +43,23 @@ def make_optimizer(args: TrainArgs, method: Method, parameters: dict[str, nn.Par
     groups: dict[tuple, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         decay = args.weight_decay if parameter.dim() > 1 and not name.endswith(VECTORS) else 0.0
-        groups.setdefault((method.rate(name), decay, is_hidden(name, parameter)), []).append(parameter)
+        groups.setdefault((method.lr_multiplier(name), decay, is_hidden(name, parameter)), []).append(parameter)
     listed = [
         {"params": chosen, "lr": args.learning_rate, "factor": factor, "weight_decay": decay, "hidden": hidden}
         for (factor, decay, hidden), chosen in groups.items()
     ]
     make = OPTIMIZERS[args.optimizer].make
-    rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
+    speculative_rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
-    if rounds and sharded and args.optimizer == "muon":
+    if speculative_rounds and sharded and args.optimizer == "muon":
         raise ValueError("--train.optimizer muon needs whole matrices, and bf16-true steps parts; use --precision bf16")
-    if rounds and args.optimizer == "schedule_free":
+    if speculative_rounds and args.optimizer == "schedule_free":
         raise ValueError("--train.optimizer schedule_free needs fp32 weights to average; use --precision bf16 or fp32")
     if args.optimizer_in_backward:
         return InBackward(listed, make)
-    return Rounded(listed, make) if rounds or (sharded and args.optimizer in BY_PART) else make(listed)
+    return (
+        StochasticRounding(listed, make) if speculative_rounds or (sharded and args.optimizer in BY_PART) else make(listed)
+    )
 
 
 def state_bytes(name: str, parameters: dict[str, Tensor]) -> int:
@@ -98,7 +100,7 @@ def averaged(optimizer: Optimizer) -> Iterator[None]:
             weight.detach().copy_(optimizer.state[weight].pop("stepped"))
 
 
-class Together(Optimizer):
+class ChainedOptimizer(Optimizer):
     """Several optimizers, each with parameters of its own, as one."""
 
     def __init__(self, parts: list[Optimizer]) -> None:
@@ -119,7 +121,7 @@ class Together(Optimizer):
 ROUNDING = 20
 
 
-class Rounded(Optimizer):
+class StochasticRounding(Optimizer):
     """An optimizer on bf16 weights: each is made fp32, stepped in fp32, and rounded up or down by chance (arXiv 2010.06192).
 
     Of what is sharded each process steps its part, which is right for an optimizer that looks at every number by itself.
@@ -163,7 +165,7 @@ class Rounded(Optimizer):
         self.state[parameter] = kept
 
 
-class InBackward(Rounded):
+class InBackward(StochasticRounding):
     """Each weight is stepped as soon as its gradient is there, which is then forgotten (LOMO, arXiv 2306.09782).
 
     So gradients of all weights never exist together; nothing can be known of them before the first weight is stepped, no
@@ -228,7 +230,7 @@ def _muon(groups: Groups) -> Optimizer:
     hidden, rest = ([group for group in groups if group["hidden"] is kind] for kind in (True, False))
     parts = [Muon(hidden, adjust_lr_fn="match_rms_adamw")] if hidden else []
     parts += [_adamw(rest)] if rest else []
-    return parts[0] if len(parts) == 1 else Together(parts)
+    return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
 
 
 def _sgd(groups: Groups) -> Optimizer:

@@ -7,9 +7,9 @@ from litft.args import AdapterFinetuneArgs, AdapterV2FinetuneArgs, FullFinetuneA
 from litft.data.dataset import length_limit
 from litft.distributed.devices import shards
 from litft.methods import Method, method_of
-from litft.pretrained import Source, resolve
+from litft.pretrained import PretrainedFolder, resolve
 from litft.training.activation_checkpointing import RECOMPUTED
-from litft.training.communication_plan import Cluster, Traffic, traffic
+from litft.training.communication_plan import Cluster, CommunicationVolume, communication_volume
 from litft.training.dry_run import time_line
 from litft.training.flops import peak_of
 from litft.training.memory_plan import FILLED, Fit, Plan, fastest, in_words, predict
@@ -18,20 +18,20 @@ from litft.training.memory_trace import Shape
 MOST_TOKENS = 32768  # of a micro-batch that --budget looks at: larger ones are no faster
 
 
-class Paper(NamedTuple):
+class PlanOnPaper(NamedTuple):
     """A plan from a config.json alone."""
 
-    source: Source
+    source: PretrainedFolder
     method: Method
     tokens: int  # of a row
     fit: Fit
     peak: float | None  # of a chip
-    traffic: Traffic | None  # between several
+    communication_volume: CommunicationVolume | None  # between several
 
 
 def plan(args: PlanArgs) -> None:
     """Say what a method needs for a model, from its config.json alone."""
-    source, method, tokens, fit, peak, moved = on_paper(args)
+    source, method, tokens, fit, peak, moved = plan_on_paper(args)
     if args.budget:
         room = in_words(size(args.budget) - int(FILLED * size(args.budget)))
         print(f"the fastest that fits into {args.budget}, of which {room} are left to CUDA: {setting_flags(fit)}")
@@ -45,7 +45,7 @@ def plan(args: PlanArgs) -> None:
         print(moved.line(args.micro_batches))
 
 
-def on_paper(args: PlanArgs) -> Paper:
+def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
     """What a method needs for a model, with the settings asked for, or the fastest that fit; ValueError where none do."""
     finetuning = {
         "lora": LoRAFinetuneArgs(lora=args.lora),
@@ -58,7 +58,7 @@ def on_paper(args: PlanArgs) -> Paper:
         raise ValueError(f"{source.adapter} is an adapter; name its base, {source.base}, and the method's flags")
     method.choose(source.meta_model(), source.adapter_rules)
     source.check_length("--max_seq_length", args.max_seq_length)
-    tokens, width = length_limit(args.max_seq_length, source.config.context), shards(args, args.strategy)
+    tokens, width = length_limit(args.max_seq_length, source.config.max_positions), shards(args, args.strategy)
 
     def planned(rows: int, recomputed: str, quantize: str, offload: str) -> Plan:
         shape, named = Shape(rows, tokens, args.micro_batches > 1), {"cpu_offload": offload, "shards": width}
@@ -74,8 +74,8 @@ def on_paper(args: PlanArgs) -> Paper:
     if args.devices * args.num_nodes > 1 and peak:
         cluster = Cluster(args.devices, args.num_nodes, width, args.node_gbs * 1e9, args.network_gbs * 1e9)
         batch = fit.plan.flops.of([tokens] * fit.rows, [tokens] * fit.rows)
-        moved = traffic(fit.plan, cluster, args.micro_batches, batch, fit.slower, peak)
-    return Paper(source, method, tokens, fit, peak, moved)
+        moved = communication_volume(fit.plan, cluster, args.micro_batches, batch, fit.slower, peak)
+    return PlanOnPaper(source, method, tokens, fit, peak, moved)
 
 
 def within_budget(args: PlanArgs, tokens: int, planned: Callable[[int, str, str, str], Plan]) -> Fit:

@@ -21,7 +21,7 @@ from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT, histogram
 from litft.distributed.devices import machine_lines, mesh_of
 from litft.distributed.process_group import HostGroup
-from litft.model.placement import gathered
+from litft.model.placement import full_tensor
 from litft.pretrained import base_record, copy_tokenizer
 from litft.save_pretrained import Result, write_result
 from litft.training import run_state
@@ -35,7 +35,7 @@ from litft.training.loggers import make_logger, row_sink
 from litft.training.metrics import Metrics
 from litft.training.schedule import Schedule
 from litft.training.settings import Settings
-from litft.training.setup import Job
+from litft.training.setup import Setup
 from litft.training.validation import Validation
 
 
@@ -43,27 +43,27 @@ class Run:
     """Where a run stands, and what it keeps: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
 
     def __init__(
-        self, fabric: Fabric, hosts: HostGroup, job: Job, schedule: Schedule, settings: Settings, folder: Path
+        self, fabric: Fabric, hosts: HostGroup, setup: Setup, schedule: Schedule, settings: Settings, folder: Path
     ) -> None:
-        self.args, self.fabric, self.hosts, self.job, self.schedule = job.args, fabric, hosts, job, schedule
+        self.args, self.fabric, self.hosts, self.setup, self.schedule = setup.args, fabric, hosts, setup, schedule
         self.settings = settings
-        args, self.data, self.precision = job.args, schedule.data, settings.precision
-        self.source, self.tokenizer, self.method = job.source, job.tokenizer, job.method
+        args, self.data, self.precision = setup.args, schedule.data, settings.precision
+        self.source, self.tokenizer, self.method = setup.source, setup.tokenizer, setup.method
         self.folder, self.main = folder, fabric.global_rank == 0
         self.mesh = mesh_of(args, settings.strategy, fabric.device)
-        self.model, self.parameters = job.build(self.precision, fabric.device, self.mesh)
+        self.model, self.parameters = setup.build(self.precision, fabric.device, self.mesh)
         self._arrange_blocks()
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.peak = peak_flops(fabric.device, self.precision)
         self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
         self.validation = Validation(
-            fabric, hosts, self.model, job.tokenizer, self.data, args.eval, folder / "samples.jsonl"
+            fabric, hosts, self.model, setup.tokenizer, self.data, args.eval, folder / "samples.jsonl"
         )
         self.saver = run_state.Saver(folder, self.main, hosts.writing)
         self.logger: Any = None
         self.logged_as: list[str] | None = None  # who logged the run that goes on, and what they called it
         self.limit = seconds(args.train.max_time or "") or math.inf
-        self.begun, self.elapsed, self.clock = 0, 0.0, time.monotonic()  # elapsed: as all processes see it
+        self.start_step, self.elapsed, self.clock = 0, 0.0, time.monotonic()  # elapsed: as all processes see it
 
     @property
     def on_host(self) -> bool:
@@ -92,13 +92,13 @@ class Run:
         progress, damaged = run_state.restore_newest(self.folder, self.identity(), self.parameters, optimizer)
         if progress is None:
             return []
-        self.begun = progress["step"]
-        if self.begun > self.steps:
-            newest = f"{self.folder}/checkpoints/step-{self.begun:06d}"
+        self.start_step = progress["step"]
+        if self.start_step > self.steps:
+            newest = f"{self.folder}/checkpoints/step-{self.start_step:06d}"
             raise ValueError(f"{newest} is beyond the run's {self.steps} steps; raise --train.max_steps or --train.epochs")
         self.elapsed, self.logged_as = progress["elapsed"], progress.get("logger")
         self.clock -= self.elapsed
-        self.schedule.go_on(self.begun, progress["samples"])
+        self.schedule.go_on(self.start_step, progress["samples"])
         return [f"warning: {reason}; the checkpoint before it is taken" for reason in damaged]
 
     def open_folder(self) -> None:
@@ -111,20 +111,20 @@ class Run:
         for name in ("out_dir", "resume", "overwrite", *given_elsewhere):
             stored.pop(name)
         run_dir.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False), launch_id())
-        self.metrics.cut(self.begun or -1)
-        run_state.cut(self.folder, self.begun)
-        self.place_best(self.begun)
+        self.metrics.cut(self.start_step or -1)
+        run_state.cut(self.folder, self.start_step)
+        self.place_best(self.start_step)
         for path in self.folder.glob("best-*.partial"):
             shutil.rmtree(path)
         self.logger = make_logger(
-            self.args.logger, self.folder, stored, self.begun, self.logged_as, self.args.logger_project
+            self.args.logger, self.folder, stored, self.start_step, self.logged_as, self.args.logger_project
         )
         if self.logger:
             self.metrics.sinks.append(row_sink(self.logger, self.say))
 
     def check_folder(self) -> None:
         """ValueError in every process where one does not see the folder that the first has opened."""
-        if any(self.hosts.most(not run_dir.is_run(self.folder))):
+        if any(self.hosts.all_reduce_max(not run_dir.is_run(self.folder))):
             reason = "a process does not see what the first one writes there"
             raise ValueError(f"--out_dir {self.folder}: {reason}; name a folder that all nodes share")
 
@@ -133,22 +133,25 @@ class Run:
         own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest, "split": SPLIT}
         measured = self.validation.measured(self.args.train.global_batch_size)
         own |= {"validation data (--data.val_path)": self.data.held_out, "measured examples (--eval.max_batches)": measured}
-        return self.job.identity() | own
+        return self.setup.identity() | own
 
     @cached_property
     def headline(self) -> list[str]:
         """What is about to be done: the data, the plan, where it begins."""
-        lines = [*data_lines(self.schedule, self.tokenizer), *plan_lines(self.job, self.schedule, self.settings, self.peak)]
+        lines = [
+            *data_lines(self.schedule, self.tokenizer),
+            *plan_lines(self.setup, self.schedule, self.settings, self.peak),
+        ]
         if self.source.adapter:
             lines.append("going on with this adapter: ranks, targets and tokens are its own")
-            lines += filter(None, [self.source.another_quantization(self.job.quantize)])
-        if tokens := self.job.untrained_tokens(self.data.special):
+            lines += filter(None, [self.source.another_quantization(self.setup.quantize)])
+        if tokens := self.setup.untrained_tokens(self.data.special):
             remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
             lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
-        if self.begun == self.steps:
-            lines.append(f"all {self.begun} steps are done; final/ is written again")
-        elif self.begun:
-            lines.append(f"continuing after step {self.begun}")
+        if self.start_step == self.steps:
+            lines.append(f"all {self.start_step} steps are done; final/ is written again")
+        elif self.start_step:
+            lines.append(f"continuing after step {self.start_step}")
         elif self.args.resume:
             lines.append("no checkpoint to continue from; beginning at step 0")
         return lines
@@ -168,7 +171,7 @@ class Run:
             self.place_best(done)
 
         # a copy of the whole model would take a CPU's memory from the steps
-        beside = self.fabric.device.type == "cuda" or not self.method.whole
+        beside = self.fabric.device.type == "cuda" or not self.method.saves_full_model
         self.saver.begin(done, self.parameters, optimizer, progress, then, beside)
 
     def kept(self) -> str:
@@ -179,7 +182,7 @@ class Run:
     def write_best(self, step: int) -> None:
         """A folder to open of the best so far; it becomes best/ with the next checkpoint, or a resumed run had another."""
         for earlier, path in self._bests() if self.main else ():
-            if earlier > (self.saver.begun or 0):  # or a checkpoint that is still being written has it for its best
+            if earlier > (self.saver.start_step or 0):  # or a checkpoint that is still being written has it for its best
                 shutil.rmtree(path)
         self.write(f"best-{step:06d}.partial")
 
@@ -204,15 +207,15 @@ class Run:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
         values = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        if self.method.whole and (self.main or self.mesh is not None):
+        if self.method.saves_full_model and (self.main or self.mesh is not None):
             result, dtype = Result(self.method, values), self.source.dtype(None)
             write_result(partial if self.main else None, self.source, dtype, result, SHARD_BYTES / 1e9)
         elif self.mesh is not None:
-            values = {name: gathered(value) for name, value in values.items()}
+            values = {name: full_tensor(value) for name, value in values.items()}
         if not self.main:
             return
-        if not self.method.whole:
-            own = {"quantize": self.job.quantize, "precision": self.precision}
+        if not self.method.saves_full_model:
+            own = {"quantize": self.setup.quantize, "precision": self.precision}
             record = base_record(self.source, folder)
             self.method.write(partial, self.source, values, record | {"litft": record["litft"] | own})
         copy_tokenizer(self.tokenizer, partial)

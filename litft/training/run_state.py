@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.optim import Optimizer
 
 from litft.run_dir import put_in_place
-from litft.training.optimizers import Rounded, averaged
+from litft.training.optimizers import StochasticRounding, averaged
 
 _PROGRESS = "progress.json"
 _OWN = "parameters."  # how the keys of what is trained begin
@@ -69,7 +69,7 @@ class Saver:
 
     def __init__(self, run: Path, main: bool, group: distributed.ProcessGroup | None) -> None:
         self.run, self.main, self.group = run, main, group
-        self.begun: int | None = None  # the step whose state is being written
+        self.start_step: int | None = None  # the step whose state is being written
         self.saved: int | None = None
 
     def begin(
@@ -91,7 +91,7 @@ class Saver:
             shutil.rmtree(self.partial, ignore_errors=True)
         if self.group is not None:
             distributed.barrier(self.group)
-        self.begun, self.then = step, then
+        self.start_step, self.then = step, then
         self.progress = {"step": step, **progress, "optimizer": _numbers(parameters, optimizer)}
         with averaged(optimizer), self._tidied():
             # one thread: what goes wrong in another of DCP's is printed, and not raised
@@ -102,14 +102,14 @@ class Saver:
 
     def poll(self) -> None:
         """Give what is written its name; do not wait for what is not."""
-        if self.begun is not None and self.written.done():
+        if self.start_step is not None and self.written.done():
             self.finish()
 
     def finish(self) -> None:
         """Wait for what was begun."""
-        if self.begun is None:
+        if self.start_step is None:
             return
-        step, self.begun = self.begun, None
+        step, self.start_step = self.start_step, None
         with self._tidied():
             if isinstance(self.written, Future):
                 self.written.result()
@@ -322,7 +322,7 @@ def _set_numbers(saved: dict[str, Any], parameters: dict[str, nn.Parameter], opt
         state = optimizer.state[parameter]
         numbers = {kind: saved["parameters"][name][kind] for kind in _plain(state)}
         state.update(numbers)
-        if isinstance(optimizer, Rounded) and parameter in optimizer.inner:  # what is frozen is not
+        if isinstance(optimizer, StochasticRounding) and parameter in optimizer.inner:  # what is frozen is not
             # of a part of a parameter `state` is a copy: tensors are shared, numbers are not
             for own in optimizer.inner[parameter].state.values():
                 own.update({kind: value for kind, value in numbers.items() if kind in own})

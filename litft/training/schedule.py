@@ -3,9 +3,9 @@
 import numpy as np
 
 from litft.args import FinetuneArgs, TrainArgs
-from litft.data.dataset import Data
-from litft.data.packing import Layout, cells
-from litft.data.sampler import Order, heaviest
+from litft.data.dataset import DataSplits
+from litft.data.packing import Layout, num_slots
+from litft.data.sampler import Sampler, largest_micro_batch
 from litft.training.flops import Flops
 from litft.training.memory_trace import Shape
 
@@ -13,9 +13,9 @@ from litft.training.memory_trace import Shape
 class Schedule:
     """A run's steps. Position in the data: samples seen."""
 
-    def __init__(self, args: FinetuneArgs, data: Data, ranks: int) -> None:
+    def __init__(self, args: FinetuneArgs, data: DataSplits, ranks: int) -> None:
         self.data, self.size = data, args.train.global_batch_size
-        self.order = Order(data.train.sizes, args.seed, data.weights)
+        self.order = Sampler(data.train.sizes, args.seed, data.weights)
         self.samples = planned_samples(args.train, self.order.size)
         self.layout = layout_of(args, data, ranks)
         self.go_on(0, 0)
@@ -30,12 +30,12 @@ class Schedule:
     def lay_out(self, layout: Layout) -> None:
         """Have the steps run as `layout` says."""
         self.layout = layout
-        self.largest = heaviest(self.data.train, self.order, layout, self.samples, self.size, self.origin[1])
+        self.largest = largest_micro_batch(self.data.train, self.order, layout, self.samples, self.size, self.origin[1])
 
     def shape(self) -> Shape:
         """The largest micro-batch, and whether it is one of several of its step."""
         rows, learned, several = self.largest
-        return Shape(len(rows), cells(self.data.train.lengths, rows) // len(rows), several, learned)
+        return Shape(len(rows), num_slots(self.data.train.lengths, rows) // len(rows), several, learned)
 
     def accumulates(self, step: int) -> bool:
         """Whether a step has several micro-batches a rank."""
@@ -50,7 +50,7 @@ class Schedule:
         number = max((number for row in self.largest.rows for number in row), key=lambda n: self.data.train.lengths[n])
         return number, int(self.data.train.lengths[number])
 
-    def of_step(self, step: int) -> list[int]:
+    def step_indices(self, step: int) -> list[int]:
         """The numbers of a step's examples."""
         return self.order.indices(self.seen(step), self.seen(step + 1))
 
@@ -63,7 +63,7 @@ class Schedule:
 
     def lengths(self, step: int) -> np.ndarray:
         """Tokens of each of a step's samples."""
-        return self.data.train.lengths[self.of_step(step)]
+        return self.data.train.lengths[self.step_indices(step)]
 
     def flops(self, flops: Flops) -> float:
         """FLOPs of the whole run."""
@@ -72,7 +72,7 @@ class Schedule:
         return flops.of(train.lengths[numbers], train.supervised[numbers]) * self.samples / len(numbers)
 
 
-def layout_of(args: FinetuneArgs, data: Data, ranks: int) -> Layout:
+def layout_of(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
     """How the flags lay out the samples; where no two of them share a row, each row is one."""
     rows, shortest = args.train.micro_batch_size, np.sort(data.train.lengths)[:2]
     packs = args.data.packing and (len(shortest) < 2 or shortest.sum() <= data.limit)

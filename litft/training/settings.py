@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from litft.args import FinetuneArgs
-from litft.distributed.devices import memory_there, shards
+from litft.distributed.devices import device_memory, shards
 from litft.training.activation_checkpointing import RECOMPUTED
 from litft.training.memory_plan import FILLED, Fit, Plan, fastest, in_words, predict
 from litft.training.memory_trace import Shape
 from litft.training.schedule import Schedule
-from litft.training.setup import Job
+from litft.training.setup import Setup
 
 
 @dataclass(frozen=True)
@@ -34,16 +34,16 @@ def planned_shape(schedule: Schedule, strategy: str) -> Shape:
     return shape._replace(accumulated=shape.accumulated or strategy == "ddp")
 
 
-def choose(job: Job, schedule: Schedule, device: torch.device) -> Settings:
+def choose(setup: Setup, schedule: Schedule, device: torch.device) -> Settings:
     """Choose what the flags leave open, from the memory there is; lays out the schedule with the rows that were chosen.
 
     ValueError for flags that the chosen strategy cannot do.
     """
-    args, reason, there = job.args, "as asked for", memory_there(device, job.args.devices)
+    args, reason, there = setup.args, "as asked for", device_memory(device, setup.args.devices)
     for strategy in _strategies(args, schedule.layout.ranks):
         width = shards(args, strategy)
-        precision = job.precision(device, width)
-        found, smallest = _fastest(job, schedule, device, strategy, precision, width, int(FILLED * there))
+        precision = setup.precision(device, width)
+        found, smallest = _fastest(setup, schedule, device, strategy, precision, width, int(FILLED * there))
         if args.strategy == "auto" and strategy == "ddp":
             needed = in_words(smallest.plan.memory.peak)
             reason = f"since each needs {needed} with all of the weights, and has {in_words(there)}"
@@ -76,10 +76,10 @@ def _strategies(args: FinetuneArgs, ranks: int) -> list[str]:
 
 
 def _fastest(
-    job: Job, schedule: Schedule, device: torch.device, strategy: str, precision: str, width: int, room: int
+    setup: Setup, schedule: Schedule, device: torch.device, strategy: str, precision: str, width: int, room: int
 ) -> tuple[Fit | None, Fit]:
     """Of the settings that the flags leave open, the fastest that fit into `room` bytes, and the smallest."""
-    train, first = job.args.train, schedule.layout
+    train, first = setup.args.train, schedule.layout
     rows, kinds = [first.rows], [train.activation_checkpointing]
     if train.micro_batch_size == "auto":
         steps = (first.plan(schedule.lengths(step).tolist()) for step in range(min(schedule.steps, 16)))
@@ -93,6 +93,6 @@ def _fastest(
             schedule.lay_out(replace(first, rows=count))
         shape, in_backward = planned_shape(schedule, strategy), train.optimizer_in_backward
         fixed = (train.optimizer, kind, device.type, in_backward, offload, width)
-        return predict(job.source, job.method, precision, quantize, shape, *fixed)
+        return predict(setup.source, setup.method, precision, quantize, shape, *fixed)
 
-    return fastest(planned, rows, kinds, [(job.quantize, train.cpu_offload)], room)
+    return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], room)

@@ -14,19 +14,19 @@ from litft.distributed.fsdp import shard
 from litft.methods import Method, Values, method_of
 from litft.methods.base import means
 from litft.methods.new_tokens import untrained
-from litft.model.placement import put
+from litft.model.placement import copy_into_local
 from litft.model.transformer import GPT
-from litft.pretrained import Source, fingerprint
+from litft.pretrained import PretrainedFolder, fingerprint
 
 # flags whose change would make a resumed run another one, without a word
 SHARED = "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
 SHARED += "freeze label_smoothing neftune_alpha optimizer decay_fraction compile".split()
 
 
-class Job:
+class Setup:
     """A command's method, chosen or held by the adapter folder that it goes on with; ValueError for what cannot be."""
 
-    def __init__(self, args: FinetuneArgs, source: Source) -> None:
+    def __init__(self, args: FinetuneArgs, source: PretrainedFolder) -> None:
         self.args, self.source = args, source
         self.quantize = source.quantization(args.quantize) or "none"
         self.tokenizer = source.tokenizer()
@@ -35,7 +35,7 @@ class Job:
         self.method, self.begin = self._method()
         self._add_tokens()
         self.method.frozen = self._frozen()
-        if self.method.whole and self.quantize != "none":
+        if self.method.saves_full_model and self.quantize != "none":
             raise ValueError(f"{source.base} is quantized, and full fine-tuning changes every weight; use finetune/lora.py")
 
     def _method(self) -> tuple[Method, Values | None]:
@@ -101,7 +101,7 @@ class Job:
 
     def precision(self, device: torch.device, shards: int = 1) -> str:
         """What the network computes in, as asked for or as fits where the weights are in so many parts."""
-        if not self.method.whole:
+        if not self.method.saves_full_model:
             return pick_precision(self.args.precision, device)
         size = sum(p.numel() for p in self.source.meta_model().parameters())
         return pick_full_precision(self.args.precision, device, size // shards)
@@ -114,19 +114,19 @@ class Job:
         It is put together without memory, so that each rank makes and reads what it holds of it.
         """
         storage, on_host = self.method.storage(precision), self.args.train.cpu_offload == "parameters"
-        model = self.source.unfilled(storage, self.args.quantize, self.method.plain())
+        model = self.source.unfilled(storage, self.args.quantize, self.method.unquantized_modules())
         self.method.attach(model, keep=False)
         self.method.compute_in(model, precision)
         for name in self.method.frozen:
             model.get_parameter(name).requires_grad_(False)
         if mesh is not None:
-            shard(model, mesh, DTYPES["bf16"] if self.method.whole and precision == "bf16" else None, on_host)
+            shard(model, mesh, DTYPES["bf16"] if self.method.saves_full_model and precision == "bf16" else None, on_host)
         self.source.fill(model, storage, "cpu" if on_host else device)
         torch.manual_seed(self.args.seed)
-        self.method.begin(model)
+        self.method.reset_parameters(model)
         parameters = self.method.parameters(model)
         for name, value in (self.begin or {}).items():
-            put(parameters[name], value.__getitem__)
+            copy_into_local(parameters[name], value.__getitem__)
         model.computes_on = device if on_host else None
         model.label_smoothing, model.neftune_alpha = self.args.train.label_smoothing, self.args.train.neftune_alpha
         return model, parameters

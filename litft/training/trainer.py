@@ -26,10 +26,10 @@ from litft.data.dataset import load_data
 from litft.data.encoder import Sample
 from litft.data.packing import MicroBatch
 from litft.data.sources import hub_data
-from litft.distributed.devices import check_there, is_out_of_memory, make_fabric, pick_accelerator
-from litft.distributed.process_group import end_children, launch, lost, synced
+from litft.distributed.devices import check_devices, is_out_of_memory, make_fabric, pick_accelerator
+from litft.distributed.process_group import end_children, launch, peer_failure, sync_gradients
 from litft.errors import Interrupted, RankError, summary
-from litft.model.placement import gathered, local
+from litft.model.placement import full_tensor, local
 from litft.model.quantization import bitsandbytes
 from litft.pretrained import DEMO, resolve
 from litft.signals import Signals
@@ -44,7 +44,7 @@ from litft.training.remedies import remedies
 from litft.training.residence import residence
 from litft.training.schedule import Schedule
 from litft.training.settings import Settings, choose
-from litft.training.setup import Job
+from litft.training.setup import Setup
 
 MOST_LEFT_OUT = 10  # steps in a row that --train.skip_nan leaves out before the run ends all the same
 EXPLODED = 3  # times the loss of the first step, or of guessing: nothing comes back from there
@@ -83,61 +83,61 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
     if named:
         inputs = (args.checkpoint_dir, args.base_dir, *args.data.path, args.data.val_path, args.data.template)
         run_dir.check(named, args.resume, args.overwrite, inputs)
-    job, schedule, settings = prepared(args)
+    setup, schedule, settings = prepared(args)
     if args.dry_run:
-        dry_run(job, schedule, settings)
+        dry_run(setup, schedule, settings)
         return None
     fabric = make_fabric(args, settings.strategy)
     hosts = launch(fabric, args.timeout)
     # the first process makes the folder; all have looked at what was there before any gets here
-    chosen = str(named or run_dir.claim(job.method.title)) if fabric.global_rank == 0 else None
+    chosen = str(named or run_dir.claim(setup.method.title)) if fabric.global_rank == 0 else None
     folder = Path(fabric.broadcast(chosen))
-    if any(hosts.most(args.resume)):
-        job.args = replace(job.args, resume=True, overwrite=False)
-    hosts.agree(facts(job, schedule, settings))
-    run = Training(fabric, hosts, job, schedule, settings, folder)
+    if any(hosts.all_reduce_max(args.resume)):
+        setup.args = replace(setup.args, resume=True, overwrite=False)
+    hosts.check_equal(facts(setup, schedule, settings))
+    run = Training(fabric, hosts, setup, schedule, settings, folder)
     run.metrics.sinks += [callback] if callback else []
     run.train()
     return Outcome(folder, run.metrics.newest)
 
 
-def prepared(args: FinetuneArgs) -> tuple[Job, Schedule, Settings]:
+def prepared(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
     """What is known before the processes meet: the method, the data, the plan. No weight is read; ValueError."""
     source = resolve(args.checkpoint_dir, args.base_dir)
     source.check()
-    job = Job(args, source)
-    if job.quantize != "none":
+    setup = Setup(args, source)
+    if setup.quantize != "none":
         bitsandbytes()  # where it is missing, that is said before the data is read
     device, offload = torch.device(pick_accelerator(args.accelerator)), args.train.cpu_offload
-    check_there(device.type, args.devices)
+    check_devices(device.type, args.devices)
     if offload != "none" and device.type == "cpu":
         raise ValueError(f"--train.cpu_offload {offload}: without a GPU all is in the host's memory; leave it out")
-    one, full = args.devices * args.num_nodes == 1, job.method.name == "full"
-    if one and offload == "parameters" and (job.quantize != "none" or full):
+    one, full = args.devices * args.num_nodes == 1, setup.method.name == "full"
+    if one and offload == "parameters" and (setup.quantize != "none" or full):
         reason = "what is trained stays on the GPU" if full else "quantized weights stay on the GPU"
         raise ValueError(f"--train.cpu_offload parameters: {reason}; leave it out")
     check_logger(args.logger)
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
-    known, context = job.method.vocab_size(source.config), source.config.context
-    data = load_data(args.data, job.tokenizer, known, context, seconds(args.timeout))
+    known, context = setup.method.vocab_size(source.config), source.config.max_positions
+    data = load_data(args.data, setup.tokenizer, known, context, seconds(args.timeout))
     for flag, given in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
         if given and not len(data.val):
             reason = "it goes by the validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
-    if job.tokenizer.tells_date:  # a resumed run goes on with its first day
-        job.args = replace(args, data=replace(args.data, date=job.tokenizer.day))
-    schedule = Schedule(job.args, data, args.devices * args.num_nodes)
-    return job, schedule, choose(job, schedule, device)
+    if setup.tokenizer.tells_date:  # a resumed run goes on with its first day
+        setup.args = replace(args, data=replace(args.data, date=setup.tokenizer.day))
+    schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
+    return setup, schedule, choose(setup, schedule, device)
 
 
-def facts(job: Job, schedule: Schedule, settings: Settings) -> dict[str, Any]:
+def facts(setup: Setup, schedule: Schedule, settings: Settings) -> dict[str, Any]:
     """What all processes of a run must share."""
-    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(job.args).items()}
+    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(setup.args).items()}
     flags = {f"--{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
     versions = {"torch": torch.__version__, "litft": litft.__version__}
     own = {"strategy": settings.strategy, "recomputation": settings.recomputed, "rows": schedule.layout.rows}
     data = {"training data": schedule.data.digest, "validation data": schedule.data.held_out}
-    return {**versions, **own, **data, **job.identity(), **flags}
+    return {**versions, **own, **data, **setup.identity(), **flags}
 
 
 def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
@@ -164,7 +164,7 @@ def accumulate(fabric: Fabric, model: nn.Module, batches: list[MicroBatch], coun
     total = torch.zeros((), device=fabric.device)
     for number, batch in enumerate(batches, 1):
         batch = batch.to(fabric.device)
-        with synced(fabric, model, last=number == len(batches)):
+        with sync_gradients(fabric, model, last=number == len(batches)):
             loss, _ = model(batch.tokens, **batch.inputs())
             fabric.backward(loss * (fabric.world_size / count))
         total += loss.detach()
@@ -195,7 +195,7 @@ class Training(Run):
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise RankError(self._too_large(str(error))) from None
-            if self.fabric.world_size > 1 and (reason := lost(error, self.args.timeout)):
+            if self.fabric.world_size > 1 and (reason := peer_failure(error, self.args.timeout)):
                 end_children(self.fabric)
                 raise RankError(f"{reason}; {self.kept()}") from None
             raise
@@ -210,7 +210,7 @@ class Training(Run):
     def _train(self) -> None:
         optimizer = make_optimizer(self.args.train, self.method, self.trained)
         damaged = self.resume(optimizer)
-        self.hosts.agree({"step to go on from": self.begun})  # and all have read what is there
+        self.hosts.check_equal({"step to go on from": self.start_step})  # and all have read what is there
         if self.main:
             self.open_folder()
         self.fabric.barrier()
@@ -221,7 +221,7 @@ class Training(Run):
         if self.main:
             self.say("\n".join([*damaged, *self.headline]))
         self._fit(model, optimizer)
-        done = self.begun
+        done = self.start_step
         try:
             self.validation.pause = self._pause
             if done == 0 or _due(self.args.eval.interval, done):  # it may have been interrupted
@@ -242,7 +242,7 @@ class Training(Run):
 
     def _pause(self) -> None:
         """Paused in every process where one has caught a signal: at the end of a step, and within a validation."""
-        caught, self.elapsed = self.hosts.most(self.signals.caught, time.monotonic() - self.clock)
+        caught, self.elapsed = self.hosts.all_reduce_max(self.signals.caught, time.monotonic() - self.clock)
         if caught:
             raise Paused(int(caught))
 
@@ -259,16 +259,16 @@ class Training(Run):
         if self.metrics.rows:
             self._flush(done, pace=0.0)
         self.saver.finish()
-        if done > self.begun and self.saver.saved != done:
+        if done > self.start_step and self.saver.saved != done:
             self.save(optimizer, done)
             self.saver.finish()
 
     def _steps(self, model: nn.Module, optimizer: Optimizer) -> Iterator[int]:
         """Make steps until one of the limits; after each, how many are done."""
-        args, done = self.args, self.begun
+        args, done = self.args, self.start_step
         log_interval = args.train.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
         flops = Flops(self.model)
-        (self.started,) = self.hosts.most(time.monotonic() - self.clock)
+        (self.started,) = self.hosts.all_reduce_max(time.monotonic() - self.clock)
         with tqdm(total=self.steps, initial=done, unit="step", disable=not (self.main and sys.stderr.isatty())) as bar:
             while not (ended := self._ending(done)):
                 self._advance(model, optimizer, done, flops)
@@ -282,7 +282,7 @@ class Training(Run):
                     continue  # saved when it has been evaluated
                 saving = _due(args.save.interval, done)
                 if saving or done % log_interval == 0:
-                    self._flush(done, (self.elapsed - self.started) / (done - self.begun))
+                    self._flush(done, (self.elapsed - self.started) / (done - self.start_step))
                 if saving:
                     self.save(optimizer, done)
         if done < self.steps:
@@ -303,7 +303,7 @@ class Training(Run):
         """One step and its row."""
         metrics = self.metrics
         metrics.start()
-        samples = [self.data.train[number] for number in self.schedule.of_step(step)]
+        samples = [self.data.train[number] for number in self.schedule.step_indices(step)]
         rate = learning_rate(self.args.train, step, self._projected(step))
         loss, norm = self._step(model, optimizer, samples, step, rate)
         metrics.stop()
@@ -321,9 +321,9 @@ class Training(Run):
 
     def _projected(self, step: int) -> int:
         """How many steps there will be; with a limit of time, as many as the pace so far allows for."""
-        if self.limit == math.inf or step == self.begun == 0:
+        if self.limit == math.inf or step == self.start_step == 0:
             return self.steps
-        began, first = (self.started, self.begun) if step > self.begun else (0.0, 0)
+        began, first = (self.started, self.start_step) if step > self.start_step else (0.0, 0)
         pace = max(1e-9, (self.elapsed - began) / (step - first))
         return min(self.steps, max(step + 1, step + round((self.limit - self.elapsed) / pace)))
 
@@ -341,7 +341,7 @@ class Training(Run):
             return loss, optimizer.optimizer.norm()
         loss = self._gradients(model, optimizer, samples, seed + self.fabric.global_rank)
         limit = self.args.train.max_grad_norm or math.inf
-        norm = gathered(nn.utils.clip_grad_norm_(self.trained.values(), limit))
+        norm = full_tensor(nn.utils.clip_grad_norm_(self.trained.values(), limit))
         if self.args.train.skip_nan and not math.isfinite(float(loss) + float(norm)):
             self._leave_out(step)
         else:
@@ -373,7 +373,7 @@ class Training(Run):
         self.left_out += 1
         if self.left_out >= MOST_LEFT_OUT:
             raise ValueError(f"step {step + 1}: {MOST_LEFT_OUT} steps in a row are not finite; {self._slower()}")
-        examples = ", ".join(map(str, self.schedule.of_step(step)))
+        examples = ", ".join(map(str, self.schedule.step_indices(step)))
         self.say(f"step {step + 1} is left out: its loss or gradient is not finite; its training examples: {examples}")
 
     def _evaluate(self, optimizer: Optimizer, step: int, final: bool = False) -> None:
@@ -430,7 +430,7 @@ class Training(Run):
 
     def _not_finite(self, step: int, name: str, value: float, more: str = "") -> str:
         remedy = self._slower() if step else "look for NaN or infinity in its weights and config.json"
-        examples = ", ".join(map(str, self.schedule.of_step(step - 1))) if step and "validation" not in name else ""
+        examples = ", ".join(map(str, self.schedule.step_indices(step - 1))) if step and "validation" not in name else ""
         whose = f"; the step's training examples: {examples} (--train.skip_nan leaves such steps out)" if examples else ""
         return f"step {step}: the {name} is {value:.4g}{more}, so nothing more can be learned; {remedy}{whose}"
 
@@ -449,7 +449,7 @@ class Training(Run):
                     continue
                 reason = str(error)
             optimizer.zero_grad(set_to_none=True)
-            if not any(self.hosts.most(float(reason is not None))):
+            if not any(self.hosts.all_reduce_max(float(reason is not None))):
                 return
             self._halve(reason or "in another process")
 
@@ -464,12 +464,12 @@ class Training(Run):
             mine = {name: local(parameter) for name, parameter in self.trained.items()}
             train = self.args.train
             place = residence(train.optimizer, train.cpu_offload, self.mesh is not None, self.fabric.device.type)
-            held = state_bytes(train.optimizer, mine) if place.state and not self.begun else 0
+            held = state_bytes(train.optimizer, mine) if place.state and not self.start_step else 0
             passes += self.schedule.shape().accumulated
         state = torch.empty(held, dtype=torch.uint8, device=self.fabric.device)
         model.train()
         with (
-            synced(self.fabric, model, last=self.mesh is not None),
+            sync_gradients(self.fabric, model, last=self.mesh is not None),
             optimizer.optimizer.forgetting() if in_backward else nullcontext(),
         ):
             for _ in range(passes):
@@ -492,7 +492,7 @@ class Training(Run):
         number, tokens = self.schedule.longest()
         what = f"micro-batches of up to {self.schedule.shape()} do not fit into {self.fabric.device}'s memory"
         longest = f"the longest row has training example {number} with its {tokens:,} tokens"
-        less = ", or ".join(remedies(self.job, self.schedule, self.settings)) or "choose a smaller model"
+        less = ", or ".join(remedies(self.setup, self.schedule, self.settings)) or "choose a smaller model"
         return f"{what} ({reason.split('. ')[0][:200]}); {longest}; {less}"
 
 

@@ -11,13 +11,13 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from litft.args import EvalArgs
-from litft.data.dataset import Data
+from litft.data.dataset import DataSplits
 from litft.data.encoder import Sample
 from litft.data.packing import Layout, MicroBatch
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import HostGroup, in_step
+from litft.distributed.process_group import HostGroup, join_uneven
 from litft.inference.decoder import Decoder
-from litft.inference.generation import Request, Said, prompt_ids, whole_answers
+from litft.inference.generation import Completion, Request, prompt_ids, whole_answers
 from litft.inference.sampling import Sampling
 from litft.model.transformer import GPT
 from litft.run_dir import write_whole
@@ -75,7 +75,7 @@ def exact_match(
         pause()
         mine = [samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)]
         asked = [[ids.tolist() for ids in sample.answer] for sample in mine if sample.answer]
-        with in_step(model, hosts):
+        with join_uneven(model, hosts):
             found = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in asked])
         pairs = zip(found, asked, strict=True)
         right += sum(said.ended and said.text.strip() == tokenizer.decode(ids).strip() for said, (_, ids) in pairs)
@@ -102,7 +102,7 @@ class Validation:
         hosts: HostGroup,
         model: GPT,
         tokenizer: Tokenizer,
-        data: Data,
+        data: DataSplits,
         args: EvalArgs,
         path: Path,
     ) -> None:
@@ -181,7 +181,7 @@ def _kept_answer(line: str) -> dict[str, str | int] | None:
         return None
 
 
-def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: Data) -> Iterator[tuple[str, list[int]]]:
+def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: DataSplits) -> Iterator[tuple[str, list[int]]]:
     """What to ask, as text and as the model reads it; ValueError where the model cannot read it."""
     if not args.prompts and (found := next((s.answer for s in islice(data.val, LOOKED_AT) if s.answer), None)):
         ids = found[0].tolist()
@@ -206,7 +206,7 @@ def _texts(item: str) -> list[str]:
     return [item]
 
 
-def greedy_answers(model: GPT, tokenizer: Tokenizer, asked: list[tuple[list[int], int]]) -> list[Said]:
+def greedy_answers(model: GPT, tokenizer: Tokenizer, asked: list[tuple[list[int], int]]) -> list[Completion]:
     """The model's greedy answers to prompts, each with the number of tokens that it may have; all are made at once."""
     requests = [greedy(model, tokenizer, prompt, most) for prompt, most in asked]
     if not requests:
@@ -217,4 +217,4 @@ def greedy_answers(model: GPT, tokenizer: Tokenizer, asked: list[tuple[list[int]
 
 def greedy(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> Request:
     """For the likeliest answer to a prompt, the end of which counts where it is longer than the context."""
-    return Request(prompt[-model.config.context + 1 :], max_new_tokens, Sampling(temperature=0), tokenizer.stop_ids)
+    return Request(prompt[-model.config.max_positions + 1 :], max_new_tokens, Sampling(temperature=0), tokenizer.stop_ids)

@@ -63,9 +63,9 @@ class Litft(Contender):
         storage = method.storage(setup["precision"])
         quantize = setup["quantize"]
         if setup["random"]:
-            model = random_model(source, storage, device, quantize, method.plain())
+            model = random_model(source, storage, device, quantize, method.unquantized_modules())
         else:
-            model = source.base_model(storage, device, quantize, method.plain())
+            model = source.base_model(storage, device, quantize, method.unquantized_modules())
         method.attach(model, keep=False)  # as in training
         method.compute_in(model, setup["precision"])
         return model, method, method.parameters(model)
@@ -95,7 +95,7 @@ def random_model(source: Any, precision: str, device: str, quantize: str, plain:
     """A network of normal weights with a deviation of 0.02, vectors one."""
     from litft.distributed.devices import DTYPES
     from litft.model.placement import allocate
-    from litft.model.quantization import Packed, Quantized, is_quantizable, quantize_modules
+    from litft.model.quantization import QuantizedModule, QuantizedTensor, is_quantizable, quantize_modules
 
     model = source.meta_model(DTYPES[precision])
     owners = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_quantizable(name, model)]
@@ -106,9 +106,9 @@ def random_model(source: Any, precision: str, device: str, quantize: str, plain:
     for name, parameter in model.named_parameters():
         like = shapes.get_parameter(name)
         owner = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, Quantized) and name.endswith(".weight"):
+        if isinstance(owner, QuantizedModule) and name.endswith(".weight"):
             drawn = torch.empty(like.shape, dtype=like.dtype, device=device).normal_(std=0.02)
-            owner.fill(Packed.of(drawn.flatten(0, -2), owner.kind))
+            owner.fill(QuantizedTensor.quantize(drawn.flatten(0, -2), owner.kind))
         elif like.dim() > 1:
             parameter.normal_(std=0.02)
         else:

@@ -62,7 +62,7 @@ def wait(child: int, folder: Path, saving: bool, longest: float, last: float) ->
         time.sleep(0.0005)
 
 
-def lost(folder: Path) -> int:
+def peer_failure(folder: Path) -> int:
     """How many steps a kill has cost: those in metrics.csv beyond the newest checkpoint, which has to be whole."""
     path, newest = folder / "metrics.csv", run_state.newest(folder)
     saved = run_state.read_progress(newest)["step"] if newest else 0
@@ -112,7 +112,7 @@ def main() -> None:
         os.waitpid(child, 0)
         kills += 1
         inside += any((folder / "checkpoints").glob("step-*.partial"))
-        worst = max(worst, lost(folder) if (folder / "metrics.csv").is_file() else 0)
+        worst = max(worst, peer_failure(folder) if (folder / "metrics.csv").is_file() else 0)
     child = start([*words, "--out_dir", str(folder), "--resume"], top / "log")
     assert os.waitpid(child, 0)[1] == 0, (top / "log").read_text()[-3000:]
     same = digest(folder) == digest(top / "undisturbed")

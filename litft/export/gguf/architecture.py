@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litft.checkpoints.conversion import exporting
+from litft.checkpoints.conversion import mappings_to_hf
 from litft.export.gguf.files import GgufFile
 from litft.families import gguf_architectures, gguf_config, gguf_rules, read_config
-from litft.model.config import Config, Rope
+from litft.model.config import Config, RopeConfig
 from litft.model.rope import inverse_frequencies
 from litft.model.transformer import GPT
 
@@ -129,7 +129,7 @@ class Description:
         """The scaling of Llama 3.1 that these divisors come from; what else they may be, as longrope with them."""
         divisors = self.factors[FREQS].float()
         guess = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
-        rope = Rope.from_hf({"rope_theta": theta, "rope_scaling": guess}, 2 * len(divisors))
+        rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": guess}, 2 * len(divisors))
         if torch.allclose(_divisors(rope), divisors, rtol=1e-4):
             return guess
         listed = self._listed(FREQS)
@@ -171,7 +171,7 @@ def describe(config: Config) -> Description:
     rules = gguf_rules(config)
     with torch.device("meta"):
         parameters = [name for name, _ in GPT(config).named_parameters()]
-    names = frozenset(name for move in exporting(rules, parameters) for name in move.targets)
+    names = frozenset(name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets)
     architecture = gguf_architectures()[config.model_type]
     rope = next((layer.rope for layer in config.layers if layer.window is None), config.layers[0].rope)
     metadata, factors = _metadata(config, rope), _factors(rope)
@@ -183,12 +183,12 @@ def describe(config: Config) -> Description:
     return found
 
 
-def _metadata(config: Config, rope: Rope | None) -> dict[str, Any]:
+def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
     windows = {layer.window for layer in config.layers} - {None}
     epsilon = "attention.layer_norm_rms_epsilon" if config.norm.kind == "rms" else "attention.layer_norm_epsilon"
     found = {
         "vocab_size": config.vocab_size,
-        "context_length": config.context,
+        "context_length": config.max_positions,
         "embedding_length": config.dim,
         "block_count": len(config.layers),
         "feed_forward_length": config.hidden_dim,
@@ -203,33 +203,33 @@ def _metadata(config: Config, rope: Rope | None) -> dict[str, Any]:
     if rope is None:
         return found
     lengths = dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
-    found |= lengths | {"rope.dimension_count": rope.dim, "rope.freq_base": rope.base}
-    local = next((layer.rope for layer in config.layers if layer.rope and layer.rope.base != rope.base), None)
-    if local and local.base != LOCAL_BASE:
-        found["rope.freq_base_swa"] = local.base
-    if rope.kind in ("linear", "yarn", "longrope"):
-        found["rope.scaling.type"] = rope.kind
-    if rope.kind in ("linear", "yarn"):
+    found |= lengths | {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    local = next((layer.rope for layer in config.layers if layer.rope and layer.rope.theta != rope.theta), None)
+    if local and local.theta != LOCAL_BASE:
+        found["rope.freq_base_swa"] = local.theta
+    if rope.rope_type in ("linear", "yarn", "longrope"):
+        found["rope.scaling.type"] = rope.rope_type
+    if rope.rope_type in ("linear", "yarn"):
         found["rope.scaling.factor"] = rope.factor
-    if rope.kind in ("yarn", "longrope"):
-        found["rope.scaling.original_context_length"] = rope.context
-    if rope.kind == "longrope":
+    if rope.rope_type in ("yarn", "longrope"):
+        found["rope.scaling.original_context_length"] = rope.original_max_positions
+    if rope.rope_type == "longrope":
         found["rope.scaling.attn_factor"] = rope.attention_factor
     return found
 
 
-def _factors(rope: Rope | None) -> dict[str, Tensor]:
+def _factors(rope: RopeConfig | None) -> dict[str, Tensor]:
     """The tensors that say more of a rotation than the metadata."""
-    if rope is None or rope.kind not in ("llama3", "longrope"):
+    if rope is None or rope.rope_type not in ("llama3", "longrope"):
         return {}
-    if rope.kind == "llama3":
+    if rope.rope_type == "llama3":
         return {FREQS: _divisors(rope)}
     return {LONG: torch.tensor(rope.long_factor), SHORT: torch.tensor(rope.short_factor)}
 
 
-def _divisors(rope: Rope) -> Tensor:
+def _divisors(rope: RopeConfig) -> Tensor:
     """What the plain frequencies are divided by."""
-    return inverse_frequencies(replace(rope, kind="default"))[0] / inverse_frequencies(rope)[0]
+    return inverse_frequencies(replace(rope, rope_type="default"))[0] / inverse_frequencies(rope)[0]
 
 
 def _differences(config: Config, again: Config, windows: bool) -> list[str]:
@@ -250,13 +250,17 @@ def _scale(config: Config, stated: float | None) -> float:
     return round(config.head_dim**-0.5 if stated is None else stated, 6)
 
 
-def _same_rotation(one: Rope | None, two: Rope | None) -> bool:
+def _same_rotation(one: RopeConfig | None, two: RopeConfig | None) -> bool:
     """Whether they turn by the same angles, whatever they are called."""
     if one is None or two is None:
         return one is two
-    if (one.dim, one.kind == "dynamic", one.query_beta) != (two.dim, two.kind == "dynamic", two.query_beta):
+    if (one.dim, one.rope_type == "dynamic", one.query_beta) != (two.dim, two.rope_type == "dynamic", two.query_beta):
         return False
-    if "longrope" in (one.kind, two.kind) and one.short_factor != one.long_factor and one.context != two.context:
+    if (
+        "longrope" in (one.rope_type, two.rope_type)
+        and one.short_factor != one.long_factor
+        and one.original_max_positions != two.original_max_positions
+    ):
         return False
     tables = zip(inverse_frequencies(one), inverse_frequencies(two), strict=True)
     close = all(torch.allclose(ours, theirs, rtol=1e-4, atol=0) for ours, theirs in tables)

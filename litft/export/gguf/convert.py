@@ -11,11 +11,11 @@ import torch
 
 from litft.args import GgufConvertArgs, GgufExportArgs
 from litft.checkpoints.conversion import Rule
-from litft.checkpoints.peft_format import slots
-from litft.checkpoints.weight_files import Entry
+from litft.checkpoints.peft_format import peft_targets
+from litft.checkpoints.weight_files import LazyTensor
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
-from litft.export.convert import Trained, compare, read_trained, write_folder
+from litft.export.convert import TrainedModel, compare, read_trained, write_folder
 from litft.export.gguf.architecture import describe, described
 from litft.export.gguf.files import GgufFile, gguf
 from litft.export.gguf.modelfile import modelfile
@@ -23,7 +23,7 @@ from litft.export.gguf.vocabulary import add_tokenizer, model_name, write_tokeni
 from litft.families import gguf_architectures, gguf_rules, read_config
 from litft.methods import Method
 from litft.methods.lora import LoRA
-from litft.pretrained import Source
+from litft.pretrained import PretrainedFolder
 from litft.save_pretrained import model_entries, write_result
 
 _TYPES = gguf.GGMLQuantizationType
@@ -39,7 +39,7 @@ QUANTIZATION_VERSION = 2
 
 
 @dataclass(frozen=True)
-class GgufSource(Source):
+class GgufFolder(PretrainedFolder):
     """A GGUF file, as the source of a model folder."""
 
     file: GgufFile
@@ -65,7 +65,7 @@ def read(args: GgufConvertArgs) -> Path:
         description.check_rotation(config)
     except ValueError as error:
         raise ValueError(f"{file.folder}: {error}") from None
-    source = GgufSource(file.folder, file.folder, None, hf, config, file)
+    source = GgufFolder(file.folder, file.folder, None, hf, config, file)
     dtype = source.dtype(None) if args.precision == "auto" else DTYPES[args.precision]
 
     def fill(folder: Path) -> None:
@@ -102,7 +102,7 @@ def write(args: GgufExportArgs) -> Path:
     return out
 
 
-def _write_model(folder: Path, trained: Trained, args: GgufExportArgs) -> str:
+def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
     source, tokenizer = trained.source, trained.tokenizer
     if tokenizer is None:
         raise ValueError(f"{trained.what} has no tokenizer, and a GGUF file holds one; copy it into the folder")
@@ -122,19 +122,19 @@ def _write_model(folder: Path, trained: Trained, args: GgufExportArgs) -> str:
         adders[type(value)](f"{description.architecture}.{key}", value)
     add_tokenizer(writer, tokenizer, config.vocab_size)
     entries = model_entries(source, torch.float32, result, gguf_rules(config))
-    entries += [Entry(name, factors, factors.float) for name, factors in description.factors.items()]
+    entries += [LazyTensor(name, factors, factors.float) for name, factors in description.factors.items()]
     _write_tensors(writer, folder / name, entries, outtype)
     (folder / "Modelfile").write_text(modelfile(name, tokenizer), "utf-8")
     return name
 
 
-def _write_adapter(folder: Path, trained: Trained, args: GgufExportArgs) -> str:
+def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
     """The factors under the names of the base's tensors; llama.cpp scales each pair by alpha / rank."""
     method, values = trained.adapter()
     sites = _adapter_sites(method, trained)
     outtype = "f32" if args.outtype == "auto" else args.outtype
     factors = {site: method.factors(site, values) for site in sites}
-    of = slots(trained.source.meta_model(), gguf_rules(trained.source.config))
+    of = peft_targets(trained.source.meta_model(), gguf_rules(trained.source.config))
     fused = {slot.name: slot.fuse(factors) for slot in dict.fromkeys(of[site] for site in sites)}
     alpha = Counter(pair.scale * pair.a.size(0) for pair in fused.values()).most_common(1)[0][0]
     writer = _writer(gguf_architectures()[trained.source.config.model_type], trained, outtype, "adapter")
@@ -143,13 +143,13 @@ def _write_adapter(folder: Path, trained: Trained, args: GgufExportArgs) -> str:
     entries = []
     for name, (a, b, scale, _) in fused.items():
         b = b * (scale * a.size(0) / alpha) if alpha else b
-        entries += [Entry(f"{name}.weight.lora_{end}", half, half.float) for end, half in (("a", a), ("b", b))]
+        entries += [LazyTensor(f"{name}.weight.lora_{end}", half, half.float) for end, half in (("a", a), ("b", b))]
     name = f"adapter-{outtype.upper()}.gguf"
     _write_tensors(writer, folder / name, entries, outtype)
     return name
 
 
-def _adapter_sites(method: Method, trained: Trained) -> list[str]:
+def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:
     """The Linears that have factors; ValueError where the adapter is more than those."""
     config = trained.source.config
     odd = {
@@ -167,7 +167,7 @@ def _adapter_sites(method: Method, trained: Trained) -> list[str]:
     return sites
 
 
-def _writer(architecture: str, trained: Trained, outtype: str, kind: str = "model") -> gguf.GGUFWriter:
+def _writer(architecture: str, trained: TrainedModel, outtype: str, kind: str = "model") -> gguf.GGUFWriter:
     """With what every file says of itself."""
     writer = gguf.GGUFWriter(None, architecture)
     writer.add_type(kind)
@@ -177,7 +177,7 @@ def _writer(architecture: str, trained: Trained, outtype: str, kind: str = "mode
     return writer
 
 
-def _write_tensors(writer: gguf.GGUFWriter, path: Path, entries: list[Entry], outtype: str) -> None:
+def _write_tensors(writer: gguf.GGUFWriter, path: Path, entries: list[LazyTensor], outtype: str) -> None:
     """Write the file, its tensors made one after the other."""
     kinds = [_kind(entry, OUTTYPES[outtype][0]) for entry in entries]
     for entry, kind in zip(entries, kinds, strict=True):
@@ -194,7 +194,7 @@ def _write_tensors(writer: gguf.GGUFWriter, path: Path, entries: list[Entry], ou
         writer.close()
 
 
-def _kind(entry: Entry, wanted: _TYPES) -> _TYPES:
+def _kind(entry: LazyTensor, wanted: _TYPES) -> _TYPES:
     """What a tensor is stored in: llama.cpp wants vectors, norms and positions in fp32, and whole blocks in Q8_0."""
     plain = entry.name.endswith("_norm.weight") or entry.name.startswith(("position_embd", "rope_"))
     if entry.like.dim() < 2 or plain:
@@ -202,7 +202,7 @@ def _kind(entry: Entry, wanted: _TYPES) -> _TYPES:
     return _TYPES.F16 if wanted == _TYPES.Q8_0 and entry.like.size(-1) % BLOCK else wanted
 
 
-def _encoded(entry: Entry, kind: _TYPES) -> np.ndarray:
+def _encoded(entry: LazyTensor, kind: _TYPES) -> np.ndarray:
     tensor = entry.make().detach().cpu().contiguous()
     if kind == _TYPES.F16 and (largest := float(tensor.abs().max())) > torch.finfo(torch.float16).max:
         raise ValueError(f"{entry.name} holds {largest:.3g}, which fp16 does not; pass --outtype bf16")
