@@ -1,7 +1,7 @@
 """litft fine-tunes GPT-style language models from the command line, on Lightning Fabric.
 
-The public face: `litft.load`, `litft.stream`, `litft.finetune`; what they import is loaded on first use, so that --help
-answers at once.
+The public API is `litft.load`, `litft.stream` and `litft.finetune`. Their modules are imported on first use to keep --help
+fast.
 """
 
 from importlib import import_module
@@ -10,10 +10,10 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["finetune", "load", "stream"]
 
-_HOMES = {"load": "litft.pretrained", "stream": "litft.inference.generation", "finetune": "litft.training.trainer"}
+_MODULES = {"load": "litft.pretrained", "stream": "litft.inference.generation", "finetune": "litft.training.finetune"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'litft' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,6 +1,6 @@
-"""The table of commands, and how one ends: the only place that ends the process.
+"""The table of commands, and error handling: the only module that ends the process.
 
-Nothing heavy is imported before the arguments are parsed, so any --help answers at once.
+Nothing heavy is imported before the arguments are parsed, so that --help is fast.
 """
 
 import difflib
@@ -17,24 +17,24 @@ from litft.args.parser import parse
 from litft.args.processes import global_rank, local_rank
 from litft.errors import Interrupted, PeerLost, RankError
 
-os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # gloo's C++ frames are no message; read when torch is imported
+os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides gloo's C++ stack traces; torch reads it on import
 
 
 class Command(NamedTuple):
-    """The arguments a command takes, and the function (module:name) that gets them."""
+    """The arguments class of a command, and the function (module:name) that runs it."""
 
     args: type
     function: str
-    # threads that spin while they wait halve training's speed where other programs run, and gain 3 % where none does;
-    # the short products of decoding take twice the time where threads sleep between them
-    spins: str = "1000"
+    # OpenMP threads that spin while waiting halve the speed of training next to other programs, and gain only 3 % without;
+    # the small matrix products of decoding take twice as long if threads sleep between them
+    spin_count: str = "1000"
 
 
 COMMANDS = {
-    **{f"finetune {method}": Command(args, "litft.training.trainer:finetune") for method, args in flags.FINETUNE.items()},
-    "generate": Command(flags.GenerateArgs, "litft.inference.generate:generate", spins="100000"),
-    "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spins="100000"),
-    "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spins="100000"),
+    **{f"finetune {method}": Command(args, "litft.training.finetune:finetune") for method, args in flags.FINETUNE.items()},
+    "generate": Command(flags.GenerateArgs, "litft.inference.generate:generate", spin_count="100000"),
+    "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spin_count="100000"),
+    "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spin_count="100000"),
     "merge_lora": Command(flags.MergeArgs, "litft.export.convert:merge"),
     "run_eval": Command(flags.RunEvalArgs, "litft.evaluation.run_eval:run_eval"),
     "prepare_data": Command(flags.PrepareArgs, "litft.training.dry_run:prepare_data"),
@@ -49,72 +49,75 @@ COMMANDS = {
 
 
 def run(command: str, argv: list[str] | None = None) -> Any:
-    """Parse and run one command; a user's mistake ends with exit code 2 and a message on stderr."""
+    """Parse the flags and run one command. A user error ends with exit code 2 and a message on stderr."""
     entry = COMMANDS[command]
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", entry.spins)
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its older name
-        # batches of many sizes leave fewer gaps in a GPU's memory
+        os.environ.setdefault("GOMP_SPINCOUNT", entry.spin_count)
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its former name
+        # batches of varying size then fragment GPU memory less
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    words, prog = (sys.argv[1:], None) if argv is None else (argv, f"litft {command}")
+    argv_flags, prog = (sys.argv[1:], None) if argv is None else (argv, f"litft {command}")
     module, _, name = entry.function.partition(":")
     with user_errors():
-        args = parse(entry.args, words, prog)
+        args = parse(entry.args, argv_flags, prog)
         return getattr(import_module(module), name)(args)
 
 
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Inside, a user's mistake, a file that cannot be read or written, and Ctrl-C end without a traceback."""
+    """Within the context, user errors, file errors and Ctrl-C end the process without a traceback."""
     try:
         yield
-    except BrokenPipeError:  # whoever read stdout has gone; nothing more can be said there, not even at exit
+    except BrokenPipeError:  # the reader of stdout has exited; avoid a second error when stdout is flushed at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
     except OSError as error:
-        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), alone=True)
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error), any_rank=True)
     except ValueError as error:
-        fail(str(error), alone=isinstance(error, RankError))
+        fail(str(error), any_rank=isinstance(error, RankError))
     except PeerLost as error:
-        fail(str(error), alone=True)
-    except Interrupted as stopped:
-        # of several processes the first one speaks, and the others' ends are no failures
-        first = local_rank() == "0"
-        if first:
-            print(stopped, file=sys.stderr)
-        sys.exit(stopped.code if first else 0)
+        fail(str(error), any_rank=True)
+    except Interrupted as interrupted:
+        # only the first process prints, and only its exit code reports the signal
+        is_first = local_rank() == "0"
+        if is_first:
+            print(interrupted, file=sys.stderr)
+        sys.exit(interrupted.code if is_first else 0)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
 
 
 def main() -> None:
-    """The `litft` command: `litft finetune lora ...`, `litft chat ...`."""
+    """Run the `litft` command: `litft finetune lora ...`, `litft chat ...`."""
     for name in COMMANDS:
         words = name.split()
         if sys.argv[1 : 1 + len(words)] == words:
             run(name, sys.argv[1 + len(words) :])
             return
-    listed = "\n  ".join(f"litft {name:<22} {entry.args.__doc__}" for name, entry in COMMANDS.items())
-    usage = f"usage: litft COMMAND [flags]\n\n  {listed}\n\n`litft COMMAND --help` lists a command's flags."
+    commands = "\n  ".join(f"litft {name:<22} {entry.args.__doc__}" for name, entry in COMMANDS.items())
+    usage = f"usage: litft COMMAND [flags]\n\n  {commands}\n\n`litft COMMAND --help` lists a command's flags."
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
-        asked = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
-        near = difflib.get_close_matches(asked, COMMANDS, n=1) or [name for name in COMMANDS if asked in name.split()]
-        fail(f"no command {asked!r}{f'; did you mean litft {near[0]}?' if near else ''}\n{usage}")
+        typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
+        matches = difflib.get_close_matches(typed, COMMANDS, n=1) or [name for name in COMMANDS if typed in name.split()]
+        fail(f"no command {typed!r}{f'; did you mean litft {matches[0]}?' if matches else ''}\n{usage}")
     print(usage)
 
 
-def fail(message: str, alone: bool = False) -> NoReturn:
-    """End as a user's mistake does; of several processes the first one speaks, and one whose own the mistake is."""
-    local = local_rank()
-    if local != "0" and not alone and "TORCHELASTIC_RUN_ID" in os.environ:
-        time.sleep(5)  # where the first has made the same mistake torchrun has ended this process by then
-        alone = True
-    if local == "0" or alone:
-        who = "" if local == "0" else f"process {global_rank()}: "
-        print(f"{who}error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
-    # at a usual exit gloo's threads, which wait for the others, may abort
-    if alone and ("LOCAL_RANK" in os.environ or local != "0"):
+def fail(message: str, any_rank: bool = False) -> NoReturn:
+    """Print an error and exit with code 2.
+
+    Of several processes only local rank 0 prints. any_rank: print from this process too, because only it may have the error.
+    """
+    rank = local_rank()
+    if rank != "0" and not any_rank and "TORCHELASTIC_RUN_ID" in os.environ:
+        time.sleep(5)  # if rank 0 had the same error, torchrun has ended this process by then
+        any_rank = True
+    if rank == "0" or any_rank:
+        prefix = "" if rank == "0" else f"process {global_rank()}: "
+        print(f"{prefix}error: {message}".encode(errors="backslashreplace").decode(), file=sys.stderr)
+    # a normal exit may abort in gloo's threads, which still wait for other processes
+    if any_rank and ("LOCAL_RANK" in os.environ or rank != "0"):
         sys.stdout.flush()
         os._exit(2)
     sys.exit(2)

@@ -1,4 +1,4 @@
-"""A folder to a model and its tokenizer: base models, adapters and runs alike."""
+"""Load models and tokenizers from folders of base models, adapters and runs, or from the Hugging Face hub."""
 
 import copy
 import hashlib
@@ -17,7 +17,7 @@ import torch
 
 from litft import run_dir
 from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, untransposed
-from litft.checkpoints.hub import TOKENIZER_FILES, HubId, fetch, hub_id, origin
+from litft.checkpoints.hub import TOKENIZER_FILES, HubId, downloaded_from, fetch, hub_id
 from litft.checkpoints.peft_format import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
 from litft.data.tokenizer import Tokenizer
@@ -27,114 +27,117 @@ from litft.methods import Method, read_method
 from litft.model.config import Config, read_object
 from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.quantization import KINDS, quantize_modules
-from litft.model.transformer import GPT, built_in
+from litft.model.transformer import GPT, default_dtype
 
 DEMO = Path(__file__).parent / "demo"
 
 
 @dataclass(frozen=True)
 class PretrainedFolder:
-    """What a folder holds, known before any weight is read."""
+    """The contents of a model or adapter folder; weights are only read on demand."""
 
-    folder: Path  # the model's or the adapter's: where the tokenizer lies
-    base: Path  # where config.json and the weights lie
+    folder: Path  # of the model or adapter; has the tokenizer
+    base: Path  # of the base model; has config.json and the weights
     adapter: Path | None
-    hf: dict[str, Any]
+    hf: dict[str, Any]  # contents of config.json
     config: Config
 
     @property
     def name(self) -> str:
-        """What a person calls it: a run's result is called as the run."""
+        """The display name: the folder's name, or the run's name for the result of a run."""
         folder = self.folder.resolve()
         return folder.parent.name if folder.name in ("final", "best") else folder.name
 
     @property
     def rules(self) -> list[Rule]:
-        """How this family's weights are named."""
+        """The rules for the tensor names and layouts of this model family."""
         return family(self.config.model_type).rules(self.config)
 
     @property
     def stored_rules(self) -> list[Rule]:
-        """How this very folder's weights are named."""
+        """The rules for the weights in this folder, which may be quantized."""
         return untransposed(self.rules) if self.checkpoint.is_quantized else self.rules
 
     @property
     def adapter_rules(self) -> list[Rule]:
-        """How an adapter's files name this family's Linears: as PEFT does where it has names of its own."""
+        """The rules for adapter files: PEFT's own names first, then those of the family."""
         return [*peft_rules(self.config), *self.rules]
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
-        """The weight files, opened but not read."""
+        """The weight files, with only their headers read."""
         return Checkpoint(self.base)
 
     @property
     def record(self) -> dict[str, Any]:
-        """What litft has written into an adapter of the run that made it; empty for other folders."""
+        """litft's record of the training run in the adapter's config; empty for other folders."""
         return read_adapter_config(self.adapter).get("litft", {}) if self.adapter else {}
 
-    def another_quantization(self, kind: str | None) -> str | None:
-        """A warning where an adapter learned beside a base that was kept otherwise; kind: how it is kept now."""
-        before, now = self.record.get("quantize"), kind or "none"
-        if before in (None, now):
+    def quantization_warning(self, kind: str | None) -> str | None:
+        """Return a warning if the adapter was trained with another quantization of the base than `kind`."""
+        trained_with, current = self.record.get("quantize"), kind or "none"
+        if trained_with in (None, current):
             return None
-        return f"warning: {self.adapter} learned beside a base with --quantize {before}, and is used with --quantize {now}"
+        return f"warning: {self.adapter} was trained with --quantize {trained_with}, but is used with --quantize {current}"
 
     def tokenizer(self) -> Tokenizer | None:
-        """The adapter's own tokenizer, else the base's; None where neither has one."""
+        """Return the adapter's tokenizer, else that of the base model; None if neither exists."""
         names = ("tokenizer.json", "tokenizer.model")
-        holds = next((f for f in (self.folder, self.base) if any((f / n).is_file() for n in names)), None)
-        return Tokenizer(holds) if holds else None
+        folder = next(
+            (path for path in (self.folder, self.base) if any((path / name).is_file() for name in names)),
+            None,
+        )
+        return Tokenizer(folder) if folder else None
 
     def dtype(self, precision: str | None) -> torch.dtype:
-        """The dtype asked for; None: the folder's own."""
+        """Return the dtype of `precision`, or the folder's dtype if it is None."""
         if precision is None:
             embedding = next((mapping.sources[0] for mapping in self.mappings if mapping.targets == ("embed.weight",)), None)
             return self.checkpoint.meta(embedding or self.checkpoint.names[0]).dtype
         if precision not in DTYPES:
-            raise ValueError(f"precision {precision!r} is not known; use {', '.join(DTYPES)}")
+            raise ValueError(f"precision {precision!r} is not supported; use {', '.join(DTYPES)}")
         return DTYPES[precision]
 
     def meta_model(self, dtype: torch.dtype = torch.float32, placement: WeightPlacement = UNSHARDED) -> GPT:
-        """The network without memory for its weights."""
-        with torch.device("meta"), built_in(dtype):
-            return placement.network(self.config)
+        """Create the unquantized network on the meta device."""
+        with torch.device("meta"), default_dtype(dtype):
+            return placement.build_network(self.config)
 
     def check_length(self, flag: str, tokens: int | None) -> None:
-        """ValueError where the model has no positions for so many tokens."""
-        context = self.config.max_positions
-        if self.config.learned_positions and tokens and tokens > context:
-            raise ValueError(f"{flag} {tokens}: this model has learned {context} positions and no more; lower it")
+        """Raise ValueError if the model has learned positions, but not for so many tokens."""
+        max_positions = self.config.max_positions
+        if self.config.learned_positions and tokens and tokens > max_positions:
+            raise ValueError(f"{flag} {tokens}: this model has only {max_positions} learned positions; lower it")
 
     def check(self) -> None:
-        """Compare the weight files' names and shapes with the config, without reading data."""
-        _ = self.checked_moves
+        """Compare names and shapes in the weight files with the config, without reading data."""
+        _ = self.checked_mappings
 
     @cached_property
-    def checked_moves(self) -> list[TensorMapping]:
-        """`moves`, once it is known that they fill the network."""
+    def checked_mappings(self) -> list[TensorMapping]:
+        """`mappings`, after checking that they fill the network."""
         return check_weights(self.meta_model(), self.checkpoint, self.stored_rules)
 
     @cached_property
     def mappings(self) -> list[TensorMapping]:
-        """How the weight files' tensors become ours."""
+        """The mappings from the tensors of the weight files to litft tensors."""
         return mappings_from_hf(self.stored_rules, self.checkpoint.names)[0]
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The base's tensor of one of our names, in the file's own dtype."""
+        """Read the base model's tensor by its litft name, in the dtype of the file."""
         mapping = next(mapping for mapping in self.mappings if name in mapping.targets)
         return mapping.convert([self.checkpoint.read(source) for source in mapping.sources])[mapping.targets.index(name)]
 
-    def quantization(self, asked: str | None = None) -> str | None:
-        """The kind that the folder's Linears are kept in: as asked for, or as it was saved; ValueError for both at odds."""
-        asked = None if asked == "none" else asked
+    def quantization(self, requested: str | None = None) -> str | None:
+        """Return the quantization as requested or as stored in the folder; raise ValueError if the two differ."""
+        requested = None if requested == "none" else requested
         settings = self.hf.get("quantization_config") or {}
         if settings.get("quant_method") != "bitsandbytes":
-            return asked
-        nested = "-dq" if settings.get("bnb_4bit_use_double_quant") else ""
-        stored = f"{settings.get('bnb_4bit_quant_type', 'fp4')}{nested}" if settings.get("load_in_4bit") else "int8"
-        if asked not in (None, stored):
-            raise ValueError(f"{self.base} is quantized already, as {stored}; leave --quantize {asked} out")
+            return requested
+        suffix = "-dq" if settings.get("bnb_4bit_use_double_quant") else ""
+        stored = f"{settings.get('bnb_4bit_quant_type', 'fp4')}{suffix}" if settings.get("load_in_4bit") else "int8"
+        if requested not in (None, stored):
+            raise ValueError(f"{self.base} is already quantized as {stored}; omit --quantize {requested}")
         return stored
 
     def base_model(
@@ -142,11 +145,11 @@ class PretrainedFolder:
         precision: str | None = None,
         device: torch.device | str = "cpu",
         quantize: str | None = None,
-        plain: Collection[str] = (),
+        unquantized: Collection[str] = (),
         placement: WeightPlacement = UNSHARDED,
     ) -> GPT:
-        """The base network with its weights, frozen."""
-        model = self.unfilled(precision, quantize, plain, placement).requires_grad_(False)
+        """Load the base model in eval mode, with all parameters frozen."""
+        model = self.unfilled(precision, quantize, unquantized, placement).requires_grad_(False)
         self.fill(model, precision, device, placement)
         return model.eval()
 
@@ -154,62 +157,64 @@ class PretrainedFolder:
         self,
         precision: str | None,
         quantize: str | None = None,
-        plain: Collection[str] = (),
+        unquantized: Collection[str] = (),
         placement: WeightPlacement = UNSHARDED,
     ) -> GPT:
-        """The base network on the meta device, in its dtype, Linears quantized but for those in `plain`."""
+        """Create the base network on the meta device, with quantized Linears except for those in `unquantized`."""
         self.check()
         model = self.meta_model(self.dtype(precision), placement)
         if kind := self.quantization(quantize):
-            quantize_modules(model, list(packed_modules(model, self.checkpoint, self.checked_moves, plain)), kind)
+            quantize_modules(model, list(packed_modules(model, self.checkpoint, self.checked_mappings, unquantized)), kind)
         return model
 
     def fill(
         self, model: GPT, precision: str | None, device: torch.device | str, placement: WeightPlacement = UNSHARDED
     ) -> None:
-        """Give `unfilled`, with a method on it and sharded maybe, its memory on `device`, and the weights from disk."""
+        """Allocate the network from `unfilled` on `device` and load its weights; it may be sharded and have a method."""
         placement.allocate(model, device)
-        load_weights(model, self.checkpoint, self.checked_moves, self.dtype(precision), placement)
-        model.rotaries.to_empty(device=device)  # their tables are computed, not read
+        load_weights(model, self.checkpoint, self.checked_mappings, self.dtype(precision), placement)
+        model.rotaries.to_empty(device=device)  # cos/sin tables are computed, not loaded
 
     def model(
         self, precision: str | None, device: torch.device | str, quantize: str | None, placement: WeightPlacement = UNSHARDED
     ) -> GPT:
-        """The network to use, or a share of it: the base's, with the adapter on it where this folder is one."""
+        """Load the network, or this rank's shard of it, with the adapter if the folder is one."""
         return load_models([self], precision, device, quantize, placement)[0]
 
     def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
-        """The method of this folder, where it is an adapter, and what it has learned."""
+        """Return the method and the trained values of an adapter folder; None for other folders."""
         return read_method(self.adapter, self) if self.adapter else None
 
 
 def resolve(folder: str | Path, base_dir: str | Path | None = None) -> PretrainedFolder:
-    """Find out what a folder is, or a model of the hub; ValueError with a remedy where it is nothing that can be opened."""
-    folder = _located(folder)
+    """Identify a folder or a hub model; raise ValueError with a remedy if it cannot be opened."""
+    folder = _local_folder(folder)
     if not folder.is_dir():
-        raise ValueError(f"{folder} is a file; {_of_gguf([folder]) or 'name the folder it lies in'}")
+        raise ValueError(f"{folder} is a file; {_gguf_remedy([folder]) or 'name the folder that contains it'}")
     if run_dir.is_run(folder) and not run_dir.finished(folder):
         raise ValueError(f"{folder} is a run that has not finished; continue it with --resume --out_dir {folder}")
     if (folder / "final").is_dir() and not (folder / "config.json").is_file():
-        folder = folder / "final"  # a run's folder stands for its result
+        folder = folder / "final"  # the folder of a run means its result
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
-    base = _base_of(folder, base_dir) if adapter else folder
+    base = _find_base(folder, base_dir) if adapter else folder
     hf = text_config(_read_config_json(base))
     source = PretrainedFolder(folder, base, adapter, hf, read_config(hf))
     if (kind := (hf.get("quantization_config") or {}).get("quant_method")) not in (None, "mxfp4", "bitsandbytes"):
-        reason = f"its weights are quantized ({kind}), and litft reads plain ones, MXFP4 and bitsandbytes'"
-        raise ValueError(f"{base}: {reason}; get the unquantized folder")
+        reason = f"its weights are quantized ({kind}), but litft only supports MXFP4 and bitsandbytes"
+        raise ValueError(f"{base}: {reason}; download the unquantized model")
     if adapter:
         _check_fingerprint(source)
     return source
 
 
-def _located(folder: str | Path) -> Path:
-    """The folder of a path or of a hub id."""
-    if wanted := hub_id(folder):
-        return fetch(wanted)[0]
+def _local_folder(folder: str | Path) -> Path:
+    """Return the folder of a path or a hub id, downloading the latter if necessary."""
+    if repo := hub_id(folder):
+        return fetch(repo)[0]
     if not Path(folder).exists():
-        raise ValueError(f"{folder} does not exist; name a model folder in Hugging Face's format, an adapter's, or a hub id")
+        raise ValueError(
+            f"{folder} does not exist; name a model folder in Hugging Face format, an adapter folder or a hub id"
+        )
     return Path(folder)
 
 
@@ -220,16 +225,18 @@ def load_models(
     quantize: str | None,
     placement: WeightPlacement = UNSHARDED,
 ) -> list[GPT]:
-    """The network of each folder; all have one base, and its tensors are there once. None of them may be trained.
+    """Load the network of each folder for inference; all have the same base model and share its tensors.
 
-    ValueError where one of several trains whole modules of a base that is to be quantized: the others have them quantized.
+    Raise ValueError if only some of several adapters train full modules of a base to be quantized.
     """
     adapters = [source.read_adapter() for source in sources]
-    plain = {name for adapter in adapters if adapter for name in adapter[0].unquantized_modules()}
-    if plain and len(sources) > 1 and (kind := sources[0].quantization(quantize)):
-        reason = f"{len(plain)} whole modules ({min(plain)}) are trained by one of the adapters, and {kind} for the others"
-        raise ValueError(f"{reason}; open that adapter alone, or all of them unquantized")
-    base = sources[0].base_model(precision, device, quantize, plain, placement)
+    unquantized = {name for adapter in adapters if adapter for name in adapter[0].unquantized_modules()}
+    if unquantized and len(sources) > 1 and (kind := sources[0].quantization(quantize)):
+        reason = (
+            f"{len(unquantized)} modules ({min(unquantized)}) are trained in full by one adapter but {kind} for the others"
+        )
+        raise ValueError(f"{reason}; load that adapter alone, or all of them unquantized")
+    base = sources[0].base_model(precision, device, quantize, unquantized, placement)
     models = [*(share_weights(base) for _ in adapters[1:]), base]
     for model, adapter in zip(models, adapters, strict=True):
         if adapter:
@@ -240,7 +247,7 @@ def load_models(
 
 
 def share_weights(model: GPT) -> GPT:
-    """A network of the same tensors: what a method changes of its modules it changes there alone."""
+    """Copy the network's modules but share its tensors, so that a method only changes the modules of the copy."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
 
@@ -252,16 +259,19 @@ def load(
     base_dir: str | Path | None = None,
     quantize: str | None = None,
 ) -> tuple[GPT, Tokenizer | None]:
-    """Open any folder: a base model, an adapter (litft's or PEFT's), a merged model, a run.
+    """Load a model and its tokenizer from the folder of a base model, an adapter (litft or PEFT), a merged model or a run.
 
-    precision: bf16, fp16 or fp32; None means the folder's own dtype. base_dir overrides where an adapter says its base
-    lies. quantize: nf4, nf4-dq, fp4, fp4-dq or int8; None leaves the folder's Linears as they are. The tokenizer is None
-    where there is none. Raises ValueError for what cannot be opened.
+    folder: a path or a hub id (`owner/name` or `owner/name@revision`).
+    precision: bf16, fp16 or fp32; None: the dtype of the folder.
+    base_dir: the base model of an adapter, instead of the one named in its config.
+    quantize: nf4, nf4-dq, fp4, fp4-dq or int8; None: as stored in the folder.
+
+    The tokenizer is None if the folder has none. Raises ValueError if the folder cannot be loaded.
     """
     if quantize not in (None, "none", *KINDS):
-        raise ValueError(f"quantize {quantize!r} is not known; use {', '.join(KINDS)}")
+        raise ValueError(f"quantize {quantize!r} is not supported; use {', '.join(KINDS)}")
     source = resolve(folder, base_dir)
-    if warning := source.another_quantization(source.quantization(quantize)):
+    if warning := source.quantization_warning(source.quantization(quantize)):
         warnings.warn(warning.removeprefix("warning: "), stacklevel=2)
     return source.model(precision, device, quantize), source.tokenizer()
 
@@ -269,49 +279,49 @@ def load(
 def _read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        remedy = _of_gguf(folder.iterdir()) or "name the folder that Hugging Face's save_pretrained wrote"
+        remedy = _gguf_remedy(folder.iterdir()) or "name the folder written by Hugging Face's save_pretrained"
         raise ValueError(f"{folder} has no config.json; {remedy}")
     return read_object(path)
 
 
-def _of_gguf(files: Iterable[Path]) -> str | None:
-    """What to do with llama.cpp's files, if there is one."""
-    found = next((path for path in files if path.suffix == ".gguf"), None)
-    return found and f"python scripts/convert_gguf_checkpoint.py --checkpoint_dir {found} makes a folder of it"
+def _gguf_remedy(files: Iterable[Path]) -> str | None:
+    """Suggest the conversion of the first GGUF file; return None if there is none."""
+    gguf_file = next((path for path in files if path.suffix == ".gguf"), None)
+    return gguf_file and f"convert it with python scripts/convert_gguf_checkpoint.py --checkpoint_dir {gguf_file}"
 
 
-def _base_of(adapter: Path, base_dir: str | Path | None) -> Path:
-    """An adapter's base: as asked for, as recorded relative to the adapter, or as named in PEFT's own field."""
+def _find_base(adapter: Path, base_dir: str | Path | None) -> Path:
+    """Find an adapter's base model: `base_dir`, else the path recorded by litft, else PEFT's base_model_name_or_path."""
     if base_dir:
-        return _located(base_dir)
+        return _local_folder(base_dir)
     config = read_adapter_config(adapter)
-    recorded = config.get("litft", {}).get("base_path")
-    named = config.get("base_model_name_or_path") or ""
-    candidates = [adapter / recorded] if recorded else []
-    for path in [*candidates, Path(named)]:
-        if named and path.is_dir():
+    base_path = config.get("litft", {}).get("base_path")
+    base_name = config.get("base_model_name_or_path") or ""
+    candidates = [adapter / base_path] if base_path else []
+    for path in [*candidates, Path(base_name)]:
+        if base_name and path.is_dir():
             return Path(os.path.normpath(path))
-    reason = f"{adapter}: its base model {named!r} is not a folder here; pass --base_dir"
+    reason = f"{adapter}: its base model {base_name!r} is not a local folder; pass --base_dir"
     revision = config.get("revision")
-    if not (wanted := hub_id(f"{named}@{revision}" if revision else named)):
+    if not (repo := hub_id(f"{base_name}@{revision}" if revision else base_name)):
         raise ValueError(reason)
     try:
-        return fetch(wanted)[0]
+        return fetch(repo)[0]
     except ValueError as error:
         raise ValueError(f"{reason} ({error})") from None
 
 
 def _check_fingerprint(source: PretrainedFolder) -> None:
     recorded = source.record.get("base_fingerprint")
-    if recorded and recorded != (found := fingerprint(source.checkpoint)):
+    if recorded and recorded != (actual := fingerprint(source.checkpoint)):
         raise ValueError(
             f"{source.adapter} was trained on another base than {source.base} (fingerprint {recorded[:12]}, found "
-            f"{found[:12]}); pass --base_dir with the folder it was trained on"
+            f"{actual[:12]}); pass --base_dir with the folder it was trained on"
         )
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:
-    """A hash over every tensor's name, shape, dtype and first numbers: which weights these are, in milliseconds."""
+    """Identify weights by a hash over the name, shape, dtype and first values of every tensor (takes milliseconds)."""
     digest = hashlib.sha256()
     for name in checkpoint.names:
         meta = checkpoint.meta(name)
@@ -321,22 +331,25 @@ def fingerprint(checkpoint: Checkpoint) -> str:
 
 
 def base_record(source: PretrainedFolder, folder: Path) -> dict[str, Any]:
-    """What an adapter written to `folder` says about its base: PEFT's field, and litft's own to find it again."""
+    """Return the config fields about the base model for an adapter written to `folder`: PEFT's and litft's own."""
     base = os.path.realpath(source.base)
-    own = {"base_path": os.path.relpath(base, os.path.realpath(folder)), "base_fingerprint": fingerprint(source.checkpoint)}
-    known = origin(source.base) or HubId(str(base))
-    return {"base_model_name_or_path": known.name, "revision": known.revision, "litft": own}
+    record = {
+        "base_path": os.path.relpath(base, os.path.realpath(folder)),
+        "base_fingerprint": fingerprint(source.checkpoint),
+    }
+    repo = downloaded_from(source.base) or HubId(str(base))
+    return {"base_model_name_or_path": repo.name, "revision": repo.revision, "litft": record}
 
 
 def copy_files(source: Path, folder: Path) -> None:
-    """Copy tokenizer, chat template and generation config as they are."""
+    """Copy tokenizer, chat template and generation config unchanged."""
     for name in TOKENIZER_FILES:
         if (path := source / name).is_file():
             shutil.copyfile(path, folder / name)
 
 
 def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokenizer beside a model, with the chat template and the stop tokens the model was trained with."""
+    """Write the tokenizer with the chat template and stop tokens used in training to a model folder."""
     copy_files(tokenizer.folder, folder)
     tokenizer.save_added(folder)
     (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")

@@ -1,6 +1,6 @@
-"""A run's folder: where it is, whether it is finished, and which is the newest. Imports no torch.
+"""Run folders: find, create and check them, and write files atomically. Imports no torch.
 
-<out_dir>/config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume), final/ (to open; there only when finished).
+A run folder has config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume) and final/ (the result; written at the end).
 """
 
 import os
@@ -11,52 +11,52 @@ from pathlib import Path
 
 OUT = Path("out")
 CONFIG = "config.yaml"
-_MARK = "# A run of litft"  # how its config.yaml begins: other programs have files of that name
-_LAUNCH = "# begun by the launch "
+_HEADER = "# A run of litft"  # first line of config.yaml: other programs have files of that name
+_LAUNCH_LINE = "# begun by the launch "
 
 
 def is_run(folder: Path) -> bool:
-    """Whether litft wrote this folder."""
+    """Return whether this is a run folder of litft."""
     try:
         with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
-            return file.readline().startswith(_MARK)
+            return file.readline().startswith(_HEADER)
     except OSError:
         return False
 
 
 def method(folder: Path) -> str:
-    """Which of the methods a run's config.yaml is for."""
+    """Return the name of a run's method, from its config.yaml."""
     with (folder / CONFIG).open(encoding="utf-8", errors="replace") as file:
-        found = re.match(rf"{_MARK}: finetune (\w+);", file.readline())
-    return found[1] if found else "lora"
+        match = re.match(rf"{_HEADER}: finetune (\w+);", file.readline())
+    return match[1] if match else "lora"
 
 
 def finished(folder: Path) -> bool:
-    """Whether the run came to its end."""
+    """Return whether the run is finished."""
     return (folder / "final").is_dir()
 
 
-def newest(done: bool) -> Path | None:
-    """The newest run under out/ that is finished, or that is not."""
-    runs = [path.parent for path in OUT.glob(f"*/{CONFIG}") if is_run(path.parent) and finished(path.parent) == done]
+def newest(is_finished: bool) -> Path | None:
+    """Return the newest finished, or unfinished, run folder under out/; None if there is no such run."""
+    runs = [path.parent for path in OUT.glob(f"*/{CONFIG}") if is_run(path.parent) and finished(path.parent) == is_finished]
     return max(runs, key=lambda run: (run / CONFIG).stat().st_mtime, default=None)
 
 
 def newest_finished() -> Path:
-    """The newest finished run; ValueError where there is none."""
-    run = newest(done=True)
+    """Return the newest finished run folder under out/. Raise ValueError if none exists."""
+    run = newest(is_finished=True)
     if run is None:
         raise ValueError(f"no finished run under {OUT}/; pass --checkpoint_dir, or fine-tune first")
     return run
 
 
-def named(out_dir: str | None, resume: bool) -> Path | None:
-    """The folder that the flags mean; None: a new one."""
-    return Path(out_dir) if out_dir else newest(done=False) if resume else None
+def from_flags(out_dir: str | None, resume: bool) -> Path | None:
+    """Return the run folder that the flags name, or None for a new run."""
+    return Path(out_dir) if out_dir else newest(is_finished=False) if resume else None
 
 
 def claim(method: str) -> Path:
-    """Make the first free out/<method>[-n]: of two runs that begin at once, each gets its own."""
+    """Create and return the first free out/<method>[-n]. Runs that start at the same time get different folders."""
     OUT.mkdir(exist_ok=True)
     number = 1
     while True:
@@ -69,14 +69,14 @@ def claim(method: str) -> Path:
 
 
 def check(folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | None]) -> None:
-    """Refuse to write over what is there, and to delete what the run is about to read."""
+    """Raise ValueError if the run would overwrite other files, or delete `inputs`, the paths that it reads."""
     if folder.is_file():
         raise ValueError(f"--out_dir {folder} is a file; name a folder")
-    held = folder.is_dir() and any(not path.name.endswith(".partial") for path in folder.iterdir())
-    if held and not is_run(folder):
-        raise ValueError(f"--out_dir {folder} is not empty and holds no run of litft; name another folder")
-    if held and not (resume or overwrite):
-        raise ValueError(f"--out_dir {folder} already holds a run; --resume continues it, --overwrite deletes it")
+    occupied = folder.is_dir() and any(not path.name.endswith(".partial") for path in folder.iterdir())
+    if occupied and not is_run(folder):
+        raise ValueError(f"--out_dir {folder} is not empty and is not a litft run; name another folder")
+    if occupied and not (resume or overwrite):
+        raise ValueError(f"--out_dir {folder} already contains a run; --resume continues it, --overwrite deletes it")
     if overwrite:
         for path in filter(None, inputs):
             if Path(path).resolve().is_relative_to(folder.resolve()):
@@ -84,34 +84,34 @@ def check(folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | No
 
 
 def clear(folder: Path) -> None:
-    """Delete a run, for --overwrite."""
+    """Delete a run folder, for --overwrite. Other folders are left alone."""
     if is_run(folder):
         shutil.rmtree(folder.resolve())
 
 
 def write_config(folder: Path, method: str, text: str, launch: str | None) -> None:
-    """Write config.yaml, all of it or nothing. launch: whose processes these are."""
-    known = f"{_LAUNCH}{launch}\n" if launch else ""
-    write_whole(folder / CONFIG, f"{_MARK}: finetune {method}; --config with this file repeats it.\n{known}{text}")
+    """Write config.yaml atomically. launch: id of the launch (torchrun, SLURM) that started the run."""
+    launch_line = f"{_LAUNCH_LINE}{launch}\n" if launch else ""
+    atomic_write(folder / CONFIG, f"{_HEADER}: finetune {method}; --config with this file repeats it.\n{launch_line}{text}")
 
 
-def begun_by(folder: Path | None, launch: str | None) -> bool:
-    """Whether this very launch has begun the run, so that its processes have been started again."""
+def launched_by(folder: Path | None, launch: str | None) -> bool:
+    """Return whether the launch with this id started the run, so that its processes are now restarted ones."""
     if not (folder and launch and is_run(folder)):
         return False
-    return f"{_LAUNCH}{launch}" in (folder / CONFIG).read_text("utf-8", errors="replace").split("\n")[:2]
+    return f"{_LAUNCH_LINE}{launch}" in (folder / CONFIG).read_text("utf-8", errors="replace").split("\n")[:2]
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file, all of it or nothing."""
+def atomic_write(path: Path, text: str) -> None:
+    """Write a file atomically: it becomes visible only when complete."""
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(text, "utf-8", newline="")
     _sync(partial)
     partial.replace(path)
 
 
-def put_in_place(partial: Path, folder: Path) -> None:
-    """Give a folder that is complete its name, another's if there is one: after a crash it is complete, or not there."""
+def replace_folder(partial: Path, folder: Path) -> None:
+    """Rename a complete folder to `folder`, replacing an existing one. After a crash it is complete or absent."""
     for path in sorted(partial.rglob("*"), reverse=True):
         _sync(path)
     _sync(partial)
@@ -125,9 +125,9 @@ def put_in_place(partial: Path, folder: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have the disk hold what was written."""
-    number = os.open(path, os.O_RDONLY)
+    """Flush a file or folder to disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(number)
+        os.fsync(descriptor)
     finally:
-        os.close(number)
+        os.close(descriptor)

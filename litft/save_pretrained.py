@@ -1,4 +1,4 @@
-"""A model as a folder, the reverse of `pretrained.py`: the base's tensors as a method has changed them, one by one."""
+"""Write a model folder: the tensors of the base model, merged with a method's values one at a time."""
 
 import json
 from dataclasses import dataclass, replace
@@ -21,25 +21,25 @@ from litft.pretrained import PretrainedFolder
 
 @dataclass(frozen=True)
 class Result:
-    """A method with its values; `quantize` and `dtype`, where they are added to the base as it was rounded in training."""
+    """A method and its values; `quantize` and `dtype` to merge them into the base as quantized in training."""
 
     method: Method
     values: Values
     quantize: str | None = None
-    dtype: torch.dtype | None = None  # of the weights when they were quantized
+    dtype: torch.dtype | None = None  # of the weights before quantization
 
     def config(self, config: Config) -> Config:
-        """The base's architecture, with the new tokens, and with a head of its own where the method changed just one."""
-        tied = config.tied and not self.method.unties()
+        """Return the base's config with the new vocabulary size, untied if the method changes only embedding or head."""
+        tied = config.tied and not self.method.unties_head()
         return replace(config, vocab_size=self.method.vocab_size(config), tied=tied)
 
-    def keeps(self, name: str, base: GPT) -> bool:
-        """Whether a tensor is left as the base has it: frozen ones may have been rounded for training."""
-        changed = self.method.tokens and name.startswith(("embed.", "lm_head."))  # which have the new tokens' rows
-        return name in self.method.frozen and not changed and self.values[name].shape == base.get_parameter(name).shape
+    def is_unchanged(self, name: str, base: GPT) -> bool:
+        """Whether to write the base's tensor: frozen values may have been rounded for training."""
+        has_new_rows = self.method.tokens and name.startswith(("embed.", "lm_head."))
+        return name in self.method.frozen and not has_new_rows and self.values[name].shape == base.get_parameter(name).shape
 
     def tensor(self, name: str, weight: Tensor, base: GPT) -> Tensor:
-        """The base's tensor `name` as the method has changed it."""
+        """Merge the method's values into `weight`, the base's tensor `name`."""
         if self.quantize and is_quantizable(name, base):
             weight = quantize_dequantize(weight, self.quantize, self.dtype)
         return self.method.merged(name, weight, self.values)
@@ -48,54 +48,54 @@ class Result:
 def model_entries(
     source: PretrainedFolder, dtype: torch.dtype, result: Result | None = None, rules: list[Rule] | None = None
 ) -> list[LazyTensor]:
-    """Every tensor of the base, as a method has changed it, under the names of `rules`, which default to the family's."""
+    """List all tensors of the base merged with `result`, named by `rules` (default: those of the family)."""
     base = source.meta_model()
     mappings = check_weights(base, source.checkpoint, source.stored_rules)
-    home = {name: (mapping, index) for mapping in mappings for index, name in enumerate(mapping.targets)}
+    locations = {name: (mapping, index) for mapping in mappings for index, name in enumerate(mapping.targets)}
     if result:
-        result.method.check_merge(list(home), result.values)
+        result.method.check_merge(list(locations), result.values)
     config = result.config(source.config) if result else source.config
     with torch.device("meta"):
         model = GPT(config)
 
-    @lru_cache(maxsize=1)  # the parts of a fused tensor are asked for one after the other
+    @lru_cache(maxsize=1)  # the parts of a fused tensor are requested in sequence
     def read(mapping: TensorMapping) -> list[Tensor]:
         return mapping.convert([source.checkpoint.read(name) for name in mapping.sources])
 
-    def ours(name: str) -> Tensor:
-        if result and result.method.saves_full_model and not result.keeps(name, base):
+    def litft_tensor(name: str) -> Tensor:
+        if result and result.method.saves_full_model and not result.is_unchanged(name, base):
             return full_tensor(result.values[name]).to(dtype)
-        mapping, index = home[name if name in home else "embed.weight"]  # a head that is no longer tied
+        mapping, index = locations[name if name in locations else "embed.weight"]  # an untied head has no tensor yet
         tensor = read(mapping)[index]
         return (tensor if result is None else result.tensor(name, tensor, base)).to(dtype)
 
-    @lru_cache(maxsize=1)  # and so are the experts of a stack
-    def written(mapping: TensorMapping) -> list[Tensor]:
-        return mapping.convert([ours(name) for name in mapping.sources])
+    @lru_cache(maxsize=1)  # as are the experts of a stack
+    def hf_tensors(mapping: TensorMapping) -> list[Tensor]:
+        return mapping.convert([litft_tensor(name) for name in mapping.sources])
 
     def entry(mapping: TensorMapping, index: int, name: str) -> LazyTensor:
-        like = mapping.convert([model.get_parameter(our).detach().to(dtype) for our in mapping.sources])[index]
-        return LazyTensor(name, like, lambda: written(mapping)[index])
+        like = mapping.convert([model.get_parameter(litft_name).detach().to(dtype) for litft_name in mapping.sources])[index]
+        return LazyTensor(name, like, lambda: hf_tensors(mapping)[index])
 
-    exports = mappings_to_hf(
+    hf_mappings = mappings_to_hf(
         rules or family(config.model_type).rules(config), [name for name, _ in model.named_parameters()]
     )
-    return [entry(mapping, index, name) for mapping in exports for index, name in enumerate(mapping.targets)]
+    return [entry(mapping, index, name) for mapping in hf_mappings for index, name in enumerate(mapping.targets)]
 
 
 def write_result(
     folder: Path | None, source: PretrainedFolder, dtype: torch.dtype, result: Result | None, shard_gb: float
 ) -> list[LazyTensor]:
-    """A model's weights and config.json: the base's, or what a method has made of it; returns what was written.
+    """Write weights and config.json of the base, merged with `result` if given; return the tensors written.
 
-    folder: None in a process that only takes part in gathering what is sharded, in the writer's order.
+    folder: None on ranks that only join the all-gathers of sharded tensors, in the same order as the writing rank.
     """
     entries = model_entries(source, dtype, result)
     write_weights(folder, entries, int(shard_gb * 1e9))
     if folder is None:
         return entries
     hf = {**source.hf, "torch_dtype": str(dtype).removeprefix("torch.")}
-    for name in ("dtype", "quantization_config"):  # transformers 5's name for the same; what is written is not quantized
+    for name in ("dtype", "quantization_config"):  # transformers 5 reads dtype first; written weights are not quantized
         hf.pop(name, None)
     before, after = source.config, result.config(source.config) if result else source.config
     if after.vocab_size != before.vocab_size:

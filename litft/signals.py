@@ -1,4 +1,4 @@
-"""Signals that are noted, so that what is being done can end well: a run's step, an answer. Imports no torch."""
+"""Signal handlers that let the current step or answer finish first. Imports no torch."""
 
 import os
 import signal
@@ -10,49 +10,50 @@ from typing import Any
 
 from litft.args.processes import local_rank
 
-NOTED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is what a cluster's scheduler warns with
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # cluster schedulers send SIGUSR1 as a warning
 
 
 @contextmanager
-def held_back(number: signal.Signals) -> Iterator[None]:
-    """Inside, a signal waits: for what must not end in the middle."""
+def defer_signal(number: signal.Signals) -> Iterator[None]:
+    """Within the context, defer a signal until the end, for work that must not be interrupted."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    came: list[int] = []
-    before = signal.signal(number, lambda number, _: came.append(number))
+    received: list[int] = []
+    previous = signal.signal(number, lambda number, _: received.append(number))
     try:
         yield
     finally:
-        signal.signal(number, before)
-        if came:
+        signal.signal(number, previous)
+        if received:
             signal.raise_signal(number)
 
 
 class Signals:
-    """Inside, `caught` is the number of the last of these signals, 0 before any; a second Ctrl-C interrupts at once.
+    """Within the context, record signals in `caught`: the number of the last one, 0 if none arrived.
 
-    The others may come again and again, from whoever manages the processes, and change nothing more. promise: what is
-    said of the first; None: nothing.
+    A second Ctrl-C raises KeyboardInterrupt. Other repeated signals, which process managers send, have no further effect.
+
+    notice: text to print when the first signal arrives; None: print nothing.
     """
 
-    def __init__(self, numbers: tuple[signal.Signals, ...] = NOTED, promise: str | None = "saving after this step") -> None:
-        self.caught, self.numbers, self.promise = 0, numbers, promise
-        self.before: dict[signal.Signals, Any] = {}
+    def __init__(self, numbers: tuple[signal.Signals, ...] = HANDLED, notice: str | None = "saving after this step") -> None:
+        self.caught, self.numbers, self.notice = 0, numbers, notice
+        self.previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> "Signals":
-        if threading.current_thread() is threading.main_thread():  # Python lets no other set handlers
-            self.before = {number: signal.signal(number, self._note) for number in self.numbers}
+        if threading.current_thread() is threading.main_thread():  # Python allows no other thread to set handlers
+            self.previous = {number: signal.signal(number, self._handle) for number in self.numbers}
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self.before.items():
+        for number, handler in self.previous.items():
             signal.signal(number, handler)
 
-    def _note(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.caught == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.promise and not self.caught and local_rank() == "0":  # of several processes the first one speaks
-            # print is not safe here: the signal may have come in the middle of one
-            os.write(2, f"\n{signal.Signals(number).name}: {self.promise}\n".encode())
+        if self.notice and not self.caught and local_rank() == "0":  # only the first process prints
+            # print() is not safe here: the signal may have interrupted another print()
+            os.write(2, f"\n{signal.Signals(number).name}: {self.notice}\n".encode())
         self.caught = int(number)

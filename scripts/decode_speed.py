@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from litft.args import impossible_numbers
-from litft.args.checks import below
+from litft.args.checks import below_minimum
 from litft.args.parser import parse
 from litft.cli import COMMANDS, user_errors
 
@@ -56,7 +56,9 @@ class SpeedArgs:
         """What is missing, or impossible."""
         missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a model's folder"]
         positive = ("rows", "prompt_tokens", "new_tokens", "rounds")
-        return missing + impossible_numbers(self) + below(self, "", 1, *positive) + below(self, "", 0, "busy")
+        return (
+            missing + impossible_numbers(self) + below_minimum(self, "", 1, *positive) + below_minimum(self, "", 0, "busy")
+        )
 
 
 def main(args: SpeedArgs) -> None:
@@ -194,7 +196,7 @@ def copy_speed(device, size: int = 2**28) -> float:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", COMMANDS["generate"].spins)
+    os.environ.setdefault("GOMP_SPINCOUNT", COMMANDS["generate"].spin_count)
     with user_errors():
         args = parse(SpeedArgs, sys.argv[1:])
         with busy_processes(args.busy):

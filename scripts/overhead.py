@@ -19,7 +19,7 @@ DEFAULTS = (
 
 def main(method: str, words: list[str]) -> None:
     """Run it, and print the overhead of each ten steps."""
-    from litft.training.trainer import finetune
+    from litft.training.finetune import finetune
 
     args = parse(COMMANDS[f"finetune {method}"].args, [*DEFAULTS, *words])
     marks: list[tuple[int, float, float]] = []

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from litft.args.parser import parse
 from litft.cli import fail, user_errors
-from litft.run_dir import write_whole
+from litft.run_dir import atomic_write
 
 BENCHMARK = Path(__file__).parent / "benchmark.py"
 Cells = dict[str, dict[str, Any]]
@@ -97,7 +97,7 @@ def begun(path: Path) -> Cells:
 
 def write(path: Path, cells: Cells) -> None:
     """All cells, or the file as it was."""
-    write_whole(path, json.dumps(cells, indent=2) + "\n")
+    atomic_write(path, json.dumps(cells, indent=2) + "\n")
 
 
 def main(args: AccuracyArgs) -> None:

@@ -59,7 +59,7 @@ def row(folder: str, model: str, method: str, base: str, strategy: str, nodes: i
     fit, found = paper.fit, paper.communication_volume
     memory = f"{fit.plan.memory.peak / 2**30:.0f}"
     shape = f"{fit.rows} x {TOKENS:,}, {fit.recomputed}"
-    moved = [f"{size / 1e9:,.0f}" if size >= 1e11 else f"{size / 1e9:.3g}" for size in (found.near, found.far)]
+    moved = [f"{size / 1e9:,.0f}" if size >= 1e11 else f"{size / 1e9:.3g}" for size in (found.intra_node, found.inter_node)]
     return f"{settings} {memory} | {shape} | {moved[0]} | {moved[1]} | {found.share:.0%} |"
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Literal
 
 from litft.args import impossible_numbers
-from litft.args.checks import below
+from litft.args.checks import below_minimum
 from litft.args.parser import parse
 from litft.cli import user_errors
 
@@ -55,7 +55,7 @@ class ServeSpeedArgs:
         """What is missing, or impossible."""
         missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a model's folder"]
         wrong = [f"--clients {text}: expected numbers such as 1,8,32" for text in self.clients if not text.isdecimal()]
-        return missing + wrong + impossible_numbers(self) + below(self, "", 1, "questions", "new_tokens", "rounds")
+        return missing + wrong + impossible_numbers(self) + below_minimum(self, "", 1, "questions", "new_tokens", "rounds")
 
 
 def commands(args: ServeSpeedArgs) -> dict[str, list[str]]:

@@ -65,12 +65,12 @@ def said(model, device):
     from litft.inference.decoder import Decoder
 
     decoder = Decoder(model, 2, 64)
-    found = [decoder.read(row, list(range(3, 3 + length))) for row, length in enumerate((9, 20))]
+    found = [decoder.prefill(row, list(range(3, 3 + length))) for row, length in enumerate((9, 20))]
     found += list(decoder.extend(0, [5, 6]))
     for token in (7, 8):
         found += list(decoder.step(torch.tensor([token, token + 1]).to(device), [True, True]))
         for row in range(2):
-            decoder.hold(row, token + row)
+            decoder.append(row, token + row)
     return torch.stack([each.held if isinstance(each, There) else each for each in found])
 
 
@@ -90,7 +90,7 @@ def main():
         model.norm.weight.requires_grad_()  # inference mode would not let tensors of a class of their own be written
         found = said(model, places[0])
         for block in model.blocks:  # and without the hand-over it could not be
-            block.place = None
+            block.input_device = None
         try:
             said(model, places[0])
         except RuntimeError as error:

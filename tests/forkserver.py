@@ -162,7 +162,7 @@ def preload() -> None:
     import litft.families
     import litft.inference.chat
     import litft.inference.generate
-    import litft.training.trainer  # noqa: F401
+    import litft.training.finetune  # noqa: F401
     from litft.model.quantization import bitsandbytes
 
     bitsandbytes()

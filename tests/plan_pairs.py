@@ -122,7 +122,7 @@ def compared(model: str, layers: int, tokenizer: str, args: FinetuneArgs, work: 
     schedule = Schedule(args, data, 1)
     settings = choose(job, schedule, cpu)
     shape = schedule.shape()
-    learned = schedule.largest.learned
+    learned = schedule.largest.max_targets
     expected = tracked(source, job.method, args.train, settings.precision, shape, settings.recomputed, supervised=learned)
     changes = getattr(args, job.method.name.split("_")[0], None) if not job.method.saves_full_model else None
     usual = vars(type(changes)()) if changes else {}

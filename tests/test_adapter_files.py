@@ -104,9 +104,9 @@ def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
     model, method, source = adapted(folder, tmp_path, targets=targets)
     found = model(TOKENS)
     assert relative(PeftModel.from_pretrained(theirs(folder), tmp_path).eval()(TOKENS).logits, found) <= 1e-5
-    assert any(name.endswith(".router") for name in method.sites) == ("*.router" in targets)
+    assert any(name.endswith(".router") for name in method.specs) == ("*.router" in targets)
     again, values = LoRA.read(tmp_path, source)
-    assert again.sites == method.sites
+    assert again.specs == method.specs
     assert values.keys() == method.parameters(model).keys()
     assert all(torch.equal(value, model.get_parameter(name)) for name, value in values.items())
 
@@ -127,7 +127,7 @@ def test_fresh_factors_of_experts_are_drawn_as_of_linears(folder):
     model, method = source.base_model(), LoRA(LoRAArgs(r=16))
     method.choose(model, source.adapter_rules)
     method.attach(model)
-    for name in method.sites:
+    for name in method.specs:
         module = model.get_submodule(name)
         assert 0.9 <= module.lora_a.abs().max() * module.in_features**0.5 <= 1, name
         assert not module.lora_b.any()

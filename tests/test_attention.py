@@ -151,5 +151,5 @@ def test_soft_cap_and_sinks_have_their_closed_form():
 
 def test_a_full_cache_says_so():
     q, k, v = tensors(5, 5)
-    with pytest.raises(ValueError, match="holds 4 tokens, 5 are needed"):
+    with pytest.raises(ValueError, match="capacity of 4 tokens, but 5 are needed"):
         through(cache_of(4), q, k, v)

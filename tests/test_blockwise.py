@@ -17,9 +17,9 @@ from litft.model.rope import rotate
 from litft.pretrained import resolve
 from litft.training import cpu_offload
 from litft.training.activation_checkpointing import recompute
-from litft.training.compile import as_written, compile_blocks, is_compiled, run_uncompiled
+from litft.training.compile import compile_blocks, is_compiled, run_uncompiled, uncompiled
 from litft.training.cpu_offload import offload_activations, offload_parameters
-from litft.training.memory_trace import Alive
+from litft.training.memory_trace import AllocationTracker
 
 
 def learner(folder, quantize=None, **lora):
@@ -74,21 +74,21 @@ def test_recomputed_keeps_less(tiny):
     for kind in ("none", "selective", "full"):
         model, _ = learner(tiny)
         recompute(model, kind)
-        with Alive() as alive:
+        with AllocationTracker() as alive:
             loss, _ = model(batch.tokens, **batch.inputs())
-            kept[kind] = alive.now
+            kept[kind] = alive.current
         del loss
     assert kept["full"] < 0.4 * kept["none"] and kept["full"] < kept["selective"] < 0.8 * kept["none"]
 
 
 def test_offloaded_is_kept_to_the_bit(tiny, monkeypatch):
     """On a CPU the copies lie beside the originals, and come back in the order that a GPU would see."""
-    monkeypatch.setattr(cpu_offload, "SMALLEST", 1)
+    monkeypatch.setattr(cpu_offload, "MIN_OFFLOAD_BYTES", 1)
     model, parameters = learner(tiny)
     loss, expected = gradients(model, parameters, batches())
     offload_activations(model, torch.device("cpu"))
     packed = []
-    monkeypatch.setattr(cpu_offload.Kept, "pack", count_calls(cpu_offload.Kept.pack, packed))
+    monkeypatch.setattr(cpu_offload.SavedTensorOffload, "pack", count_calls(cpu_offload.SavedTensorOffload.pack, packed))
     again, found = gradients(model, parameters, batches())
     numbers = [number for number in packed if isinstance(number, int)]
     assert len(packed) > len(numbers) > len(set(numbers)) > 20  # weights stay; what several products keep is copied once
@@ -98,16 +98,16 @@ def test_offloaded_is_kept_to_the_bit(tiny, monkeypatch):
 @pytest.mark.parametrize("dora", [False, True])
 def test_weights_that_wait_are_there_to_the_bit(tiny, monkeypatch, dora):
     """Each block's own while it runs, forward and again backward, and those of the next; no others."""
-    monkeypatch.setattr(cpu_offload, "SMALLEST", 1)
+    monkeypatch.setattr(cpu_offload, "MIN_OFFLOAD_BYTES", 1)
     model, parameters = learner(tiny, dora=dora)
     loss, expected = gradients(model, parameters, batches())
     offload_parameters(model, torch.device("cpu"))
     recompute(model, "full")
     weights, ran = model.blocks[0].weights, []
-    assert [len(waiting) for waiting in weights.waiting] == [9] * len(model.blocks)  # 7 matrices, 2 norms
+    assert [len(waiting) for waiting in weights.by_block] == [9] * len(model.blocks)  # 7 matrices, 2 norms
 
     def look(block, _):
-        there = [w.parameter.data_ptr() != w.host.data_ptr() for waiting in weights.waiting for w in waiting]
+        there = [w.parameter.data_ptr() != w.host.data_ptr() for waiting in weights.by_block for w in waiting]
         assert sum(there) == 9 and len(weights.fetched) <= 2
         ran.append([block.number, *(number for number in weights.fetched if number != block.number)])
 
@@ -120,7 +120,7 @@ def test_weights_that_wait_are_there_to_the_bit(tiny, monkeypatch, dora):
     assert ran == [*up, [last], *down, [0, 1]]
     again, found = gradients(model, parameters, batches())
     assert loss == again and all(torch.equal(found[name], expected[name]) for name in expected)
-    assert all(w.parameter.data_ptr() == w.host.data_ptr() for waiting in weights.waiting for w in waiting)
+    assert all(w.parameter.data_ptr() == w.host.data_ptr() for waiting in weights.by_block for w in waiting)
 
 
 def test_what_excludes_waiting_weights_is_told(tiny, examples, tmp_path):
@@ -160,7 +160,7 @@ def test_compiled_is_eager_in_two_graphs(tiny, quantize, kind):
             assert float((found[name] - grad).norm() / grad.norm()) < 1e-4, name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first block's input has no gradient
     assert not torch._dynamo.utils.counters["graph_break"]
-    with torch.no_grad(), as_written():
+    with torch.no_grad(), uncompiled():
         model(torch.zeros(1, 9, dtype=torch.int64))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
@@ -188,7 +188,7 @@ def same_gradients(found, expected, inputs):
 @pytest.mark.parametrize("shape, over", [((32,), 1), ((4, 8), 1), ((4, 8), 2)])
 @pytest.mark.parametrize("weight", [True, False])
 def test_rms_norm_is_torchs(shape, over, weight):
-    norm = Norm(NormConfig(kind="rms", eps=1e-5, offset=1.0 if weight else 0.0, weight=weight), *shape, over=over)
+    norm = Norm(NormConfig(kind="rms", eps=1e-5, offset=1.0 if weight else 0.0, weight=weight), *shape, num_dims=over)
     x = torch.randn(2, 7, *shape, requires_grad=True)
     if weight:
         norm.weight.data.normal_()

@@ -84,9 +84,9 @@ def test_only_new_tokens_go_through_the_network(smol):
     for question in ("What is the capital of France?", "Which country did I ask about?", "Thanks"):
         before, held = decoder.processed, len(decoder.texts[0])
         ask(conversation, question)
-        ids = smol.tokenizer.encode(conversation.read, bos=False)
-        new = conversation.last.stats.new_tokens
-        assert conversation.last.stats.read_tokens == len(ids) - held
+        ids = smol.tokenizer.encode(conversation.prompt_text, bos=False)
+        new = conversation.last_chunk.stats.new_tokens
+        assert conversation.last_chunk.stats.prefill_tokens == len(ids) - held
         assert decoder.processed - before == len(ids) - held + new - 1
 
 
@@ -98,11 +98,11 @@ def test_an_answer_keeps_the_tokens_it_was_made_of(smol):
     conversation = Conversation(smol._replace(sampling=Sampling(8.0, logit_bias=bias, seed=2), max_new_tokens=60))
     pieces = list(conversation.answer("Hello", print))
     tokens = [token for piece in pieces for token in piece.tokens]
-    assert pieces[-1].finish_reason == "stop" and len(tokens) > len(tokenizer.encode(conversation.written, bos=False))
+    assert pieces[-1].finish_reason == "stop" and len(tokens) > len(tokenizer.encode(conversation.output_text, bos=False))
     held = list(conversation.decoder.texts[0])
     next(iter(conversation.answer("And now?", print)))
     assert conversation.decoder.texts[0][: len(held) + 1] == [*held, tokens[-1]]
-    assert conversation.last.stats.read_tokens < 30
+    assert conversation.last_chunk.stats.prefill_tokens < 30
 
 
 def test_the_answers_are_those_without_a_cache(smol):
@@ -146,7 +146,7 @@ def test_the_oldest_turns_are_dropped_where_the_context_ends(smol):
         model.config = before
     assert conversation.messages[0]["content"] == "Be brief." and "Question 0" not in str(conversation.messages)
     assert "Question 5" in conversation.messages[-2]["content"]
-    assert notices and "the context of 200 tokens is full: the oldest 1 turns are left out" in notices[0]
+    assert notices and "the context of 200 tokens is full: the oldest 1 turns are dropped" in notices[0]
 
 
 def test_a_question_that_is_too_long_alone_is_refused(checkpoints):
@@ -191,7 +191,7 @@ def test_commands(checkpoints, tmp_path):
         "tokens of context",
         "nowhere.json",
         "top_p 7.0: must lie in",
-        "there is no nothing",
+        "unknown setting nothing",
         "seed 'x': expected",
     ):
         assert part in said, part
@@ -243,7 +243,7 @@ def test_a_thought_is_left_out_of_the_history_as_the_template_asks(checkpoints, 
         {"role": "assistant", "content": "<think>\nAdd them up.\n</think>\n\nFour."},
     ]
     ask(conversation, "And 3 + 3?")
-    assert "Four." in conversation.read and "Add them up." not in conversation.read
+    assert "Four." in conversation.prompt_text and "Add them up." not in conversation.prompt_text
 
 
 THINKING = "Qwen-QwQ-32B.jinja"

@@ -14,7 +14,7 @@ from conftest import ROOT, refused, script
 
 import litft
 from litft import args as flags
-from litft.args.parser import _flags, parse
+from litft.args.parser import _flag_types, parse
 from litft.cli import COMMANDS, run
 
 SCRIPTS = {
@@ -49,7 +49,7 @@ def test_help_lists_every_flag(command, capsys):
     with pytest.raises(SystemExit) as ended:
         run(command, ["--help"])
     shown = set(re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE))
-    assert ended.value.code == 0 and shown - {"config", "print_config"} == _flags(COMMANDS[command].args).keys()
+    assert ended.value.code == 0 and shown - {"config", "print_config"} == _flag_types(COMMANDS[command].args).keys()
 
 
 def test_help_is_quick(tmp_path):
@@ -262,17 +262,17 @@ BAD = {
     "an unknown family": (
         edit("config.json", '"llama"', '"mamba"'),
         "",
-        "'mamba' is not a family that litft knows; known: cohere, co",
+        "'mamba' is not supported; supported: cohere, co",
     ),
     "no weights": (remove("model.safetensors"), "", "holds no weights: expected model.safetensors"),
-    "truncated weights": (truncate, "", "(9,000 bytes) is truncated or no safetensors file"),
+    "truncated weights": (truncate, "", "(9,000 bytes) is truncated or not a safetensors file"),
     "no tokenizer": (remove("tokenizer.model"), "", "no tokenizer; copy tokenizer.json"),
     "missing data": (nothing, "--data.path nowhere.json", "nowhere.json does not exist"),
-    "a syntax error": (data('[{"instruction": "a",\n"output" "b"}]'), "", "data.json, line 2: no valid JSON"),
+    "a syntax error": (data('[{"instruction": "a",\n"output" "b"}]'), "", "data.json, line 2: invalid JSON"),
     "a bad record": (data(json.dumps([RECORD, {"foo": "a"}])), "", "record 1: no known format has the fields 'foo'"),
-    "no examples": (data("[]"), "", "data.json holds no examples"),
+    "no examples": (data("[]"), "", "data.json contains no examples"),
     "another tokenizer": (small_vocabulary, "", "but the model's vocabulary ends at 95; "),
-    "a taken out_dir": (taken, "", "--out_dir run already holds a run; --resume continues it, --overwrite deletes it"),
+    "a taken out_dir": (taken, "", "--out_dir run already contains a run; --resume continues it, --overwrite deletes it"),
     "an unknown flag": (nothing, "--lora.rank 3", "--lora.rank does not exist"),
     "no such GPU": (nothing, "--accelerator cuda --devices 99", "--accelerator cuda"),
     "a bad target": (nothing, "--lora.targets query", "--lora.targets query: no Linear of this model has that name"),
@@ -298,7 +298,7 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder):
     script("finetune/lora.py", *words.split(), "run", "--overwrite", cwd=folder)
     assert not (folder / "run" / "old").exists() and (folder / "run" / "final").is_dir()
     done = script("finetune/lora.py", *words.split(), "model", "--overwrite", cwd=folder, code=2)
-    assert "is not empty and holds no run of litft" in done.stderr and (folder / "model" / "config.json").is_file()
+    assert "is not empty and is not a litft run" in done.stderr and (folder / "model" / "config.json").is_file()
 
 
 def test_a_gpus_memory_is_taken_in_expandable_segments(tmp_path):

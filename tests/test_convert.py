@@ -177,7 +177,7 @@ def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
     early = "run/checkpoints/step-000002"
     for before, after, message in (
         ("  r: 8", "  r: 4", "was saved with lora.r 8, now 4"),
-        (str(tiny), "moved", "was trained on moved, which is not there; pass --base_dir"),
+        (str(tiny), "moved", "was trained on moved, which does not exist; pass its current location as --base_dir"),
     ):
         assert before in config
         (tmp_path / "run" / "config.yaml").write_text(config.replace(before, after))
@@ -191,7 +191,7 @@ def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
     assert not (tmp_path / "bad").exists() and not list(tmp_path.glob("*.partial"))
     (tmp_path / "run" / "config.yaml").unlink()
     done = script(*command, "run/checkpoints/step-000002", "--out_dir", "lost", cwd=tmp_path, code=2)
-    assert "lies in no run of litft" in done.stderr
+    assert "is not inside a run of litft" in done.stderr
 
 
 @pytest.mark.slow
@@ -246,7 +246,7 @@ def test_other_sources_are_refused(tiny, tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
     rewritten(fp8, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
     assert f"{name}: stored as torch.float8_e4m3fn" in script(*command, "--checkpoint_dir", fp8, cwd=tmp_path, code=2).stderr
-    with pytest.raises(ValueError, match="holds a whole model and no adapter"):
+    with pytest.raises(ValueError, match="is a full model, not an adapter"):
         export(ExportArgs(checkpoint_dir=str(tiny), out_dir=str(tmp_path / "out"), dequantized_base=True))
 
 

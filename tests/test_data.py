@@ -22,7 +22,19 @@ from litft.data import digests, token_cache
 from litft.data.chat_template import STYLES
 from litft.data.dataset import load_data
 from litft.data.digests import digest_of
-from litft.data.encoder import CONTROL, CUT, CUT_AWAY, EMPTY, END_TEXT, IDS, LEARNED, MASKED, UNANSWERED, Encoder, to_sample
+from litft.data.encoder import (
+    CONTROL,
+    CUT,
+    CUT_AWAY,
+    EMPTY,
+    END_TEXT,
+    ID_MASK,
+    MASKED,
+    SUPERVISED,
+    UNANSWERED,
+    Encoder,
+    to_sample,
+)
 from litft.data.readers import read_records
 from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
@@ -126,7 +138,7 @@ def test_the_rendered_text_is_transformers(checkpoints, shared):
         content = "\n\n".join(filter(None, (record["instruction"], record["input"])))
         messages = [{"role": "user", "content": content}, {"role": "assistant", "content": record["output"]}]
         expected = reference.apply_chat_template(messages, tokenize=True, return_dict=False)
-        assert (kept & IDS).tolist() == expected
+        assert (kept & ID_MASK).tolist() == expected
 
 
 def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
@@ -192,7 +204,7 @@ def test_a_text_becomes_windows_in_which_each_token_is_a_target_once(tmp_path, t
     assert torch.cat([sample.targets for sample in data.train]).tolist() == ids[1:]
     assert torch.cat([sample.tokens for sample in data.train]).tolist() == ids[:-1]
     held = load(tmp_path / "a.txt", tokenizer, max_seq_length=64, val_fraction=0.3)
-    runs = np.concatenate([half.places.starts for half in (held.train, held.val)])
+    runs = np.concatenate([half.sample_index.starts for half in (held.train, held.val)])
     runs = sum(start not in runs + 64 for start in runs)  # of which the first token is no target
     assert runs > 3 and held.train.lengths.sum() + held.val.lengths.sum() == len(ids) - runs
 
@@ -202,7 +214,7 @@ def test_a_text_has_one_beginning_and_one_end(tiny, text):
     """design.md 4.3: also one that brings them."""
     tokenizer = Tokenizer(tiny)
     (kept,) = encoded({"text": text}, tokenizer).samples
-    ids = (kept & IDS).tolist()
+    ids = (kept & ID_MASK).tolist()
     assert ids == tokenizer.encode("Once upon", eos=True) and ids.count(tokenizer.bos_id) == 1
 
 
@@ -213,7 +225,7 @@ def test_splits(tmp_path, tiny):
     first, again, other = (load(whole, tokenizer, val_fraction=0.25, seed=seed) for seed in (1, 1, 2))
     names = [{tuple(s.tokens.tolist()) for s in data.val} for data in (first, again, other)]
     assert len(first.train) + len(first.val) == 20 and len(first.val) and names[0] == names[1] != names[2]
-    assert first.digest == again.digest != other.digest
+    assert first.train_digest == again.train_digest != other.train_digest
     assert not names[0] & {tuple(s.tokens.tolist()) for s in first.train}
     (tmp_path / "folder").mkdir()
     write(tmp_path / "folder" / "train.jsonl", records[:12])
@@ -230,7 +242,7 @@ def test_examples_longer_than_the_models_context_are_refused(tmp_path, tiny, nam
         (tmp_path / name).write_text(text)
     else:
         write(tmp_path / name, [{"instruction": "Count.", "output": "one two three " * n} for n in (1, 2, 70)])
-    with pytest.raises(ValueError, match=r"max_seq_length 4000: the longest example has .* was made for 256; give 256"):
+    with pytest.raises(ValueError, match=r"max_seq_length 4000: the longest example has .* was made for 256; use 256"):
         load(tmp_path / name, tokenizer, max_seq_length=4000)
     write(tmp_path / "short.json", [{"instruction": "Count.", "output": "one two " * n} for n in (1, 2, 3)])
     assert load(tmp_path / "short.json", tokenizer, max_seq_length=4000).limit == 4000
@@ -377,9 +389,9 @@ def test_several_paths_with_weights(tmp_path, tiny):
     [
         ("a.json", '[{"instruction": "a", "output": "b"}, {"foo": "c"}]', "record 1: no known format has the fields 'foo'"),
         ("a.json", '[{"instruction": "a", "output": 3}]', "record 0: field 'output' must be text, found a number"),
-        ("a.json", '[{"messages": [{"role": "user", "content": "a"}]}]', "record 0: the last message is the user's"),
-        ("a.jsonl", '{"text": "a"}\n{"x": }\n3', "(?s)line 2: no valid JSON.*line 3: an example must.*2 of 3 records"),
-        ("a.json", '[{"text": "a"}', "line 1: no valid JSON"),
+        ("a.json", '[{"messages": [{"role": "user", "content": "a"}]}]', "record 0: no message is from the assistant"),
+        ("a.jsonl", '{"text": "a"}\n{"x": }\n3', "(?s)line 2: invalid JSON.*line 3: an example must.*2 of 3 records"),
+        ("a.json", '[{"text": "a"}', "line 1: invalid JSON"),
     ],
 )
 def test_a_bad_file_is_named_with_line_or_record(tmp_path, tiny, name, content, message):
@@ -475,13 +487,13 @@ def test_what_decides_the_tokens_decides_the_entry(tmp_path, tiny, own_cache):
     for number, change in enumerate(changes, 2):
         load(path, Tokenizer(tiny), **change)
         assert len(entries(own_cache)) == number, change
-    before = load(path, Tokenizer(tiny)).digest
+    before = load(path, Tokenizer(tiny)).train_digest
     tokenizer = Tokenizer(tiny)
     tokenizer.add_tokens(["there"])
     load(path, tokenizer, 600)
     assert len(entries(own_cache)) == len(changes) + 2
     write(path, [{"messages": TALK[1:3]}])
-    assert load(path, Tokenizer(tiny)).digest != before
+    assert load(path, Tokenizer(tiny)).train_digest != before
     assert len(entries(own_cache)) == len(changes) + 3
 
 
@@ -489,9 +501,9 @@ def test_another_version_of_the_code_tokenizes_anew(tmp_path, tiny, own_cache, m
     path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
     load(path, Tokenizer(tiny))
     monkeypatch.setattr(token_cache, "version", lambda name: "another")
-    token_cache._code.cache_clear()
+    token_cache._code_version.cache_clear()
     load(path, Tokenizer(tiny))
-    token_cache._code.cache_clear()
+    token_cache._code_version.cache_clear()
     assert len(entries(own_cache)) == 2
 
 
@@ -514,7 +526,7 @@ from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
 from pathlib import Path
 data = load_data(DataArgs(path=[sys.argv[1]]), Tokenizer(Path(sys.argv[2])), 512, 256)
-print(data.digest, len(data.train), len(data.val))
+print(data.train_digest, len(data.train), len(data.val))
 """
 
 
@@ -527,8 +539,8 @@ def prepare(path, folder) -> subprocess.Popen:
 def test_a_file_is_hashed_once_while_nothing_of_it_has_changed(tmp_path, own_cache, monkeypatch):
     """What is written in its place is seen, also where its size and its time of change are those of the old one."""
     read = []
-    hashed = digests._hashed
-    monkeypatch.setattr(digests, "_hashed", lambda path: read.append(path) or hashed(path))
+    hashed = digests._hash_file
+    monkeypatch.setattr(digests, "_hash_file", lambda path: read.append(path) or hashed(path))
     path = tmp_path / "a.json"
     path.write_text("one")
     first = digest_of(path)
@@ -587,7 +599,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path, tiny, own_cache, damage):
         "no units": lambda: (entry / "units.npy").write_bytes(b""),
     }[damage]()
     again = load(path, Tokenizer(tiny))
-    assert again.digest == whole.digest and again.train[8].tokens.tolist() == expected
+    assert again.train_digest == whole.train_digest and again.train[8].tokens.tolist() == expected
 
 
 def test_a_whole_cache_that_is_read_only_serves(tmp_path, tiny, own_cache):
@@ -596,7 +608,7 @@ def test_a_whole_cache_that_is_read_only_serves(tmp_path, tiny, own_cache):
     for lock in own_cache.glob("*.lock"):
         lock.unlink()
         lock.mkdir()  # which not even root can open for writing
-    assert load(path, Tokenizer(tiny)).digest == whole.digest
+    assert load(path, Tokenizer(tiny)).train_digest == whole.train_digest
 
 
 def test_a_day_that_the_template_writes_is_part_of_the_data(tmp_path, tiny, own_cache):
@@ -605,7 +617,7 @@ def test_a_day_that_the_template_writes_is_part_of_the_data(tmp_path, tiny, own_
     path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
     tokenizer = Tokenizer(tiny)
     days = [load(path, tokenizer, template=str(template), date=day) for day in ("2026-01-01", "2026-06-01", "2026-01-01")]
-    assert days[0].digest == days[2].digest != days[1].digest and len(entries(own_cache)) == 2
+    assert days[0].train_digest == days[2].train_digest != days[1].train_digest and len(entries(own_cache)) == 2
     assert "01 Jan 2026" in tokenizer.decode(days[0].train[0].tokens.tolist())
 
 
@@ -613,7 +625,7 @@ def test_a_cache_that_cannot_be_written_says_where_else(tmp_path, tiny, monkeypa
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
-    with pytest.raises(ValueError, match="Not a directory; XDG_CACHE_HOME names another place"):
+    with pytest.raises(ValueError, match="Not a directory; set XDG_CACHE_HOME to another folder"):
         load(path, Tokenizer(tiny))
 
 
@@ -645,8 +657,9 @@ def test_a_prompt_that_is_learned_is_learned_once(tiny, shared):
     tokenizer.use_template((shared / "chat_templates" / "Qwen-QwQ-32B.jinja").read_text("utf-8"))
     thought = {"role": "assistant", "content": "<think>\n1+1\n</think>\n\ntwo"}
     first, second = encoded({"messages": [QUESTION, thought, QUESTION, thought]}, tokenizer, mask_prompt=False).samples
-    same = next(i for i, (a, b) in enumerate(zip(first & IDS, second & IDS, strict=False)) if a != b)
-    assert (first & LEARNED).all() and not (second[:same] & LEARNED).any() and (second[same:] & LEARNED).all() and same > 5
+    same = next(i for i, (a, b) in enumerate(zip(first & ID_MASK, second & ID_MASK, strict=False)) if a != b)
+    assert (first & SUPERVISED).all() and not (second[:same] & SUPERVISED).any()
+    assert (second[same:] & SUPERVISED).all() and same > 5
 
 
 def test_columns_that_no_record_has_are_told(tmp_path, tiny):
@@ -669,5 +682,5 @@ def test_an_end_token_that_is_not_special_is_learned_once(tmp_path, shared):
     (folder / "tokenizer.json").write_text(json.dumps(saved))
     tokenizer = Tokenizer(folder)
     (kept,) = encoded({"prompt": "a", "completion": "b"}, tokenizer).samples
-    assert (kept & IDS).tolist()[-2:].count(tokenizer.eos_id) == 1
+    assert (kept & ID_MASK).tolist()[-2:].count(tokenizer.eos_id) == 1
     assert tokenizer.decode(to_sample(kept).answer[1].tolist()).strip() == "b"

@@ -81,7 +81,7 @@ def test_in_a_batch_of_two_where_the_third_waits(case):
 
 @small
 def test_prompts_read_in_small_pieces(case, monkeypatch):
-    monkeypatch.setattr("litft.inference.decoder.PIECE", 7)
+    monkeypatch.setattr("litft.inference.decoder.PREFILL_CHUNK", 7)
     assert case.found(Decoder(case.model, 3, capacity(case)))[0] == case.expected
 
 
@@ -99,7 +99,7 @@ def test_guessed_by_a_draft_model(case):
     vocabulary, room = draft.config.vocab_size, capacity(case) + 4
     _, stats = case.found(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, room), vocabulary), FEW)
     assert all(own.accepted == own.drafted for own in stats)
-    draft.blocks, draft.rotary_of = draft.blocks[:-1], draft.rotary_of[:-1]
+    draft.blocks, draft.rotary_indices = draft.blocks[:-1], draft.rotary_indices[:-1]
     found, stats = case.found(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, room), vocabulary), FEW)
     assert found == [tokens[:FEW] for tokens in case.expected] and 0 < stats[0].accepted < stats[0].drafted
 
@@ -163,7 +163,7 @@ def windowed(make_model):
 
 def test_the_cache_lies_where_the_network_computes(windowed):
     """Its weights may wait in the host's memory meanwhile."""
-    windowed.computes_on = torch.device("meta")
+    windowed.compute_device = torch.device("meta")
     cache = Decoder(windowed, 1, 20).cache
     assert all(layer.keys.is_meta for layer in cache.layers)
 
@@ -184,7 +184,7 @@ def test_rows_that_come_and_go(windowed, compiled, ahead):
     """Five answers of different lengths by two rows, each as without a cache."""
     prompts, counts = [[1, 2, 3], [9] * 30, [5, 6], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4]], [9, 20, 3, 14, 1]
     decoder = Decoder(windowed, 2, 60, compiled)
-    decoder.ahead = ahead
+    decoder.async_steps = ahead
     requests = [Request(ids, count, Sampling(0.0)) for ids, count in zip(prompts, counts, strict=True)]
     tokens = {number: [] for number in range(5)}
     for number, piece in generate_batch(decoder, Bytes(), requests):
@@ -198,10 +198,10 @@ def test_what_does_not_compile_runs_as_it_is_written(windowed):
     def broken(*args, **kwargs):
         raise RuntimeError("no compiler\nand more")
 
-    decoder._piece = decoder._token = broken
+    decoder._forward_chunk = decoder._forward_token = broken
     with pytest.warns(UserWarning, match="decoding runs uncompiled, since torch.compile fails: RuntimeError: no compiler$"):
         (_, piece), *_ = generate_batch(decoder, Bytes(), [Request([1, 2, 3], 5, Sampling(0.0))])
-    assert decoder._token is windowed and piece.tokens[0] == plainly(windowed, [1, 2, 3], 1)[0]
+    assert decoder._forward_token is windowed and piece.tokens[0] == plainly(windowed, [1, 2, 3], 1)[0]
 
 
 class Bytes:
@@ -222,11 +222,11 @@ class Bytes:
 def test_what_texts_share_is_read_once(windowed):
     decoder = Decoder(windowed, 2, 60)
     prompt = list(range(1, 31))
-    first = decoder.read(0, prompt)
+    first = decoder.prefill(0, prompt)
     assert decoder.processed == 30
-    torch.testing.assert_close(decoder.read(1, prompt), first)
+    torch.testing.assert_close(decoder.prefill(1, prompt), first)
     assert decoder.processed == 31, "from the other row, but for the last token"
-    longer = decoder.read(1, [*prompt[:20], 40, 41])
+    longer = decoder.prefill(1, [*prompt[:20], 40, 41])
     assert decoder.processed == 33 and decoder.texts[1] == [*prompt[:20], 40, 41]
     torch.testing.assert_close(longer, windowed(torch.tensor([decoder.texts[1]]))[0, -1], rtol=1e-4, atol=1e-5)
 
@@ -241,12 +241,12 @@ def test_more_room_is_made_in_place(make_model, scaling):
     sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40)
     model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, **sizes, **parameters)[1])
     decoder, ids = Decoder(model, 1, 12), [3, 1, 4, 1, 5, 9, 2, 6]
-    decoder.read(0, ids)
+    decoder.prefill(0, ids)
     decoder.reserve(30)
     assert decoder.capacity == 30
-    found = decoder.read(0, [*ids, 5, 3, 5])
+    found = decoder.prefill(0, [*ids, 5, 3, 5])
     assert decoder.processed == 8 + (11 if scaling else 3)
-    fresh = Decoder(model, 1, 30).read(0, [*ids, 5, 3, 5])
+    fresh = Decoder(model, 1, 30).prefill(0, [*ids, 5, 3, 5])
     torch.testing.assert_close(found, fresh, rtol=1e-4, atol=1e-5)
     decoder.reserve(1000)
     assert decoder.capacity == model.config.max_positions
@@ -284,7 +284,7 @@ def test_a_step_of_some_rows_is_theirs(windowed):
     whole, some = (Decoder(windowed, 4, 40) for _ in range(2))
     for decoder in (whole, some):
         for row, text in enumerate(texts):
-            decoder.read(row, text)
+            decoder.prefill(row, text)
     expected = whole.step(tokens, [True] * 4)
     found = some.step(tokens, [False, True, True, False])
     torch.testing.assert_close(found[1:3], expected[1:3], rtol=1e-5, atol=1e-5)
@@ -299,15 +299,15 @@ def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
     *_, (_, last) = generate_batch(Decoder(windowed, 1, 10), Bytes(), [request])
     assert last.finish_reason == "context" and last.stats.new_tokens == 7
     decoder = Decoder(windowed, 1, 10)
-    with pytest.raises(ValueError, match="the text has 11 tokens, and there is room for 10"):
-        decoder.read(0, [1] * 11)
+    with pytest.raises(ValueError, match="the text has 11 tokens and the cache has room for 10"):
+        decoder.prefill(0, [1] * 11)
     with pytest.raises(ValueError, match="the prompt is empty"):
-        decoder.read(0, [])
+        decoder.prefill(0, [])
     with pytest.raises(ValueError, match="token id 64 is outside the model's vocabulary of 64"):
-        decoder.read(0, [64])
+        decoder.prefill(0, [64])
     windowed.norm.weight.data.fill_(torch.nan)
     with pytest.raises(ValueError, match="logits are NaN"):
-        Decoder(windowed, 1, 10).read(0, [1])
+        Decoder(windowed, 1, 10).prefill(0, [1])
 
 
 def test_shared_beginnings():

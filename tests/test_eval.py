@@ -16,7 +16,7 @@ import litft
 from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, RunEvalArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
-from litft.evaluation.examples import compared, readable_by_all
+from litft.evaluation.examples import compared_sources, readable_by_all
 from litft.inference.session import open_session, source_of
 from litft.methods import LoRA
 
@@ -330,7 +330,7 @@ def test_a_run_is_scored_on_what_it_held_out(folder, tmp_path, monkeypatch):
     assert len(found["answers"]) == len(own) and "held out" in done.stderr
     words = ["--data.path", "copy.jsonl", "--data.columns", "prompt=q", "--max_new_tokens", "1"]
     _, done = evaluated(tmp_path / "other", "--checkpoint_dir", run, *words)
-    assert "was trained on mine.jsonl, which is not found from here" in done.stderr
+    assert "was trained on mine.jsonl, which is not found from this folder" in done.stderr
     words = ["--data.path", "mine.jsonl,other.jsonl", "--data.columns", "prompt=q"]
     _, done = evaluated(tmp_path, "--checkpoint_dir", run, *words, code=2)
     assert "not the same files as" in done.stderr and "score other files alone" in done.stderr
@@ -371,7 +371,7 @@ def test_models_with_other_tokenizers_are_scored_on_what_all_can_read(folder, sh
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = DataArgs(path=[str(tmp_path / "own.jsonl")], val_fraction=0.0, max_seq_length=160)
     args = RunEvalArgs(str(folder), data=data, against=str(other))
-    sources = compared(args, source_of(args.model(str(folder))))
+    sources = compared_sources(args, source_of(args.model(str(folder))))
     in_common, alone = readable_by_all(args, sources), readable_by_all(args, sources[1:])
     said = capsys.readouterr().err
     assert 4 < len(in_common) < 24 == len(alone) and in_common < alone
@@ -418,7 +418,7 @@ def test_what_is_no_file_is_left_alone(folder, examples, tmp_path):
         cwd=tmp_path,
         code=2,
     )
-    assert "/dev/null is no file" in done.stderr
+    assert "/dev/null is not a file" in done.stderr
 
 
 @pytest.mark.slow
@@ -439,7 +439,7 @@ def test_quantized(checkpoints, examples, quantize, tmp_path):
         pytest.param(["--tasks", "hellaswagg"], "did you mean hellaswag?", marks=pytest.mark.slow),
         (["--tasks", "nowhere.yaml"], "no such file"),
         (["--data.path", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--data.path", "nowhere.jsonl", "--out", "nowhere/out.json"], "there is no folder nowhere"),
+        (["--data.path", "nowhere.jsonl", "--out", "nowhere/out.json"], "the folder nowhere does not exist"),
         (["--data.path", "nowhere.jsonl", "--limit", "0"], "--limit 0"),
         (["--tasks", "piqa", "--devices", "2"], "--layers_per_device"),
     ],
@@ -453,9 +453,9 @@ def test_what_cannot_be_scored(folder, words, said, tmp_path, capsys, monkeypatc
 @pytest.fixture(scope="module")
 def manager():
     """What knows the harness's tasks, which takes seconds to find."""
-    from litft.evaluation.lm_eval_model import known_tasks
+    from litft.evaluation.lm_eval_model import find_tasks
 
-    return known_tasks([], None)
+    return find_tasks([], None)
 
 
 @pytest.mark.slow
@@ -540,4 +540,4 @@ def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(folder, make_mode
     run = finished(base, tmp_path, "run", path=[str(tmp_path / "own.jsonl")], new_tokens=["<who>"])
     args = RunEvalArgs(str(run))
     source = source_of(args.model(str(run)))
-    assert len(compared(args, source)) == 2
+    assert len(compared_sources(args, source)) == 2

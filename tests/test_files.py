@@ -99,25 +99,25 @@ def test_a_file_larger_than_memory_is_streamed(tmp_path, suffix):
         (
             "a.json",
             '[{"text": "a"},\n {"text" "b"}]',
-            r"a.json, line 2: no valid JSON \(Expecting ':' delimiter, column 10\)",
+            r"a.json, line 2: invalid JSON \(Expecting ':' delimiter, column 10\)",
         ),
-        ("a.json", '[{"text": "a"} {"text": "b"}]', "line 1: no valid JSON .Expecting ',' delimiter, column 16"),
-        ("a.json", '{"text": "a"}\n{"text": "b"}', "one object a line is .jsonl: rename the file"),
-        ("a.json", '[{"text": "a"}', "line 1: no valid JSON"),
-        ("a.json", '[{"text": "a"}] x', "line 1: no valid JSON .Extra data, column 17"),
-        ("a.json", "[" * 5000, "no valid JSON"),
-        ("a.json", "[]", "holds no examples"),
-        ("a.json", "", "holds no examples"),
-        ("a.jsonl", "\n\n", "holds no examples"),
-        ("a.txt", "\n \n", "holds no examples"),
+        ("a.json", '[{"text": "a"} {"text": "b"}]', "line 1: invalid JSON .Expecting ',' delimiter, column 16"),
+        ("a.json", '{"text": "a"}\n{"text": "b"}', "one object per line must be named .jsonl"),
+        ("a.json", '[{"text": "a"}', "line 1: invalid JSON"),
+        ("a.json", '[{"text": "a"}] x', "line 1: invalid JSON .Extra data, column 17"),
+        ("a.json", "[" * 5000, "invalid JSON"),
+        ("a.json", "[]", "contains no examples"),
+        ("a.json", "", "contains no examples"),
+        ("a.jsonl", "\n\n", "contains no examples"),
+        ("a.txt", "\n \n", "contains no examples"),
         ("a.json", '{"text": "a"}', "expected an array of examples, found an object"),
         ("a.docx", "a,b", r"cannot read .docx; use .json, .jsonl, .csv"),
-        ("a", "a,b", "cannot read a file without suffix"),
+        ("a", "a,b", "cannot read a file without a suffix"),
         ("a.csv", "a,a\n1,2", "two columns have the same name"),
-        ("a.csv", 'a,b\n1,"2', "no valid table"),
-        ("a.jsonl.gz", "plain", "is no whole .gz file"),
-        ("a.jsonl.zst", "plain", "is no whole .zst file|needs zstandard"),
-        ("a.parquet", "plain", "is no whole Parquet file|needs pyarrow"),
+        ("a.csv", 'a,b\n1,"2', "invalid table"),
+        ("a.jsonl.gz", "plain", "is not a complete .gz file"),
+        ("a.jsonl.zst", "plain", "is not a complete .zst file|needs zstandard"),
+        ("a.parquet", "plain", "is not a complete Parquet file|needs pyarrow"),
     ],
 )
 def test_a_file_that_cannot_be_read_is_named_with_the_place(tmp_path, name, content, message):
@@ -130,10 +130,10 @@ def test_a_file_that_cannot_be_read_is_named_with_the_place(tmp_path, name, cont
 @pytest.mark.parametrize(
     "name, content, message",
     [
-        ("a.jsonl", '{"text": "a"}\n\n{"x": }\n{"text": "b"}', "line 3: no valid JSON"),
+        ("a.jsonl", '{"text": "a"}\n\n{"x": }\n{"text": "b"}', "line 3: invalid JSON"),
         ("a.jsonl", '{"text": "a"}\n3\n{"text": "b"}', "line 2: an example must be an object with fields, found a number"),
         ("a.json", '[{"text": "a"}, null, {"text": "b"}]', "record 1: an example must be an object with fields, found null"),
-        ("a.csv", "text,b\na,1\nx\nb,1\n", "line 3: 1 cells below 2 names"),
+        ("a.csv", "text,b\na,1\nx\nb,1\n", "line 3: 1 cells for 2 columns"),
     ],
 )
 def test_what_stands_behind_a_bad_record_is_read(tmp_path, name, content, message):
@@ -145,19 +145,19 @@ def test_what_stands_behind_a_bad_record_is_read(tmp_path, name, content, messag
 
 def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path):
     (tmp_path / "a.json").write_bytes(b'[{"instruction": "\xff\xfe"}]')
-    with pytest.raises(ValueError, match=r"a.json is no UTF-8 text \(at byte 18\)"):
+    with pytest.raises(ValueError, match=r"a.json is not UTF-8 text \(at byte 18\)"):
         list(read_records(tmp_path / "a.json"))
     (tmp_path / "a.txt").write_bytes(b"x" * 1_500_000 + b"\xc3")
-    with pytest.raises(ValueError, match=r"a.txt is no UTF-8 text \(at byte 1500000\)"):
+    with pytest.raises(ValueError, match=r"a.txt is not UTF-8 text \(at byte 1500000\)"):
         list(read_records(tmp_path / "a.txt"))
 
 
 def test_half_a_packed_file_is_named(tmp_path):
     whole = write(tmp_path / "a.jsonl.gz", RECORDS * 20).read_bytes()
     (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"is no whole .gz file"):
+    with pytest.raises(ValueError, match=r"is not a complete .gz file"):
         list(read_records(tmp_path / "a.jsonl.gz"))
     whole = write(tmp_path / "a.jsonl.zst", RECORDS * 20).read_bytes()
     (tmp_path / "a.jsonl.zst").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(ValueError, match=r"is no whole .zst file"):
+    with pytest.raises(ValueError, match=r"is not a complete .zst file"):
         list(read_records(tmp_path / "a.jsonl.zst"))

@@ -45,7 +45,7 @@ def test_all_prompts_are_checked_before_the_first_answer(checkpoints, tmp_path):
         (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n" + json.dumps(bad) + "\n")
         script(*command, "--out", "out.jsonl", cwd=tmp_path, code=2)
         assert not (tmp_path / "out.jsonl").exists()
-    assert "is the file of the prompts" in script(*command, "--out", "in.jsonl", cwd=tmp_path, code=2).stderr
+    assert "is the prompts file" in script(*command, "--out", "in.jsonl", cwd=tmp_path, code=2).stderr
 
 
 def lines(path):
@@ -66,14 +66,14 @@ def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
     assert found[3]["completion"] == said(folder, prompts[3]["prompt"], temperature=1, seed=6), "seeds count up"
     assert len({record["completion"] for record in found[:3]}) == 3
     out.write_text(whole[: whole.index("\n") + 9])  # killed in the middle of the second line
-    assert "exists; --resume goes on with it" in generate(folder, tmp_path, *flags, greedy=False, code=2).stderr
+    assert "exists; --resume continues it" in generate(folder, tmp_path, *flags, greedy=False, code=2).stderr
     generate(folder, tmp_path, *flags, "--resume", greedy=False)
     assert out.read_text() == whole
     generate(folder, tmp_path, *flags, "--resume", greedy=False)
     assert out.read_text() == whole, "nothing was left to do"
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Other"}) + "\n")
     assert (
-        "line 1 of out.jsonl is no answer to in.jsonl"
+        "line 1 of out.jsonl does not answer in.jsonl"
         in generate(folder, tmp_path, *flags, "--resume", greedy=False, code=2).stderr
     )
     generate(folder, tmp_path, *flags, "--overwrite", greedy=False)
@@ -84,7 +84,7 @@ def test_samples_share_one_reading_of_the_prompt(folder, tmp_path):
     flags = ["--temperature", "1", "--seed", "1", "--num_samples", "3"]
     done = generate(folder, tmp_path, "--prompt", "One day", *flags, greedy=False)
     assert done.stdout == "".join(said(folder, temperature=1, seed=seed) + "\n" for seed in (1, 2, 3))
-    assert "read: 1)" in done.stderr.split("--- 2 of 3")[1].split("\n")[0]
+    assert "prefill: 1)" in done.stderr.split("--- 2 of 3")[1].split("\n")[0]
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n")
     generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", *flags, greedy=False)
     assert lines(tmp_path / "out.jsonl")[0]["completions"] == done.stdout.split("\n")[:3]
@@ -130,7 +130,7 @@ def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
     whole = said(own, max_new_tokens=30)
     assert "little" in whole and script(*command, cwd=tmp_path).stdout == whole[: whole.index("little")] + "\n"
     write(temperature="hot")
-    assert "temperature 'hot' cannot be" in script(*command, cwd=tmp_path, code=2).stderr
+    assert "temperature 'hot': not valid" in script(*command, cwd=tmp_path, code=2).stderr
     write(top_p=3)
     assert "generation_config.json: top_p 3: must lie in" in script(*command, cwd=tmp_path, code=2).stderr
 
@@ -143,11 +143,11 @@ def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
         ({"stop_strings": ["a", ""]}, "stop_strings"),
         ({"stop_strings": {"a": 1}}, "stop_strings"),
         ({"suppress_tokens": ["a"]}, "suppress_tokens"),
-        ({"max_new_tokens": 0}, "max_new_tokens 0, of generation_config.json"),
+        ({"max_new_tokens": 0}, "generation_config.json: max_new_tokens 0"),
         ({"temperature": -1}, "generation_config.json: temperature -1: must lie in"),
         ({"temperature": 10**400}, "temperature"),
         ({"suppress_tokens": [-1]}, "suppress_tokens"),
-        ({"suppress_tokens": list(range(512))}, "leave no token to say"),
+        ({"suppress_tokens": list(range(512))}, "leaves no token to sample"),
     ],
     ids=str,
 )
@@ -176,14 +176,14 @@ def test_a_file_that_was_cut_within_a_character_is_gone_on_with(folder, tmp_path
     generate(folder, tmp_path, *flags, "--resume")
     assert out.read_bytes() == whole
     refused = generate(folder, tmp_path, *flags, "--resume", "--num_samples", "2", code=2)
-    assert "is no answer to in.jsonl with --num_samples 2" in refused.stderr and out.read_bytes() == whole
+    assert "does not answer in.jsonl with --num_samples 2" in refused.stderr and out.read_bytes() == whole
 
 
 @pytest.mark.parametrize(
     "record, said",
     [
-        ({"prompt": "a", "completion": "b"}, "has a 'completion' of its own"),
-        ({"prompt": "a", "id": "\ud83d"}, "cannot be written beside its answer"),
+        ({"prompt": "a", "completion": "b"}, "already has a field 'completion'"),
+        ({"prompt": "a", "id": "\ud83d"}, "cannot be written as JSON"),
         ({"prompt": "a " * 600}, "the prompt has"),
     ],
     ids=str,
@@ -197,7 +197,7 @@ def test_a_record_that_cannot_be_answered_is_named_by_its_line(folder, tmp_path,
 
 def test_a_file_without_prompts_is_named(folder, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n")
-    assert "in.jsonl holds no examples" in generate(folder, tmp_path, "--prompts", "in.jsonl", code=2).stderr
+    assert "in.jsonl contains no examples" in generate(folder, tmp_path, "--prompts", "in.jsonl", code=2).stderr
 
 
 def test_guesses_change_nothing_but_the_speed(folder, checkpoints, tmp_path):
@@ -205,9 +205,9 @@ def test_guesses_change_nothing_but_the_speed(folder, checkpoints, tmp_path):
     for flags in (["--lookup"], ["--draft_dir", folder]):
         done = generate(folder, tmp_path, "--prompt", "One day", *flags)
         assert done.stdout == plain
-    assert "guesses right" in done.stderr
+    assert "draft tokens accepted" in done.stderr
     wrong = generate(folder, tmp_path, "--prompt", "One day", "--draft_dir", checkpoints["stories15M"], code=2)
-    assert "it has other tokens than the model" in wrong.stderr
+    assert "its vocabulary differs from the model's" in wrong.stderr
 
 
 def test_what_is_wrong_is_said_at_once(folder, tmp_path):
@@ -230,8 +230,8 @@ def test_what_is_wrong_is_said_at_once(folder, tmp_path):
         "--top_p 0.0: must lie in",
         "--min_p 2.0",
         "--logit_bias x: expected JSON",
-        "--lookup: one of them",
-        "--resume is of",
+        "leave the other out",
+        "--resume applies only to",
     ):
         assert part in done.stderr, part
     assert "--num_samples 0: must be at least 1" in done.stderr

@@ -158,8 +158,8 @@ REFUSED = {
         "Gemma2Config",
         dict(attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA),
     ),
-    "not supported; known: gemma,": ("CohereConfig", {}),
-    "one of its own": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
+    "not supported; supported: gemma,": ("CohereConfig", {}),
+    "have no separate head": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
 }
 
 
@@ -180,7 +180,7 @@ def test_windows_that_llama_cpp_does_not_heed_are_told(kind, shared, tmp_path, c
     config |= dict(use_sliding_window=True, max_window_layers=1, layer_types=None, sliding_window=9)
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     to_gguf(tmp_path / "tiny", tmp_path / "file")
-    assert "and this model to 9 tokens; answers to longer texts will differ" in capsys.readouterr().err
+    assert "sliding window of 9 tokens; answers to longer texts will differ" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("outtype, kind", [("f16", TYPES.F16), ("bf16", TYPES.BF16), ("q8_0", TYPES.Q8_0)])
@@ -207,7 +207,7 @@ def test_numbers_beyond_fp16_are_refused(shared, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ValueError, match=r"blk.1.ffn_up.weight holds 1e\+05, which fp16 does not; pass --outtype bf16"):
+    with pytest.raises(ValueError, match=r"blk.1.ffn_up.weight contains 1e\+05, which is out of range for fp16"):
         to_gguf(folder, tmp_path / "file", "f16")
 
 
@@ -307,7 +307,7 @@ UNWRITABLE = {
 @pytest.mark.parametrize("reason", UNWRITABLE)
 def test_adapters_that_llama_cpp_has_no_place_for_are_refused(reason, tiny, tmp_path):
     adapter = adapted(tiny, tmp_path / "adapter", UNWRITABLE[reason])
-    with pytest.raises(ValueError, match=rf"{reason}.*: llama.cpp's adapters are plain LoRA of Linears"):
+    with pytest.raises(ValueError, match=rf"{reason}.*: llama.cpp only supports plain LoRA of Linears"):
         to_gguf(adapter, tmp_path / "file", merge=False)
 
 
@@ -371,7 +371,7 @@ def test_mistrals_chats_are_the_same(shared, tmp_path, capsys):
     """Its texts begin with a space, and its chats with none: llama.cpp knows one of both."""
     folder = tokenizer_folder("mistral-7b-instruct-v0.3", shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")
-    assert "llama.cpp puts no space before texts here" in capsys.readouterr().err
+    assert "this tokenizer puts a space before a text, and llama.cpp does not" in capsys.readouterr().err
     ours = Tokenizer(folder)
     words = [{"role": "user", "content": "What is it?\n\nTell me."}, {"role": "assistant", "content": "A cat."}]
     chat = ours.apply_chat_template([*words, words[0]], add_generation_prompt=True)
@@ -382,7 +382,7 @@ def test_mistrals_chats_are_the_same(shared, tmp_path, capsys):
 
 def test_unknown_ways_to_cut_text_are_refused(shared, tmp_path):
     folder = tokenizer_folder("falcon-40b", shared, tmp_path / "model")
-    with pytest.raises(ValueError, match=r"cuts text in a way that litft does not know llama.cpp's name of .*known: gpt-2"):
+    with pytest.raises(ValueError, match=r"name for the pre-tokenizer of its tokenizer.json is unknown .*supported: gpt-2"):
         to_gguf(folder, tmp_path / "file")
 
 
@@ -446,7 +446,7 @@ def test_the_modelfile_says_what_the_template_says(style, tiny, tmp_path):
     assert content.startswith("FROM ./model-F16.gguf\n") and 'PARAMETER stop "</s>"' in content
     template = re.search(r'TEMPLATE """(.*)"""\n', content, re.DOTALL)
     if style not in PLAIN:  # whose text of a message depends on the others
-        assert template is None and "the chat template in the file is used" in content
+        assert template is None and "the chat template in the GGUF file is used" in content
         return
     messages = [{"role": role, "content": words} for role, words in SAID]
     with_system = [messages[:2], messages] if 'if eq .Role "system"' in template[1] else []
@@ -496,13 +496,13 @@ def damaged(change: str, file: Path, folder: Path) -> Path:
 
 
 DAMAGED = {
-    "cut": "is damaged or cut off",
-    "short": "is damaged or cut off",
-    "text": "is no GGUF file",
-    "header": "is damaged or cut off",
+    "cut": "is damaged or truncated",
+    "short": "is damaged or truncated",
+    "text": "is not a GGUF file",
+    "header": "is damaged or truncated",
     "part": "2 of its 3 parts are missing: model-00002-of-00003.gguf",
-    "two": r"holds 2 models as .gguf \(a.gguf, b.gguf\); name the file",
-    "none": "holds no .gguf file; name another",
+    "two": r"contains 2 GGUF models \(a.gguf, b.gguf\); pass one file",
+    "none": "contains no .gguf file; pass another",
 }
 
 
@@ -515,21 +515,21 @@ def test_damaged_files_are_told(change, shared, tmp_path):
 
 
 ODD = {
-    "is not one that litft knows; known: gemma,": {"general.architecture": "mamba"},
-    "holds no model but 'adapter'": {"general.type": "adapter"},
-    "its tokenizer is of the kind 'bert'": {"tokenizer.ggml.model": "bert"},
-    "is in the file twice": {"tokenizer.ggml.tokens": ["a"] * 512},
-    "token_type and scores are not what 512 tokens need": {"tokenizer.ggml.token_type": [1, 2, 3]},
-    "a kind and a number each": {"tokenizer.ggml.token_type": [99] * 512},
+    "is not supported; supported: gemma,": {"general.architecture": "mamba"},
+    "contains no model but 'adapter'": {"general.type": "adapter"},
+    "its tokenizer type 'bert' is not supported": {"tokenizer.ggml.model": "bert"},
+    "occurs more than once": {"tokenizer.ggml.tokens": ["a"] * 512},
+    "token_type and scores do not contain": {"tokenizer.ggml.token_type": [1, 2, 3]},
+    "a valid type and number for each of 512 tokens": {"tokenizer.ggml.token_type": [99] * 512},
     "there are 3 tokens for 512 rows": {"tokenizer.ggml.tokens": ["a", "b", "c"]},
-    "llama.attention.head_count 0 cannot be": {"llama.attention.head_count": 0},
-    "llama.rope.freq_base nan cannot be": {"llama.rope.freq_base": float("nan")},
-    "keys of 8 and values of 4 numbers": {"llama.attention.value_length": 4},
-    "llama.attention.layer_norm_rms_epsilon: not in the metadata": {"llama.attention.layer_norm_rms_epsilon": None},
+    "llama.attention.head_count has the invalid value 0": {"llama.attention.head_count": 0},
+    "llama.rope.freq_base has the invalid value nan": {"llama.rope.freq_base": float("nan")},
+    "head dims 8 of keys and 4 of values differ": {"llama.attention.value_length": 4},
+    "llama.attention.layer_norm_rms_epsilon: missing from the metadata": {"llama.attention.layer_norm_rms_epsilon": None},
     "llama.rope.scaling.type 'odd' is not supported": {"llama.rope.scaling.type": "odd"},
     "llama.rope.dimension_count 4: this family rotates 8": {"llama.rope.dimension_count": 4},
-    "llama.embedding_length: not in the metadata": {"llama.embedding_length": None},
-    "do not fit its config.json": {"llama.feed_forward_length": 40},
+    "llama.embedding_length: missing from the metadata": {"llama.embedding_length": None},
+    "do not match its config.json": {"llama.feed_forward_length": 40},
 }
 
 

@@ -38,7 +38,8 @@ data: chat_template digests tokenizer formats readers encoder sources token_stor
 distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling decoder fused_linears speculative tp_decoding generation terminal session chat generate
 training: residence flops metrics loggers html_report optimizers activation_checkpointing compile cpu_offload setup run_state
- validation memory_trace memory_plan communication_plan schedule settings dry_run plan_command remedies recorder trainer
+ validation memory_trace memory_plan communication_plan schedule settings dry_run plan_command remedies recorder
+ memory_probe divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples run_eval
 serving: openai_api engine server

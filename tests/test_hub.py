@@ -15,9 +15,9 @@ from hub import Hub
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, UploadArgs
-from litft.checkpoints.hub import HubId, hub_id, needed, origin
+from litft.checkpoints.hub import HubId, downloaded_from, files_to_transfer, hub_id
 from litft.export.model_card import model_card
-from litft.export.publish import _subject
+from litft.export.publish import _card_info
 from litft.pretrained import resolve
 
 CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_")}
@@ -78,10 +78,10 @@ def test_only_what_is_read_is_needed():
         "a.gguf",
     ]
     small = ["config.json", "tokenizer.json", "chat_template.jinja", "LICENSE.txt", "README.md"]
-    assert needed([*small, *safe, *other]) == [*small, *safe]
-    assert needed([*small, *other]) == [*small, "pytorch_model.bin"]
+    assert files_to_transfer([*small, *safe, *other]) == [*small, *safe]
+    assert files_to_transfer([*small, *other]) == [*small, "pytorch_model.bin"]
     adapter = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "optimizer.pt"]
-    assert needed(adapter) == adapter[:2]
+    assert files_to_transfer(adapter) == adapter[:2]
 
 
 @pytest.mark.slow
@@ -99,7 +99,7 @@ def test_a_model_by_its_id(online, tiny):
     assert run([*words, pinned], root, env).stdout == expected and hub.asked == asked
     off = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
     done = run([*words, "me/tiny"], root, off)
-    assert done.stdout == expected and "the hub cannot be reached; me/tiny is taken from" in done.stderr
+    assert done.stdout == expected and "the hub cannot be reached; using me/tiny from" in done.stderr
 
 
 @pytest.mark.slow
@@ -135,30 +135,30 @@ def test_a_download_that_was_cut_off_goes_on(online):
     # in another one: the files that were not whole, and no others
     hub.cut[weights], hub.down_after = 60_000, weights
     done = run([*words, "models/tiny"], root, env, code=2)
-    assert f"{hub.url} cannot be reached" in done.stderr and "what is here already is kept" in done.stderr
+    assert f"{hub.url} cannot be reached" in done.stderr and "downloaded files are kept" in done.stderr
     hub.down_after, hub.is_down = None, False
     hub.asked.clear()
     done = run([*words, "models/tiny"], root, env)
     assert [line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /me/")] == [weights]
-    assert done.stdout.strip() == "models/tiny" and f"me/tiny@{hub.commit('me/tiny')} is here" in done.stderr
+    assert done.stdout.strip() == "models/tiny" and f"downloaded me/tiny@{hub.commit('me/tiny')}" in done.stderr
     assert (root / "models" / "tiny" / weights).read_bytes() == hub.models["me/tiny"][weights]
-    assert origin(root / "models" / "tiny") == HubId("me/tiny", hub.commit("me/tiny"))
+    assert downloaded_from(root / "models" / "tiny") == HubId("me/tiny", hub.commit("me/tiny"))
     files = {path.name for path in (root / "models" / "tiny").iterdir()}
     assert "pytorch_model.bin" not in files and "config.json" in files
 
 
 REFUSED = {
-    "gated": (["--repo_id", "me/gated"], r"me/gated is gated: accept its terms at http.*/me/gated, and set HF_TOKEN"),
+    "gated": (["--repo_id", "me/gated"], r"me/gated is gated: accept its terms at http.*/me/gated and set HF_TOKEN"),
     "missing": (
         ["--repo_id", "me/nothing"],
-        "me/nothing is no folder here, and not on the hub, or private",
+        "me/nothing is neither a local folder nor a public repository on the hub",
     ),
     "revision": (["--repo_id", "me/tiny@v9"], "me/tiny has no revision 'v9'; see http"),
-    "full": (["--repo_id", "me/huge"], r"me/huge@\w+ needs 93132257\.\d GiB more in .*; make room, or name another place"),
-    "none": (["--repo_id", "me/empty"], "the repository has neither config.json nor adapter_config.json; it is no model"),
+    "full": (["--repo_id", "me/huge"], r"me/huge@\w+ needs 93132257\.\d GiB more in .*; free space, or choose another disk"),
+    "none": (["--repo_id", "me/empty"], "the repository has no config.json and no adapter_config.json; name a model"),
     "shape": (["--repo_id", "tiny"], "--repo_id tiny: expected owner/name"),
-    "taken": (["--repo_id", "me/tiny", "--out_dir", "taken"], "--out_dir taken is not empty and holds no download"),
-    "other": (["--repo_id", "me/gated", "--out_dir", "held"], r"--out_dir held holds me/tiny@\w+; name another folder"),
+    "taken": (["--repo_id", "me/tiny", "--out_dir", "taken"], "--out_dir taken is not empty and contains no download"),
+    "other": (["--repo_id", "me/gated", "--out_dir", "held"], r"--out_dir held contains me/tiny@\w+; choose another folder"),
 }
 
 
@@ -206,7 +206,7 @@ def test_answers_of_no_hub_are_told(answer, tmp_path, monkeypatch):
         hub.answer = answer
         api = huggingface_hub.HfApi(endpoint=hub.url)
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: api)
-        with pytest.raises(ValueError, match=r"me/tiny: .* answers what no hub does"):
+        with pytest.raises(ValueError, match=r"me/tiny: .* sent no valid response"):
             fetch(HubId("me/tiny"), folder=tmp_path / "out")
 
 
@@ -214,7 +214,7 @@ def test_no_network_is_told(tmp_path):
     off = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     for more in ({}, {"HF_HUB_OFFLINE": "1"}):
         done = run(["generate/base.py", "--checkpoint_dir", "me/other", "--prompt", "a"], tmp_path, {**off, **more}, code=2)
-        text = " is not here, and HF_HUB_OFFLINE is set" if more else ": http://127.0.0.1:9 cannot be reached"
+        text = " is not in the cache, and HF_HUB_OFFLINE is set" if more else ": http://127.0.0.1:9 cannot be reached"
         assert f"me/other{text}" in done.stderr
 
 
@@ -286,9 +286,9 @@ def test_a_merged_folder_is_told_of_by_its_run(tuned):
     plain, known = run(words, root, env).stdout, run([*words, "--run", "lora"], root, env).stdout
     assert "trained by" not in plain and "Licence" not in plain and "vllm serve me/merged" in plain
     assert yaml.safe_load(known.split("---")[1])["base_model_relation"] == "finetune"
-    for text in ("A model made from [me/tiny]", "trained by LoRA", "Licence: apache-2.0", "validation loss, at the end"):
+    for text in ("A model derived from [me/tiny]", "trained by LoRA", "Licence: apache-2.0", "validation loss, at the end"):
         assert text in known
-    assert "--run merged is no run of litft" in run([*words, "--run", "merged"], root, env, code=2).stderr
+    assert "--run merged is not a run of litft" in run([*words, "--run", "merged"], root, env, code=2).stderr
 
 
 def snippets(card: str) -> dict[str, str]:
@@ -326,7 +326,7 @@ def test_an_adapter_of_a_folder_needs_the_name_of_its_base(online, tiny, example
     run(["finetune/lora.py", *flags], root, env)
     words = ["scripts/upload.py", "--checkpoint_dir", "local", "--repo_id", "me/local", "--dry_run"]
     done = run(words, root, env, code=2)
-    assert "which others do not have; pass --base_model with its id on the hub" in done.stderr
+    assert "which is not on the hub; pass its hub id as --base_model" in done.stderr
     done = run([*words, "--base_model", "me/tiny", "--licence", "mit"], root, env)
     assert "base_model: me/tiny" in done.stdout and "license: mit" in done.stdout and str(tiny) not in done.stdout
     run([*words[:-1], "--base_model", "me/tiny"], root, env)
@@ -354,10 +354,10 @@ def test_the_card_of_the_best_step_says_what_that_step_was(tiny, examples, tmp_p
     best = min((row for row in rows if row["step"]), key=lambda row: row["val_loss"])
     assert 0 < best["step"] < 4
     upload = UploadArgs(checkpoint_dir=str(tmp_path / "first" / "best"), repo_id="me/mine", base_model="me/base")
-    card = model_card(_subject(resolve(upload.checkpoint_dir), upload))
+    card = model_card(_card_info(resolve(upload.checkpoint_dir), upload))
     assert f"| steps, samples, tokens | {best['step']:.0f}," in card and "`--lora.r` | 2" in card
     assert f"| validation loss, at the end | {best['val_loss']:.4f} |" in card
     second = replace(args, checkpoint_dir=str(tmp_path / "first"), lora=LoRAArgs(), out_dir=str(tmp_path / "second"))
     litft.finetune(second)
     upload = UploadArgs(checkpoint_dir=str(tmp_path / "second" / "final"), repo_id="me/mine", base_model="me/base")
-    assert "`--lora" not in model_card(_subject(resolve(upload.checkpoint_dir), upload))
+    assert "`--lora" not in model_card(_card_info(resolve(upload.checkpoint_dir), upload))

@@ -90,7 +90,7 @@ def test_half_an_adapter_is_not_merged(adapter, tmp_path, spoil):
 
 def test_what_cannot_be_merged_is_refused(tiny, adapter, tmp_path):
     command = "scripts/merge_lora.py", "--checkpoint_dir"
-    assert "is no adapter" in script(*command, tiny, "--out_dir", "out", cwd=tmp_path, code=2).stderr
+    assert "is not an adapter" in script(*command, tiny, "--out_dir", "out", cwd=tmp_path, code=2).stderr
     assert "--out_dir is missing" in script(*command, adapter, cwd=tmp_path, code=2).stderr
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "a").touch()

@@ -66,7 +66,7 @@ def test_going_on_from_an_adapter(tiny, examples, tmp_path, method):
     flags = ["--data.path", examples, "--train.max_steps", 4, "--train.learning_rate", 0.01, "--data.new_tokens", "<upon>"]
     script(f"finetune/{method}.py", "--checkpoint_dir", tiny, *flags, "--out_dir", "first", cwd=tmp_path)
     done = script(f"finetune/{method}.py", "--checkpoint_dir", "first", *flags, "--out_dir", "second", cwd=tmp_path)
-    assert "going on with this adapter" in done.stdout
+    assert "training continues from this adapter" in done.stdout
     first, second = rows_of(tmp_path / "first"), rows_of(tmp_path / "second")
     assert float(second[0]["val_loss"]) == pytest.approx(float(first[-1]["val_loss"]), rel=1e-5)
     other = "adapter" if method == "lora" else "lora"

@@ -157,7 +157,7 @@ def attached(folder, name, kind):
     """A model with a fresh method: (model, method, source)."""
     source, method = resolve(folder), METHODS[name]()
     method.choose(source.meta_model(), source.adapter_rules)
-    model = source.base_model("fp32", quantize=kind, plain=method.unquantized_modules())
+    model = source.base_model("fp32", quantize=kind, unquantized=method.unquantized_modules())
     torch.manual_seed(3)
     method.attach(model)
     return model, method, source
@@ -181,7 +181,7 @@ def saved(model, method, source, out, kind=None):
 def test_at_init_it_is_the_base(folders, name, family, kind):
     """To the bit, but for PiSSA and OLoRA; and taken off again, it is the base whatever it had learned."""
     model, method, source = attached(folders(family), name, kind)
-    base = source.base_model("fp32", quantize=kind, plain=method.unquantized_modules())
+    base = source.base_model("fp32", quantize=kind, unquantized=method.unquantized_modules())
     expected = base(TOKENS)
     own = TOKENS if not method.tokens else TOKENS.masked_fill(TOKENS == 40, 41)
     if "pissa" in name or "olora" in name:
@@ -231,7 +231,7 @@ def test_gradients_are_finite_differences(folders, name, family, kind, monkeypat
     model, tokens = model.double(), tokens_for(method)
     for module in model.modules():
         if getattr(module, "lora_m", None) is not None:
-            module.lengths = partial(torch.clone, module.lengths())
+            module.row_norms = partial(torch.clone, module.row_norms())
         if isinstance(module, TrainedWeight):
             module.dtype = torch.float64
 
@@ -273,7 +273,7 @@ def test_saved_is_what_is_declared_and_comes_back(folders, tmp_path, name, famil
     expected = method.parameters(model).keys() - first
     # of DoRA on a part of a fused tensor the file holds the other rows' lengths too, as updates without a rank
     beside = {n.rpartition(".")[0] for n in values.keys() - expected}
-    assert expected <= values.keys() and all(held.sites[n].r == 0 for n in beside)
+    assert expected <= values.keys() and all(held.specs[n].r == 0 for n in beside)
     assert not beside or ("dora of some" in name and family in ("gpt_neox", "phi3", "falcon", "qwen3_moe"))
     assert held.tokens.keys() == method.tokens.keys()
 
@@ -330,7 +330,7 @@ def test_a_tied_head_that_is_trained_whole_has_no_factors(make_model, tmp_path):
     source = resolve(folder)
     method = LoRA(LoRAArgs(targets=["q_proj", "lm_head"], modules_to_save=["embed"]))
     method.choose(source.meta_model(), source.adapter_rules)
-    assert all(name.endswith("q_proj") for name in method.sites)
+    assert all(name.endswith("q_proj") for name in method.specs)
     model = source.base_model("fp32")
     method.attach(model)
     assert relative(litft.load(merged(model, method, source, tmp_path))[0](TOKENS), model(TOKENS)) <= 1e-5

@@ -21,19 +21,20 @@ from litft.methods import AdapterV2, Full, LoRA
 from litft.model.norm import Norm
 from litft.pretrained import resolve
 from litft.training import run_state
-from litft.training.memory_trace import Alive
+from litft.training.finetune import prepare
+from litft.training.memory_probe import MemoryProbe
+from litft.training.memory_trace import AllocationTracker
 from litft.training.optimizers import (
     OPTIMIZERS,
-    ROUNDING,
+    ROUNDING_BYTES,
     ChainedOptimizer,
     StochasticRounding,
-    averaged,
+    averaged_weights,
     is_hidden,
     make_optimizer,
-    set_rate,
+    set_learning_rate,
     stochastically_rounded,
 )
-from litft.training.trainer import Training, prepared
 
 TOKENS = draw(2, 17, seed=4)
 PROGRESS = {"identity": {}, "samples": 0, "elapsed": 0.0}
@@ -58,7 +59,7 @@ def displacement(folder, precision, make=make_optimizer):
     parameters = method.parameters(model)
     before = {name: p.detach().float().clone() for name, p in parameters.items() if p.dim() == 2}
     optimizer = make(TrainArgs(), method, parameters)
-    set_rate(optimizer, 1e-6)
+    set_learning_rate(optimizer, 1e-6)
     torch.manual_seed(0)
     for _ in range(200):
         loss, count = model.train()(TOKENS[:, :-1], targets=TOKENS[:, 1:])
@@ -123,7 +124,7 @@ def test_rates_and_decay_by_kind(tiny):
     method.attach(model)
     parameters = method.parameters(model)
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
-    set_rate(optimizer, 1e-3)
+    set_learning_rate(optimizer, 1e-3)
     names = {id(p): name for name, p in parameters.items()}
     found = {names[id(p)]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
     expected = {"lora_a": (1e-3, 0.1), "lora_b": (1.6e-2, 0.1), "lora_m": (1e-3, 0.0)}
@@ -179,7 +180,7 @@ def steps(model, optimizer, count, first=0, rate=1e-3):
         tokens = draw(2, 17, seed=number % 2)
         loss, targets = model.train()(tokens[:, :-1], targets=tokens[:, 1:])
         (loss / targets).backward()
-        set_rate(optimizer, rate)
+        set_learning_rate(optimizer, rate)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss / targets))
@@ -200,7 +201,7 @@ def test_decay_is_decoupled_and_of_matrices(tiny, name):
     _, method, parameters = trainable(tiny)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     optimizer = optimizer_of(name, method, parameters, weight_decay=0.5)
-    set_rate(optimizer, 0.1)
+    set_learning_rate(optimizer, 0.1)
     steps = 1 if name == "schedule_free" else 2  # whose second is of an average
     for _ in range(steps):
         for p in parameters.values():
@@ -220,7 +221,7 @@ def test_lion_is_the_papers(tiny):
     for number in range(4):
         grad = draw(*p.shape, seed=number).float() - 256
         p.grad = grad.clone()
-        set_rate(optimizer, 1e-2)
+        set_learning_rate(optimizer, 1e-2)
         optimizer.step()
         expected -= 1e-2 * (0.9 * momentum + 0.1 * grad).sign()
         momentum = 0.99 * momentum + 0.01 * grad
@@ -234,7 +235,7 @@ def test_sgd_has_momentum(tiny):
     before = p.detach().clone()
     for _ in range(2):
         p.grad = torch.ones_like(p)
-        set_rate(optimizer, 0.1)
+        set_learning_rate(optimizer, 0.1)
         optimizer.step()
     torch.testing.assert_close(p.detach(), before - 0.1 * (1 + 1.9))
 
@@ -276,7 +277,7 @@ def test_the_plan_knows_an_optimizers_state(tiny, name):
         for kind, tensor in optimizer.state[p].items()
         if kind != "step" and not kind.startswith("qmap") and isinstance(tensor, torch.Tensor)
     }
-    expected = sum(OPTIMIZERS[name].state(key, p) for key, p in parameters.items())
+    expected = sum(OPTIMIZERS[name].state_bytes(key, p) for key, p in parameters.items())
     assert expected == pytest.approx(sum(tensors.values()), rel=0.01)
 
 
@@ -289,7 +290,7 @@ def test_every_optimizer_goes_on_to_the_bit(tiny, tmp_path, name, precision):
     model, method, parameters = trainable(tiny, precision)
     model, optimizer = fabric.setup(model, optimizer_of(name, method, parameters, weight_decay=0.1))
     whole = steps(model, optimizer, 3)
-    run_state.Saver(tmp_path, True, None).begin(3, parameters, optimizer, PROGRESS, lambda: None, beside=False)
+    run_state.Saver(tmp_path, True, None).begin(3, parameters, optimizer, PROGRESS, lambda: None, in_background=False)
     whole += steps(model, optimizer, 3, first=3)
     other, method, found = trainable(tiny, precision)
     resumed = optimizer_of(name, method, found, weight_decay=0.1)
@@ -331,13 +332,13 @@ def test_a_part_of_a_parameter_goes_on_to_the_bit(mesh):
     for number in range(5):
         step(whole, optimizer, number)
     part, resumed = learner()
-    run_state._begin(resumed)
+    run_state._init_state(resumed)
     with torch.no_grad():
         part.copy_(whole)
         for kind, value in optimizer.state[whole].items():
             if isinstance(value, torch.Tensor):
                 resumed.state[part][kind].copy_(value)
-    run_state._set_numbers(run_state._numbers({"w": whole}, optimizer), {"w": part}, resumed)
+    run_state._set_scalars(run_state._scalars({"w": whole}, optimizer), {"w": part}, resumed)
     for weight, own in ((whole, optimizer), (part, resumed)):
         step(weight, own, 5)
     assert torch.equal(whole.full_tensor(), part.full_tensor())
@@ -354,7 +355,7 @@ def test_a_checkpoint_is_a_copy_of_its_moment(tiny, tmp_path):
     assert run_state.newest(tmp_path) is None
     steps(model, optimizer, 2, first=2)
     saver.finish()
-    assert run_state.newest(tmp_path).name == "step-000002" and done == [2] and saver.saved == 2
+    assert run_state.newest(tmp_path).name == "step-000002" and done == [2] and saver.saved_step == 2
     saved = run_state.read_parameters(run_state.newest(tmp_path))
     assert all(torch.equal(saved[name], value) for name, value in then.items())
     assert not any(torch.equal(saved[name], p) for name, p in parameters.items())
@@ -369,14 +370,14 @@ def test_schedule_free_keeps_an_average(tiny, tmp_path):
     optimizer = optimizer_of("schedule_free", method, parameters)
     steps(model, optimizer, 5)
     stepped = {name: p.detach().clone() for name, p in parameters.items()}
-    with averaged(optimizer):
+    with averaged_weights(optimizer):
         kept = {name: p.detach().clone() for name, p in parameters.items()}
     for name, p in parameters.items():
         assert torch.equal(p, stepped[name])
         z = optimizer.state[p]["z"]
         torch.testing.assert_close(kept[name], (1 - 1 / 0.9) * z + stepped[name] / 0.9, rtol=1e-5, atol=1e-6)
     assert not torch.equal(kept["embed.weight"], stepped["embed.weight"])
-    run_state.Saver(tmp_path, True, None).begin(5, parameters, optimizer, PROGRESS, lambda: None, beside=False)
+    run_state.Saver(tmp_path, True, None).begin(5, parameters, optimizer, PROGRESS, lambda: None, in_background=False)
     saved = run_state.read_parameters(run_state.newest(tmp_path))
     assert all(torch.equal(saved[name], value) for name, value in kept.items())
 
@@ -441,29 +442,30 @@ def test_no_step_of_the_run_may_be_several_micro_batches(tiny, tmp_path):
     args = next(args for seed in range(99) if step_of_the_longest(args := replace(in_backward(tiny, path), seed=seed)) > 30)
     step = step_of_the_longest(args)
     with pytest.raises(ValueError, match=f"the 4 examples of step {step + 1} are several micro-batches"):
-        prepared(args)
-    prepared(replace(args, train=replace(args.train, max_steps=step)))
+        prepare(args)
+    prepare(replace(args, train=replace(args.train, max_steps=step)))
 
 
 def step_of_the_longest(args):
     """In which step the longest example is."""
     plain = replace(args, train=replace(args.train, optimizer_in_backward=False))
-    schedule = prepared(plain)[1]
+    schedule = prepare(plain)[1]
     number = int(schedule.data.train.lengths.argmax())
     return next(step for step in range(schedule.steps) if number in schedule.step_indices(step))
 
 
 def test_the_largest_micro_batch_is_tried_without_gradients_that_stay(tiny, examples, tmp_path, monkeypatch):
     """As in a step: a model that fits only because of that would be refused else. Nothing is stepped."""
-    seen, probe = [], Training._probe
+    seen, probe = [], MemoryProbe._try_largest
 
-    def watched(self, model, optimizer):
-        before = [parameter.detach().clone() for parameter in self.trained.values()]
-        probe(self, model, optimizer)
-        seen.append(all(parameter.grad is None for parameter in self.trained.values()))
-        assert all(torch.equal(a, b) for a, b in zip(before, self.trained.values(), strict=True))
+    def watched(self, model, optimizer, resumed):
+        parameters = self.network.trained.values()
+        before = [parameter.detach().clone() for parameter in parameters]
+        probe(self, model, optimizer, resumed)
+        seen.append(all(parameter.grad is None for parameter in parameters))
+        assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
 
-    monkeypatch.setattr(Training, "_probe", watched)
+    monkeypatch.setattr(MemoryProbe, "_try_largest", watched)
     args = in_backward(tiny, examples, micro_batch_size=16, max_steps=1)
     litft.finetune(replace(args, out_dir=str(tmp_path / "run")))
     assert seen == [True]
@@ -478,6 +480,6 @@ def test_stepping_a_bf16_weight_takes_what_its_trial_takes(forgets):
         optimizer = make_optimizer(args, Full(FullFinetuneArgs()), {"weight": weight})
         with optimizer.stepping():
             weight.sum().backward()  # the first step makes the state
-        with Alive() as alive, optimizer.forgetting() if forgets else optimizer.stepping():
+        with AllocationTracker() as alive, optimizer.discarding() if forgets else optimizer.stepping():
             weight.sum().backward()
-    assert alive.most / weight.numel() == pytest.approx(ROUNDING + 2, rel=0.01)  # and 2 of the gradient
+    assert alive.peak / weight.numel() == pytest.approx(ROUNDING_BYTES + 2, rel=0.01)  # and 2 of the gradient

@@ -78,7 +78,7 @@ def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
     shaken(method.parameters(model).values())
     method.write(tmp_path, source, method.values(model), {"base_model_name_or_path": str(tiny)})
     reference = PeftModel.from_pretrained(theirs(tiny), tmp_path).eval()
-    assert sum("lora_A" in name for name, _ in reference.named_parameters()) == len(method.sites)
+    assert sum("lora_A" in name for name, _ in reference.named_parameters()) == len(method.specs)
     torch.testing.assert_close(model(TOKENS), reference(TOKENS).logits, rtol=0, atol=1e-4)
     again, _ = litft.load(tmp_path)
     assert torch.equal(again(TOKENS), model(TOKENS))
@@ -91,7 +91,7 @@ def test_scales_are_pefts(tiny, tmp_path, rslora):
     expected = [m.scaling["default"] for m in reference.modules() if hasattr(m, "lora_A")]
     flags = dict(r=4, alpha=8, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=32"], rslora=rslora)
     method = attached(tiny, **flags)[1]
-    assert [site.scale for site in method.sites.values()] == pytest.approx(expected)
+    assert [site.scale for site in method.specs.values()] == pytest.approx(expected)
     assert len(set(expected)) == 3
 
 
@@ -215,11 +215,11 @@ def test_the_loss_knows_new_tokens_whose_head_is_trained(tiny):
 def test_sizes_and_modules_that_mean_nothing_are_named(tiny):
     source = resolve(tiny)
     for values, message in (
-        (dict(rank_pattern=["nothing=3"]), "--lora.rank_pattern nothing=3: nothing that is adapted has that name"),
-        (dict(targets=["q_proj"], alpha_pattern=["v_proj=3"]), "--lora.alpha_pattern v_proj=3: nothing"),
+        (dict(rank_pattern=["nothing=3"]), "--lora.rank_pattern nothing=3: no adapted module has that name"),
+        (dict(targets=["q_proj"], alpha_pattern=["v_proj=3"]), "--lora.alpha_pattern v_proj=3: no adapted module"),
         (dict(modules_to_save=["nothing"]), "--lora.modules_to_save nothing: no module of this model"),
-        (dict(targets=["q_proj"], modules_to_save=["q_proj"]), "all of it is in --lora.modules_to_save already"),
-        (dict(r=65, init="pissa"), "--lora.r 65: --lora.init pissa takes 32 ranks at most"),
+        (dict(targets=["q_proj"], modules_to_save=["q_proj"]), "all of them are in --lora.modules_to_save"),
+        (dict(r=65, init="pissa"), "--lora.r 65: --lora.init pissa allows at most rank 32"),
     ):
         with pytest.raises(ValueError, match=message):
             LoRA(LoRAArgs(**values)).choose(source.meta_model(), source.adapter_rules)
@@ -227,7 +227,7 @@ def test_sizes_and_modules_that_mean_nothing_are_named(tiny):
 
 @pytest.mark.parametrize(
     "targets, message",
-    [(["nothing"], "nothing: no Linear of this model has that name; known: down_proj"), (["norm"], "norm: no Linear")],
+    [(["nothing"], "nothing: no Linear of this model has that name; choose from down_proj"), (["norm"], "norm: no Linear")],
 )
 def test_an_unknown_target_is_named(tiny, targets, message):
     source = resolve(tiny)
@@ -238,16 +238,16 @@ def test_an_unknown_target_is_named(tiny, targets, message):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"use_dora": 1}, "use_dora 1 cannot be"),
+        ({"use_dora": 1}, "use_dora 1 is not valid"),
         ({"peft_type": "IA3"}, "peft_type 'IA3' is not supported"),
         ({"layer_replication": [[0, 2]]}, "layer_replication"),
         ({"trainable_token_indices": [3]}, "new tokens need"),
         ({"base_model_name_or_path": "far/away"}, "pass --base_dir"),
         ({"base_model_name_or_path": 5}, "must be text"),
-        ({"lora_alpha": "16"}, "lora_alpha '16' cannot be"),
-        ({"lora_alpha": None}, "lora_alpha None cannot be"),
-        ({"alpha_pattern": {"(": 3}}, r"alpha_pattern '\(' cannot be"),
-        ({"use_rslora": "no"}, "use_rslora 'no' cannot be"),
+        ({"lora_alpha": "16"}, "lora_alpha '16' is not valid"),
+        ({"lora_alpha": None}, "lora_alpha None is not valid"),
+        ({"alpha_pattern": {"(": 3}}, r"alpha_pattern '\(' is not valid"),
+        ({"use_rslora": "no"}, "use_rslora 'no' is not valid"),
         ({"litft": [1]}, "litft an object"),
     ],
 )
@@ -304,7 +304,7 @@ def test_networks_over_one_base_share_its_tensors(checkpoints, tmp_path, quantiz
 def test_whole_modules_and_a_quantized_base_do_not_go_with_others(checkpoints, tmp_path):
     base = checkpoints["stories260K"]
     whole = adapted(base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"])))
-    with pytest.raises(ValueError, match=r"5 whole modules .* nf4 for the others; open that adapter alone"):
+    with pytest.raises(ValueError, match=r"5 modules .* nf4 for the others; load that adapter alone"):
         load_models([resolve(base), resolve(whole)], "fp32", "cpu", "nf4")
     assert len(load_models([resolve(base), resolve(whole)], "fp32", "cpu", None)) == 2
     assert len(load_models([resolve(whole)], "fp32", "cpu", "nf4")) == 1

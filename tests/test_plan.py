@@ -212,7 +212,7 @@ def test_what_is_printed_adds_up(shared, values):
     printed = re.search(r"^([\d.]+) GiB at its peak, .*\((.*?)\)", memory.line())
     parts = [float(part.rpartition(" ")[2]) for part in printed[2].split(", ")]
     assert sum(parts) == pytest.approx(float(printed[1]), abs=0.006 * len(parts))
-    assert ("wait in the host's memory" in memory.line()) == bool(values.get("cpu_offload"))
+    assert ("in host memory" in memory.line()) == bool(values.get("cpu_offload"))
 
 
 def cut(shared, layers):
@@ -272,7 +272,7 @@ def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
     )
     assert "micro_batch_size 4 --train.activation_checkpointing full" in given.stdout
     less = plan_script(shared, tmp_path, "--budget", "3GiB", code=2).stderr
-    assert "the least that this needs is" in less and "--train.cpu_offload parameters" in less
+    assert "this needs at least" in less and "--train.cpu_offload parameters" in less
     assert "expected a size such as 24GiB" in plan_script(shared, tmp_path, "--budget", "lots", code=2).stderr
 
 
@@ -305,7 +305,7 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
     total = sum({p.untyped_storage()._cdata: p.untyped_storage().nbytes() for p in model.parameters()}.values())
     for module in model.modules():
         if isinstance(module, QuantizedLinear):
-            state = module.packed.state
+            state = module.quantized.state
             tensors = [state] if torch.is_tensor(state) else [state.absmax, *([state.state2.absmax] if state.nested else [])]
             total += sum(tensor.nbytes for tensor in tensors)
     factors = sum(p.numel() for p in factors_of(source, method)) * 4

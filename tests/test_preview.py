@@ -36,7 +36,7 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tiny, data, tmp_path):
     text = done.stdout
     assert "42 records (alpaca 40, messages 2)" in text
     assert "6 skipped: the answer is empty" in text and "line 1, line 8, line 15" in text
-    assert "2 with an end token written behind an answer" in text and "1 ended by a turn without an answer" in text
+    assert "2 with an end token written after an answer" in text and "1 ending in a turn without an answer" in text
     counts = r"(\d+) training and (\d+) validation examples; (\d+) steps of 16, 3 epochs of (\d+), on 1 device"
     kept, held_out, steps, epoch = map(int, re.search(counts, text).groups())
     assert kept + held_out == 36 and 1 <= held_out <= 9 and epoch == kept and steps == -(-3 * kept // 16)
@@ -97,13 +97,13 @@ def test_a_template_that_cannot_show_what_is_to_be_learned_is_named(checkpoints,
     path = shared / "data" / "tool_calls_300.json"
     words = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--data.path", path]
     done = script("scripts/prepare_data.py", *words, cwd=tmp_path, code=2)
-    assert "record 0: the chat template leaves a tool call out; pass another --data.template" in done.stderr
+    assert "record 0: the chat template leaves out a tool call; pass another --data.template" in done.stderr
 
 
 def test_a_styles_tokens_that_the_tokenizer_lacks_are_told(tiny, data, tmp_path):
     words = ["scripts/prepare_data.py", "--checkpoint_dir", tiny, "--data.path", data, "--data.template", "chatml"]
     text = script(*words, cwd=tmp_path).stdout
-    assert "does not know the template's <|im_start|>,<|im_end|>; --data.new_tokens" in text
+    assert "has no token for the template's <|im_start|>,<|im_end|>; --data.new_tokens" in text
     text = script(*words, "--data.new_tokens", "<|im_start|>,<|im_end|>", cwd=tmp_path).stdout
     assert "does not know" not in text
 
@@ -113,7 +113,7 @@ def test_duplicates_of_validation_samples_are_told(tiny, tmp_path):
     write(tmp_path / "val.json", RECORDS[3:6])
     words = ["--checkpoint_dir", tiny, "--data.path", "train.json", "--data.val_path", "val.json"]
     text = script("scripts/prepare_data.py", *words, cwd=tmp_path).stdout
-    assert "warning: 3 training examples are in the validation part too" in text
+    assert "warning: 3 training examples are also in the validation set" in text
 
 
 def test_several_paths_and_other_names_on_the_command_line(tiny, tmp_path):
@@ -136,7 +136,7 @@ def test_a_data_set_of_the_hub(tiny, tmp_path):
     done = script(*words, "owner/name", cwd=tmp_path, env=env)
     assert "owner/name, train: 10 records (alpaca)" in done.stdout and "10 training and 3 validation examples" in done.stdout
     done = script(*words, "owner/other", cwd=tmp_path, env=env, code=2)
-    assert "owner/other is no file or folder here, and no data set on the hub" in done.stderr
+    assert "owner/other is not a local file or folder, and not a data set on the hub" in done.stderr
 
 
 HUB = """
@@ -187,7 +187,8 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
             most = max(most, *(num_slots(lengths[numbers], rows) for rows in batches))
             learned = max(learned, *(sum(samples.supervised[numbers[row]].sum() for row in rows) for rows in batches))
             counts.append(len(batches) // layout.ranks)
-        assert num_slots(lengths, found.rows) == most and found.learned == learned and found.several == (max(counts) > 1)
+        assert num_slots(lengths, found.rows) == most
+        assert found.max_targets == learned and found.accumulates == (max(counts) > 1)
 
 
 def test_the_largest_micro_batch_comes_at_step_1(tiny, tmp_path):

@@ -99,7 +99,7 @@ def test_a_folder_that_is_quantized_already(make_model, tmp_path, family, name, 
     plain, _ = litft.load(tmp_path / "plain")
     assert relative(plain(TOKENS), reference(TOKENS).logits) <= 1e-5
     assert "quantization_config" not in json.loads((tmp_path / "plain" / "config.json").read_text())
-    with pytest.raises(ValueError, match=f"is quantized already, as {kind}"):
+    with pytest.raises(ValueError, match=f"is already quantized as {kind}"):
         Setup(LoRAFinetuneArgs(quantize="nf4" if kind == "int8" else "int8"), resolve(tmp_path / "quantized"))
 
 
@@ -125,9 +125,9 @@ def test_statistics_go_where_the_bits_go(tiny, kind):
     before = model(TOKENS)
     assert torch.equal(model.to(torch.device("cpu"))(TOKENS), before)
     q = model.to("meta").blocks[0].attention.q_proj
-    state, found = q.state, [q.weight, q.squares]
+    state, found = q.state, [q.weight, q.base_row_squares]
     found += [state] if kind == "int8" else [state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
-    assert all(tensor.is_meta for tensor in found) and q.squares.dtype == torch.float32
+    assert all(tensor.is_meta for tensor in found) and q.base_row_squares.dtype == torch.float32
 
 
 @pytest.mark.slow
@@ -141,12 +141,9 @@ def test_training_on_a_quantized_base(tiny, examples, tmp_path):
     assert losses[0] == pytest.approx(losses[1], rel=1e-5) and losses[0][-1] < losses[0][0]
     ask = ("generate/base.py", "--checkpoint_dir", "one", "--prompt", "Say it", "--max_new_tokens", "4", "--quantize")
     assert "warning" not in script(*ask, "nf4", cwd=tmp_path).stderr
-    assert (
-        "learned beside a base with --quantize nf4, and is used with --quantize none"
-        in script(*ask, "none", cwd=tmp_path).stderr
-    )
+    assert "was trained with --quantize nf4, but is used with --quantize none" in script(*ask, "none", cwd=tmp_path).stderr
     first = script("scripts/merge_lora.py", "--checkpoint_dir", "one", "--out_dir", "original", cwd=tmp_path)
-    assert "quantized as nf4 in training; its updates are added to the original weights" in first.stderr
+    assert "quantized as nf4 in training; the updates are added to the original weights" in first.stderr
     merge = ("scripts/merge_lora.py", "--checkpoint_dir", "one", "--dequantized_base", "--out_dir", "rounded")
     assert "added to what they were trained on" in script(*merge, cwd=tmp_path).stderr
     with torch.no_grad():
@@ -160,7 +157,7 @@ def test_training_on_a_quantized_base(tiny, examples, tmp_path):
 def test_what_cannot_be_quantized_is_refused(tiny, examples, tmp_path):
     flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--quantize"]
     done = script("finetune/full.py", *flags, "nf4", cwd=tmp_path, code=2)
-    assert "full fine-tuning changes every weight by less than 4 or 8 bits can hold" in done.stderr
+    assert "full fine-tuning updates every weight by less than 4 or 8 bits can represent" in done.stderr
     assert "expected none" in script("finetune/lora.py", *flags, "nf8", cwd=tmp_path, code=2).stderr.replace("'", "")
 
 
@@ -225,11 +222,11 @@ def test_memory_stays_near_the_quantized_size(tmp_path):
 @pytest.mark.parametrize(
     "spoil, message",
     [
-        ("no absmax", "is packed in a way that bitsandbytes does not know"),
-        ("short absmax", "are no matrix of shape"),
+        ("no absmax", "is quantized in a format unknown to bitsandbytes"),
+        ("short absmax", "do not form a matrix of shape"),
         ("other shape", "expected shape"),
-        ("no json", "is packed in a way"),
-        ("half the bits", "are no matrix of shape"),
+        ("no json", "is quantized in a format"),
+        ("half the bits", "do not form a matrix of shape"),
     ],
 )
 def test_bits_that_do_not_fit_are_refused(make_model, tmp_path, spoil, message):

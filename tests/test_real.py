@@ -17,8 +17,8 @@ from litft.args import DataArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.packing import collate
 from litft.data.sampler import Sampler
-from litft.training.trainer import learning_rate
-from litft.training.validation import spread
+from litft.training.schedule import learning_rate
+from litft.training.validation import evenly_spaced
 
 pytestmark = pytest.mark.slow
 
@@ -65,7 +65,7 @@ def train_with_peft(folder, data) -> tuple[float, float]:
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder, dtype="float32"), config)
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(parameters, betas=(0.9, 0.95), weight_decay=0.0)
-    held_out = spread(data.val, VALIDATION)
+    held_out = evenly_spaced(data.val, VALIDATION)
     before = mean_loss(model, held_out)
     order = Sampler([len(data.train)], 42)
     for step in range(STEPS):

@@ -77,7 +77,11 @@ def test_a_checkpoint_executes_nothing(folder, capsys):
     (step / "progress.json").write_text(json.dumps(progress))
     lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
     said = capsys.readouterr().out
-    assert "step-000004 is damaged" in said and "no part of a checkpoint's index" in said and not Path("executed").exists()
+    assert (
+        "step-000004 is damaged" in said
+        and "does not belong in a checkpoint's index" in said
+        and not Path("executed").exists()
+    )
 
 
 @pytest.mark.parametrize(
@@ -93,7 +97,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, capsys, name,
     spoil(folder / "a" / "checkpoints" / "step-000004" / name, how)
     lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
     said = capsys.readouterr().out
-    assert "step-000004 is damaged" in said and "the checkpoint before it is taken" in said
+    assert "step-000004 is damaged" in said and "using the checkpoint before it" in said
     assert "continuing after step 2" in said and weights("a") == whole
     assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
@@ -111,7 +115,11 @@ def test_without_a_whole_checkpoint_nothing_is_trained(folder, capsys):
         spoil(folder / "a" / "checkpoints" / f"step-00000{step}" / "progress.json", "truncate")
     before = contents(folder)
     said = lora("--resume", "--out_dir", "a", capsys=capsys)
-    assert "step-000004 is damaged" in said and "step-000002 is damaged" in said and "--overwrite begins again" in said
+    assert (
+        "step-000004 is damaged" in said
+        and "step-000002 is damaged" in said
+        and "--overwrite starts again from step 0" in said
+    )
     assert contents(folder) == before
 
 
@@ -126,12 +134,12 @@ def test_a_fall_back_leaves_nothing_that_a_later_one_could_take(folder, capsys):
 @pytest.mark.parametrize("words", [["--resume", "--out_dir", "typo"], ["--resume"]])
 def test_resume_of_nothing_trains_nothing(folder, capsys, words):
     said = lora(*words, capsys=capsys)
-    assert "to begin one, pass --checkpoint_dir and --data.path" in said and not Path("typo").exists()
+    assert "to start one, pass --checkpoint_dir and --data.path" in said and not Path("typo").exists()
 
 
 def test_resume_writes_into_no_strangers_folder(folder, capsys):
     before = contents(folder)
-    assert "holds no run of litft" in lora(*FRESH, "--resume", "--out_dir", "model", capsys=capsys)
+    assert "is not a litft run" in lora(*FRESH, "--resume", "--out_dir", "model", capsys=capsys)
     assert contents(folder) == before
 
 
@@ -168,7 +176,7 @@ def test_a_run_that_divided_its_examples_in_another_way_is_not_resumed(folder, c
         progress = json.loads(path.read_text())
         assert progress["identity"].pop("split")
         path.write_text(json.dumps(progress))
-    assert "would now learn some that it was measured on" in lora("--resume", "--out_dir", "a", capsys=capsys)
+    assert "would now train on examples it was validated on" in lora("--resume", "--out_dir", "a", capsys=capsys)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +202,7 @@ def test_a_bad_flag_leaves_the_old_run(folder, capsys, flags):
 def test_a_folder_with_some_config_yaml_is_no_run(folder, capsys):
     Path("mine").mkdir()
     Path("mine/config.yaml").write_text("mine: 1\n")
-    assert "holds no run of litft" in lora(*FRESH, "--out_dir", "mine", "--overwrite", capsys=capsys)
+    assert "is not a litft run" in lora(*FRESH, "--out_dir", "mine", "--overwrite", capsys=capsys)
     assert Path("mine/config.yaml").is_file()
 
 
@@ -235,7 +243,7 @@ def test_nan_is_found_before_training(folder, capsys):
 def test_a_run_that_diverges_stops(folder, capsys):
     said = lora(*FRESH, *FLAGS, "--train.learning_rate", "2e9", "--out_dir", "b", capsys=capsys)
     assert (
-        "so nothing more can be learned; begin another run with a lower --train.learning_rate (now " in said
+        "so training cannot continue; start another run with a lower --train.learning_rate (now " in said
         and not Path("b/final").exists()
     )
 

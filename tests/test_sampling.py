@@ -14,7 +14,7 @@ def distribution(settings: Sampling, prompt=(), made=(), logits=LOGITS):
     sampler = Sampler(1, len(logits), torch.device("cpu"))
     sampler.begin(0, list(prompt), settings)
     for token in made:
-        sampler.hold(torch.tensor([token]))
+        sampler.append(torch.tensor([token]))
     return sampler.distribution(logits[None])[0]
 
 
@@ -138,7 +138,7 @@ def test_some_of_the_rows_are_looked_at():
         together.begin(row, [1, 2], own)
     found: list[list[int]] = [[] for _ in settings]
     for first, last in ((1, 3), (0, 4), (2, 3), (0, 2), (3, 4), (1, 4), (0, 4)):
-        together.look(slice(first, last))
+        together.select_rows(slice(first, last))
         steps = torch.stack([logits[len(found[row])] for row in range(first, last)])
         for row, token in zip(range(first, last), together.next(steps).tolist(), strict=True):
             found[row].append(token)

@@ -88,7 +88,7 @@ def raw(server, path="chat/completions", content=None, **body):
 def test_models_are_listed(client):
     assert [model.id for model in client.models.list()] == ["stories", "first", "second"]
     assert client.models.retrieve("first").max_model_len == ROOM
-    with pytest.raises(openai.NotFoundError, match="there is stories, first, second"):
+    with pytest.raises(openai.NotFoundError, match="available: stories, first, second"):
         client.models.retrieve("third")
 
 
@@ -188,7 +188,9 @@ def test_an_end_token_is_not_told(client, plain):
 def test_tools_reach_the_template(client, plain):
     def said(text):
         model, tokenizer = plain
-        request = Request(tokenizer.encode(f"<s>{text}", bos=False), 15, Sampling(0.0), tokenizer.stop_ids, trimmed=True)
+        request = Request(
+            tokenizer.encode(f"<s>{text}", bos=False), 15, Sampling(0.0), tokenizer.stop_ids, strip_leading=True
+        )
         return "".join(piece for _, piece in generate_batch(Decoder(model, capacity=200), tokenizer, [request]))
 
     asked = "user: Lily went to the park.\nassistant:"
@@ -242,9 +244,9 @@ def test_requests_are_answered_together(server, client):
 
 
 WRONG = [
-    (dict(model="nobody"), 404, "model", "there is stories"),
+    (dict(model="nobody"), 404, "model", "available: stories"),
     (dict(messages=[]), 400, "messages", "at least one message"),
-    (dict(temprature=1), 400, "temprature", "not known"),
+    (dict(temprature=1), 400, "temprature", "unknown field"),
     (dict(messages="hello"), 400, "messages", "array"),
     (dict(messages=None), 400, "messages", ""),
     (dict(messages=[{"role": "robot", "content": "a"}]), 400, "messages", "robot"),
@@ -364,7 +366,7 @@ def test_a_long_prompt_lets_others_go_on(checkpoints, tmp_path):
 def test_tools_without_a_place_are_refused(checkpoints):
     with Server(checkpoints["stories260K"]) as server:
         response = raw(server, tools=[TOOL])
-        assert response.status_code == 400 and "no place for tools" in response.json()["error"]["message"]
+        assert response.status_code == 400 and "does not support tools" in response.json()["error"]["message"]
         assert raw(server, tools=[TOOL], tool_choice="none").status_code == 200
 
 
@@ -480,7 +482,7 @@ def test_a_clean_stop(folder):
         assert refused[0].status_code == 503 and refused[0].json()["error"]["code"] == "stopping"
         assert server.process.wait(timeout=20) == 0
         server.reader.join()
-        assert "SIGTERM: finishing what has begun" in server.log and "Traceback" not in server.log
+        assert "SIGTERM: finishing running answers" in server.log and "Traceback" not in server.log
 
 
 def test_a_second_signal_ends_at_once(folder):

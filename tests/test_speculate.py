@@ -36,7 +36,7 @@ def exact(model, settings, length):
             sampler = Sampler(1, V, torch.device("cpu"))
             sampler.begin(0, PROMPT, settings)
             for token in text:
-                sampler.hold(torch.tensor([token]))
+                sampler.append(torch.tensor([token]))
             logits = model(torch.tensor([[*PROMPT, *text]]))[:, -1]
             for token, own in enumerate(sampler.distribution(logits)[0].tolist()):
                 longer[(*text, token)] = probability * own
@@ -61,7 +61,7 @@ class Wrong:
 
 
 def drafter(name, draft):
-    return {"draft": DraftModel(Decoder(draft, 1, 32), V, count=2), "wrong": Wrong()}[name]
+    return {"draft": DraftModel(Decoder(draft, 1, 32), V, num_draft_tokens=2), "wrong": Wrong()}[name]
 
 
 CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
@@ -84,7 +84,7 @@ def test_the_distribution_is_the_networks_own(models, name, settings):
         sampler = Sampler(1, V, decoder.device)
         sampler.begin(0, PROMPT, replace(settings, seed=seed))
         tokens = []
-        for found in speculative_rounds(decoder, sampler, own, decoder.read(0, PROMPT)):
+        for found in speculative_rounds(decoder, sampler, own, decoder.prefill(0, PROMPT)):
             tokens += found.tokens
             if len(tokens) >= 3:
                 break
@@ -96,7 +96,7 @@ def test_the_distribution_is_the_networks_own(models, name, settings):
 
 
 def test_a_repetition_is_looked_up():
-    lookup = PromptLookup(count=3, longest=2)
+    lookup = PromptLookup(num_draft_tokens=3, max_ngram=2)
     assert lookup.draft([1, 2, 3, 4, 9, 2, 3], Sampling()).tokens == [4, 9, 2]
     assert lookup.draft([1, 2, 3, 2, 7, 2], Sampling()).tokens == [7, 2], "the newest place"
     assert lookup.draft([1, 2, 3], Sampling()).tokens == [] == lookup.draft([1], Sampling()).tokens
@@ -109,7 +109,7 @@ def test_it_ends_where_the_context_does(models):
     sampler.begin(0, PROMPT, Sampling(0.0))
     tokens = [
         t
-        for found in speculative_rounds(decoder, sampler, DraftModel(Decoder(target, 1, 12), V), decoder.read(0, PROMPT))
+        for found in speculative_rounds(decoder, sampler, DraftModel(Decoder(target, 1, 12), V), decoder.prefill(0, PROMPT))
         for t in found.tokens
     ]
     assert len(tokens) == 12 - len(PROMPT) + 1 and len(decoder.texts[0]) == 12

@@ -53,6 +53,6 @@ def test_by_its_flags(checkpoints, tmp_path):
     done = [script(*words, *more.split(), cwd=tmp_path) for more in given]
     assert len({each.stdout for each in done}) == 1 and "layers: 5 on cpu" in done[1].stderr
     wrong = script(*words, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2).stderr
-    assert "these are 6, and the model has 5 layers" in wrong
+    assert "the counts add up to 6, but the model has 5 layers" in wrong
     wrong = script(*words, "--layers_per_device", "2,x", cwd=tmp_path, code=2).stderr
     assert "expected auto, or a number for each of --devices 1" in wrong

@@ -54,8 +54,8 @@ def test_alpaca_packs_tight(shared, checkpoints, count):
         for step in range(len(train) // count):
             chosen = [int(lengths[i]) for i in order.indices(step * count, (step + 1) * count)]
             batches = Layout(1, 2048, ranks).plan(chosen)
-            peft_targets = sum(len(rows) * max(sum(chosen[i] for i in row) for row in rows) for rows in batches if rows)
-            assert sum(chosen) / peft_targets >= 0.95
+            slots = sum(len(rows) * max(sum(chosen[i] for i in row) for row in rows) for rows in batches if rows)
+            assert sum(chosen) / slots >= 0.95
             used = [sum(chosen[i] for i in row) for rows in batches for row in rows]
             assert len(used) % ranks == 0
             assert ranks == 2 or len(used) <= -(-sum(chosen) // 2048) + 1

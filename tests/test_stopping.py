@@ -59,7 +59,7 @@ def test_a_signal_saves_and_the_run_goes_on(args, name, tmp_path):
             os.kill(os.getpid(), getattr(signal, name))
 
     with pytest.raises(
-        Interrupted, match=f"{name}: stopped after step 4, and saved; --resume --out_dir .*/run goes on"
+        Interrupted, match=f"{name}: stopped after step 4, and saved; --resume --out_dir .*/run continues"
     ) as stopped:
         litft.finetune(args, callback)
     assert stopped.value.code == 128 + getattr(signal, name)
@@ -94,7 +94,7 @@ def test_a_signal_from_outside(tiny, examples, tmp_path, devices):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
-    assert "SIGTERM: stopped after step" in err and f"--resume --out_dir {run} goes on" in err and "Traceback" not in err
+    assert "SIGTERM: stopped after step" in err and f"--resume --out_dir {run} continues" in err and "Traceback" not in err
     (step,) = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()]
     assert 5 <= step < 2000 and step == int(rows_of(run)[-1]["step"])
     script("finetune/lora.py", "--resume", "--out_dir", run, "--devices", "1", "--train.max_steps", step + 9, cwd=tmp_path)
@@ -165,7 +165,7 @@ def held_out_loss(model, args) -> float:
 
 def test_what_goes_by_validation_needs_some(args):
     args.data.val_fraction, args.eval.patience = 0.0, 3
-    with pytest.raises(ValueError, match=r"--eval.patience: it goes by the validation loss, and nothing is held out"):
+    with pytest.raises(ValueError, match=r"--eval.patience: it needs a validation loss, and nothing is held out"):
         litft.finetune(args)
 
 
@@ -218,7 +218,7 @@ def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
 def test_a_loss_that_is_no_number_ends_the_run_with_its_examples(poisoned):
     from litft.data.sampler import Sampler
 
-    with pytest.raises(ValueError, match="is nan, so nothing more can be learned") as error:
+    with pytest.raises(ValueError, match="is nan, so training cannot continue") as error:
         litft.finetune(poisoned)
     order = Sampler([30], poisoned.seed).indices(0, 48)
     step = order.index(17) // 4
@@ -250,7 +250,7 @@ def test_when_every_step_is_no_number_the_run_ends(poisoned):
     poisoned.train.skip_nan, poisoned.train.max_steps = True, 40
     path = Path(poisoned.data.path[0])
     path.write_text(json.dumps([{"instruction": "Z", "output": "Z"}] * 30))
-    with pytest.raises(ValueError, match="step 10: 10 steps in a row are not finite; begin another run with a lower"):
+    with pytest.raises(ValueError, match="step 10: 10 steps in a row are not finite; start another run with a lower"):
         litft.finetune(poisoned)
 
 
@@ -260,7 +260,7 @@ def test_a_loss_that_explodes_ends_the_run(args, shared):
     full = FullFinetuneArgs(checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train)
     with pytest.raises(
         ValueError,
-        match=r"the loss is [\d.e+]+ and was [\d.]+, so nothing .*; begin another run with a lower",
+        match=r"the loss is [\d.e+]+ and was [\d.]+, so training .*; start another run with a lower",
     ):
         litft.finetune(full)
 
@@ -271,7 +271,7 @@ def test_a_loss_that_explodes_ends_the_run(args, shared):
 WORKER = """
 import re, resource, sys
 sys.path[:0] = [{tests!r}]
-import litft, litft.training.trainer
+import litft, litft.training.finetune
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
 from litft.cli import user_errors
 
@@ -333,7 +333,7 @@ def test_memory_that_does_not_suffice_is_told_with_the_longest_row(large, tmp_pa
     assert "the longest row has training example" in done.stderr and "with its 256 tokens" in done.stderr
     saving = dict(re.findall(r"(--[\w.]+ \w+) saves about ([\d.]+ [MG]iB)", done.stderr))
     assert saving.keys() == {"--train.activation_checkpointing full", "--train.micro_batch_size 16"}
-    assert "--train.oom_retry halves micro-batches by itself" in done.stderr
+    assert "--train.oom_retry halves micro-batches automatically" in done.stderr
 
 
 @pytest.mark.slow
@@ -342,7 +342,7 @@ def test_smaller_micro_batches_give_the_same_losses(large, tmp_path):
     settings = {"at": 1, "rows": 1, "length": 8192, "packing": True}
     limited(large, tmp_path, "whole", **settings)
     done = limited(large, tmp_path, "halved", more=600 << 20, **settings)
-    assert "do not fit into memory; going on with" in done.stdout
+    assert "do not fit into memory; continuing with" in done.stdout
     assert losses(tmp_path / "halved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
 
@@ -367,7 +367,7 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
 
     go("whole", full=False)
     done = go("full", code=2)
-    assert "step-000002 is whole: --resume goes on from there" in done.stderr and "File too large" in done.stderr
+    assert "step-000002 is complete: --resume continues from it" in done.stderr and "File too large" in done.stderr
     assert [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-000002"]
     go("full", resume=True, full=False)
     assert weights(tmp_path / "full") == weights(tmp_path / "whole")
@@ -412,7 +412,7 @@ def interrupted(args, monkeypatch, step: int, where: str):
 
 @pytest.mark.parametrize(
     "step, where",
-    [(12, "measure"), *(pytest.param(6, where, marks=pytest.mark.slow) for where in ("measure", "ask"))],
+    [(12, "measure"), *(pytest.param(6, where, marks=pytest.mark.slow) for where in ("measure", "generate_answers"))],
 )
 def test_a_signal_in_a_validation_saves_at_once(args, tmp_path, monkeypatch, step, where):
     """Also in the last, which can be long; the run that goes on makes up for what was not measured."""
@@ -488,7 +488,7 @@ def test_rows_that_a_crash_has_spoiled_are_left_out(args):
     litft.finetune(replace(args, resume=True))
     assert [row["step"] for row in rows_of(folder)][: len(before)] == [row["step"] for row in before]
     path.write_text("1,2,3\n")
-    with pytest.raises(ValueError, match=r"metrics.csv does not begin with the names of its columns"):
+    with pytest.raises(ValueError, match=r"metrics.csv does not start with a row of column names"):
         litft.finetune(replace(args, resume=True))
     path.unlink()
     assert litft.finetune(replace(args, resume=True)).metrics["val_loss"]
@@ -547,7 +547,7 @@ def test_checkpoints_beyond_a_million_steps(tmp_path):
     for step in (999_900, 999_950, 1_000_000, 1_000_050):
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
     assert run_state.newest(tmp_path).name == "step-1000050"
-    run_state.cut(tmp_path, 1_000_000)
+    run_state.delete_after(tmp_path, 1_000_000)
     run_state.prune(tmp_path, 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1000000"]
 

@@ -71,7 +71,7 @@ def test_no_character_is_split(checkpoints, text):
     _, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"])
     tokens = tokenizer.encode(text, bos=False)
     answer = Answer(Request([1]), tokenizer, 1000, 0.0)
-    pieces = [piece for token in tokens if (piece := answer.take(ChosenToken(token, 0.0, []))) is not None]
+    pieces = [piece for token in tokens if (piece := answer.add_token(ChosenToken(token, 0.0, []))) is not None]
     assert "".join(pieces) == text and not any("\ufffd" in piece for piece in pieces)
     assert sum(len(piece.tokens) for piece in pieces) == len(tokens) > len(pieces) or len(tokens) == len(pieces)
 
@@ -80,7 +80,7 @@ def test_half_a_character_at_the_end_is_said_as_such(checkpoints):
     _, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"])
     half = tokenizer.encode("ok 🦊", bos=False)[:-1]
     answer = Answer(Request([1], max_new_tokens=len(half)), tokenizer, 1000, 0.0)
-    pieces = [piece for token in half if (piece := answer.take(ChosenToken(token, 0.0, []))) is not None]
+    pieces = [piece for token in half if (piece := answer.add_token(ChosenToken(token, 0.0, []))) is not None]
     assert "".join(pieces).rstrip("\ufffd") == "ok " and pieces[-1].finish_reason == "length"
 
 
@@ -104,8 +104,8 @@ def test_answers_come_and_go(story):
     batch = Batch(decoder, tokenizer)
 
     def begin(number, text):
-        batch.begin(number, Request(tokenizer.encode(text), 30, Sampling(0.0)))
-        batch.read_on()
+        batch.add(number, Request(tokenizer.encode(text), 30, Sampling(0.0)))
+        batch.prefill()
 
     def steps(count):
         for _ in range(count):
@@ -116,14 +116,14 @@ def test_answers_come_and_go(story):
         begin(number, texts[number])
     assert batch.free == [3]
     steps(5)
-    batch.drop(1)
+    batch.cancel(1)
     before = decoder.processed
     steps(3)
     assert decoder.processed == before + 6 and batch.free == [1, 3]
     begin(3, texts[3])
     assert batch.free == [3]  # between the others, where a step goes anyway
     steps(2)
-    batch.drop(2)
+    batch.cancel(2)
     begin(4, texts[4])
     while batch.running:
         steps(1)

@@ -70,7 +70,7 @@ def test_quantized_parts_with_an_adapter(folder, prompts, tmp_path):
 def test_what_cannot_be_cut_is_said_by_one_process(checkpoints, folder, tmp_path):
     smol = checkpoints["SmolLM2-135M-Instruct"]
     said = generate(smol, tmp_path, "--prompt", "a", "--devices", "2", code=2).stderr
-    assert "num_attention_heads 9, num_key_value_heads 3; this model takes 1, 3" in said and said.count("error:") == 1
+    assert "num_attention_heads 9, num_key_value_heads 3; this model supports 1, 3" in said and said.count("error:") == 1
     said = generate(folder, tmp_path, "--prompt", "a " * 600, "--devices", "2", code=2).stderr
     assert "the model's context is 512; shorten it" in said and said.count("error:") == 1
 

@@ -155,12 +155,12 @@ def test_streamed_pieces_are_the_whole_text(shared, name, sentencepiece):
 def test_a_broken_file_is_named(shared, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
-    with pytest.raises(ValueError, match=r"tokenizer.json is no valid tokenizer"):
+    with pytest.raises(ValueError, match=r"tokenizer.json is not a valid tokenizer"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").unlink()
     (tmp_path / "tokenizer.model").write_bytes(b"not a model")
-    with pytest.raises(ValueError, match="no valid sentencepiece model"):
+    with pytest.raises(ValueError, match="not a valid sentencepiece model"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.model").unlink()
-    with pytest.raises(ValueError, match=r"holds no tokenizer.json or tokenizer.model"):
+    with pytest.raises(ValueError, match=r"contains no tokenizer.json or tokenizer.model"):
         Tokenizer(tmp_path)

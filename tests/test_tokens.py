@@ -8,10 +8,10 @@ from conftest import script
 from parity import draw
 
 from litft.data.chat_template import STYLES
-from litft.data.encoder import IDS, LEARNED, Encoder, to_sample
+from litft.data.encoder import ID_MASK, SUPERVISED, Encoder, to_sample
 from litft.data.tokenizer import Tokenizer
-from litft.methods.new_tokens import first_rows, grown, untrained
-from litft.model.transformer import with_noise
+from litft.methods.new_tokens import extend_table, initial_rows, untrained_ids
+from litft.model.transformer import add_neftune_noise
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)])
@@ -51,10 +51,10 @@ def test_added_tokens_come_back_from_the_folder(shared, tmp_path, name):
 
 def test_rows_begin_at_the_mean_of_their_pieces():
     table = torch.randn(9, 4)
-    rows = first_rows(table, [[1, 2], [5], []])
+    rows = initial_rows(table, [[1, 2], [5], []])
     expected = torch.stack([(table[1] + table[2]) / 2, table[5], table.mean(0)])
     torch.testing.assert_close(rows, expected)
-    out = grown(table, [10, 3], rows[:2])
+    out = extend_table(table, [10, 3], rows[:2])
     assert out.shape == (11, 4) and torch.equal(out[10], rows[0]) and torch.equal(out[3], rows[1])
     assert torch.equal(out[:3], table[:3]) and not out[9].any()
 
@@ -62,8 +62,8 @@ def test_rows_begin_at_the_mean_of_their_pieces():
 def test_rows_that_nothing_trained():
     table = torch.randn(20, 8)
     table[3], table[4], table[6] = 0.0, 1e-4 * table[4], table[7]
-    assert untrained(table, range(20)) == [3, 4, 6, 7]
-    assert untrained(table, [1, 5]) == []
+    assert untrained_ids(table, range(20)) == [3, 4, 6, 7]
+    assert untrained_ids(table, [1, 5]) == []
 
 
 @pytest.mark.slow
@@ -91,12 +91,12 @@ def test_noise_is_as_large_as_the_samples_own_length_says():
     torch.manual_seed(0)
     x, targets = torch.zeros(2, 50, 16), torch.full((2, 50), -100)
     targets[0, 10:50], targets[1, 3:8] = 1, 1
-    noise = with_noise(x, 5.0, targets, None)
+    noise = add_neftune_noise(x, 5.0, targets, None)
     for row, length in ((0, 50), (1, 8)):
         bound = 5.0 / (length * 16) ** 0.5
         assert 0.97 * bound <= noise[row].abs().max() <= bound
     documents = torch.tensor([[0] * 30 + [1] * 20, [2] * 50])
-    packed = with_noise(x, 5.0, targets, documents)
+    packed = add_neftune_noise(x, 5.0, targets, documents)
     for part, length in ((packed[0, :30], 30), (packed[0, 30:], 20), (packed[1], 50)):
         bound = 5.0 / (length * 16) ** 0.5
         assert 0.95 * bound <= part.abs().max() <= bound
@@ -129,7 +129,7 @@ def test_a_templates_new_end_token_ends_an_answer(tiny, shared, tmp_path, backen
     assert end in tokenizer.special_ids and tokenizer.token_id("<other>") not in tokenizer.special_ids
     encoded = Encoder(tokenizer, 500)("here", {"prompt": "a", "completion": "b"})
     (kept,) = encoded.samples
-    assert (kept & IDS)[(kept & LEARNED) > 0][-1] == end and encoded.ends == {end}
+    assert (kept & ID_MASK)[(kept & SUPERVISED) > 0][-1] == end and encoded.ends == {end}
     assert tokenizer.decode(to_sample(kept).answer[1].tolist()).strip() == "b"
     tokenizer.save_added(folder)
     again = Tokenizer(folder)

@@ -21,8 +21,9 @@ from litft.data.sampler import Sampler
 from litft.methods import LoRA
 from litft.model.loss import IGNORED
 from litft.pretrained import resolve
-from litft.training.schedule import planned_samples
-from litft.training.trainer import accumulate, learning_rate
+from litft.training.memory_probe import MemoryProbe
+from litft.training.schedule import learning_rate, planned_samples
+from litft.training.trainer import Trainer, accumulate
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
 
@@ -93,7 +94,7 @@ sys.path[:0] = [{tests!r}]
 from litft.args import LoRAFinetuneArgs
 from litft.distributed.devices import make_fabric
 from litft.data.packing import Layout
-from litft.training.trainer import accumulate
+from litft.training.trainer import Trainer, accumulate
 from test_train import LAYOUTS, ragged, trainable
 fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
 fabric.launch()
@@ -271,7 +272,7 @@ def test_killed_and_resumed_is_uninterrupted(uninterrupted, tmp_path):
 def test_resume_with_nothing_to_resume_begins(uninterrupted, tmp_path):
     _, flags, _ = uninterrupted
     command = ["finetune/lora.py", *flags, "--train.max_steps", "2", "--out_dir", "new", "--resume"]
-    assert "no checkpoint to continue from; beginning at step 0" in script(*command, cwd=tmp_path).stdout
+    assert "no checkpoint to continue from; starting at step 0" in script(*command, cwd=tmp_path).stdout
     assert len(rows_of(tmp_path / "new")) == 3
     assert "all 2 steps are done; final/ is written again" in script(*command, cwd=tmp_path).stdout
 
@@ -285,7 +286,7 @@ def test_learned_positions_are_not_overrun(make_model, shared, examples, tmp_pat
         (folder / path.name).write_bytes(path.read_bytes())
     command = ["finetune/lora.py", "--checkpoint_dir", folder, "--data.path", examples, "--train.max_steps", "2"]
     done = script(*command, "--data.max_seq_length", "193", cwd=tmp_path, code=2)
-    assert "--data.max_seq_length 193: this model has learned 192 positions and no more" in done.stderr
+    assert "--data.max_seq_length 193: this model has only 192 learned positions" in done.stderr
     script(*command, "--eval.exact_match", "--out_dir", "run", cwd=tmp_path)
     words = ["generate/base.py", "--checkpoint_dir", "run", "--template", "none", "--max_new_tokens", "250"]
     done = script(*words, "--prompt", "once upon a time", "--temperature", "1.5", "--seed", "3", cwd=tmp_path)
@@ -295,7 +296,7 @@ def test_learned_positions_are_not_overrun(make_model, shared, examples, tmp_pat
 def test_resume_with_other_factors_is_refused(uninterrupted, tmp_path):
     whole, _, _ = uninterrupted
     done = script("finetune/lora.py", "--out_dir", whole, "--resume", "--lora.r", "5", cwd=tmp_path, code=2)
-    assert "was saved with lora.r 8, now 5; resume with what it began with" in done.stderr
+    assert "was saved with lora.r 8, now 5; resume with the original settings" in done.stderr
     assert not (tmp_path / "out").exists() and "r: 8" in (whole / "config.yaml").read_text()
 
 
@@ -338,15 +339,16 @@ def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkey
     short, long = "once upon a time " * 3, "once upon a time " * 12
     records = [{"prompt": long, "completion": "Lily"}, {"prompt": "Who?", "completion": short}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 4))
-    targets, probe = [], litft.training.trainer.Training._probe
+    targets, probe = [], MemoryProbe._try_largest
 
-    def watched(self, model, optimizer):
+    def watched(self, model, optimizer, resumed):
         seen = lambda module, words, inputs: targets.append(len(inputs["target_indices"]))  # noqa: E731
-        with self.model.register_forward_pre_hook(seen, with_kwargs=True):
-            probe(self, model, optimizer)
-        assert max(self.data.train.supervised) == self.schedule.largest.learned > self.data.train.supervised.min()
+        with self.network.model.register_forward_pre_hook(seen, with_kwargs=True):
+            probe(self, model, optimizer, resumed)
+        supervised = self.schedule.data.train.supervised
+        assert max(supervised) == self.schedule.largest.max_targets > min(supervised)
 
-    monkeypatch.setattr(litft.training.trainer.Training, "_probe", watched)
+    monkeypatch.setattr(MemoryProbe, "_try_largest", watched)
     data = DataArgs(path=[str(tmp_path / "data.jsonl")], packing=False, val_fraction=0.0)
     train = TrainArgs(max_steps=1, micro_batch_size=1)
     out = litft.finetune(LoRAFinetuneArgs(str(tiny), data=data, train=train, out_dir=str(tmp_path / "run")))
@@ -357,11 +359,11 @@ def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkey
 def test_a_step_waits_for_no_gpu(tiny, examples, tmp_path):
     """CUDA itself says where the host waits: between two flushes, nowhere."""
 
-    class Watched(litft.training.trainer.Training):
-        def _advance(self, *words):
+    class Watched(Trainer):
+        def _train_step(self, *words):
             torch.cuda.set_sync_debug_mode("error" if self.metrics.last else "default")  # the first step sets things up
             try:
-                super()._advance(*words)
+                super()._train_step(*words)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -372,5 +374,5 @@ def test_a_step_waits_for_no_gpu(tiny, examples, tmp_path):
         train=TrainArgs(max_steps=6, log_interval=2),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("litft.training.trainer.Training", Watched)
+        patch.setattr("litft.training.finetune.Trainer", Watched)
         assert litft.finetune(args).metrics["step"] == 6

@@ -145,7 +145,7 @@ def test_the_guides_to_methods(clone, name):
 def test_the_guide_to_performance(clone):
     folder, paths = clone
     printed = run_guide("performance.md", folder, paths)
-    assert "full trains" in printed[0] and "of which 102.4 MiB are left to CUDA: --train.micro_batch_size" in printed[1]
+    assert "full trains" in printed[0] and "with 102.4 MiB left to CUDA: --train.micro_batch_size" in printed[1]
     assert "blocks are recomputed" in printed[2] and (folder / "out" / "small" / "final" / "model.safetensors").is_file()
 
 
@@ -154,7 +154,7 @@ def test_the_guides_to_many_devices(clone):
     folder, paths = clone
     first, resumed, plan = run_guide("scaling.md", folder, paths)
     assert "(fsdp, as asked for)" in first and "continuing after step 4" in resumed and "on 1 device" in resumed
-    assert "memory of each:" in plan and "GB from others" in plan
+    assert "memory of each:" in plan and "GB from other nodes" in plan
     (printed,) = run_guide("multi_node.md", folder, paths)
     assert "on 2 devices" in printed and (folder / "out" / "torchrun" / "final").is_dir()
 
@@ -176,7 +176,7 @@ def test_the_guide_to_serving(clone):
     folder, paths = clone
     _, whole, streamed, ended = run_guide("serve.md", folder, paths)
     assert json.loads(whole)["model"] == "mine" and json.loads(whole)["usage"]["completion_tokens"] and streamed.strip()
-    assert "SIGTERM: finishing what has begun" in ended and "stopped" in ended
+    assert "SIGTERM: finishing running answers" in ended and "stopped" in ended
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def test_a_logger_that_fails_ends_no_run():
     sink = row_sink(Down(), said.append)
     for step in (3, 4):
         sink({"step": step, "loss": 1.0})
-    assert said == ["warning: the logger takes no rows from step 3 on (no answer); metrics.csv has all of them"]
+    assert said == ["warning: logging failed at step 3 (no answer); later rows are only in metrics.csv"]
 
 
 @pytest.mark.slow
@@ -143,7 +143,7 @@ def test_prompts_that_are_none(args):
         litft.finetune(args)
     Path("binary").write_bytes(b"\xf8\x00" * 9)
     args.eval.prompts = ["binary"]
-    with pytest.raises(ValueError, match=r"--eval.prompts binary is no text file in UTF-8"):
+    with pytest.raises(ValueError, match=r"--eval.prompts binary is not a UTF-8 text file"):
         litft.finetune(args)
     args.eval.prompts = ["Tell me a long story. " * 12]
     assert litft.finetune(args).metrics["step"] == 4
@@ -214,8 +214,8 @@ def test_the_report_tells_all_of_the_run(args):
         "global_batch_size: 4",
         "24 training and 6 validation examples",
         "torch",
-        "Loss a token",
-        "Gradient's 2-norm",
+        "Loss per token",
+        "Gradient norm (L2)",
         "perplexity",
     ):
         assert word in page.words, word
@@ -223,9 +223,9 @@ def test_the_report_tells_all_of_the_run(args):
 
 
 def test_a_curve_is_drawn_at_its_values():
-    drawn = chart("loss", {"loss": [(0, 1.0), (50, 3.0), (100, 2.0)]}, zero=False)
+    drawn = chart("loss", {"loss": [(0, 1.0), (50, 3.0), (100, 2.0)]}, from_zero=False)
     assert 'points="0.00,100.00 50.00,0.00 100.00,50.00"' in drawn
-    assert chart("loss", {"loss": []}, zero=True) == ""
+    assert chart("loss", {"loss": []}, from_zero=True) == ""
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (2.9, 4.1), (0, 0), (5, 5), (1e-9, 3e-9), (0, 123456), (-3, 2)])

@@ -74,7 +74,7 @@ def test_dtype_is_the_folders_unless_asked_for(folder):
     save_file({n: t.bfloat16() for n, t in tensors.items()}, folder / "model.safetensors")
     assert {p.dtype for p in litft.load(folder)[0].parameters()} == {torch.bfloat16}
     assert {p.dtype for p in litft.load(folder, precision="fp32")[0].parameters()} == {torch.float32}
-    with pytest.raises(ValueError, match="precision 'int4' is not known"):
+    with pytest.raises(ValueError, match="precision 'int4' is not supported"):
         litft.load(folder, precision="int4")
 
 
@@ -107,7 +107,7 @@ def test_missing_misnamed_and_misshapen_tensors_are_listed_together(folder):
     with pytest.raises(ValueError) as caught:
         litft.load(folder)
     message = str(caught.value)
-    assert "missing model.norm.weight" in message and "surplus model.norm.wait" in message
+    assert "missing model.norm.weight" in message and "unexpected model.norm.wait" in message
     assert "lm_head.weight: expected shape (96, 32), found (96, 31)" in message
     assert "config.json and weights must come from the same model" in message
 
@@ -180,12 +180,12 @@ def wrong(**values):
 def rope(**values):
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "rope_theta": 1e4, **values}
     ((name, value),) = values.items()
-    return config(rope_parameters=scaling), f"rope parameters cannot be {name} {re.escape(repr(value))}"
+    return config(rope_parameters=scaling), f"invalid rope parameters: {name} {re.escape(repr(value))}"
 
 
 BROKEN = [
-    (stored_as(torch.int8), "stored as torch.int8, and litft reads floating-point weights"),
-    (stored_as(torch.uint16), "stored as U16, which holds no weights"),
+    (stored_as(torch.int8), "stored as torch.int8, but litft expects floating-point weights"),
+    (stored_as(torch.uint16), "stored as U16, not a weight dtype"),
     wrong(hidden_size="64"),
     wrong(hidden_size=None),
     wrong(num_attention_heads=0),
@@ -204,19 +204,19 @@ BROKEN = [
     rope(beta_fast=-1),
     rope(original_max_position_embeddings="32"),
     rope(rope_theta=float("inf")),
-    (truncate, "is truncated or no safetensors file"),
+    (truncate, "is truncated or not a safetensors file"),
     (drop_weights, r"holds no weights: expected model.safetensors, .* found config.json, .*weights.safetensors"),
     (lfs_pointer, "is a git-lfs pointer"),
     (lost_shard, "lacks 2 of 2 weight files: model-00001-of-00002.safetensors"),
     (stray_shard, "not a plain file name; do not trust this folder"),
-    (bad_index, "is no valid index"),
+    (bad_index, "is not a valid index"),
     (evil_pickle, "litft does not execute pickles"),
     (no_config, "has no config.json"),
-    (torn_config, "config.json is no valid JSON"),
-    (config(model_type="mamba"), "'mamba' is not a family that litft knows; known: cohere, cohere2, ernie4_5, falcon"),
+    (torn_config, "config.json is not valid JSON"),
+    (config(model_type="mamba"), "'mamba' is not supported; supported: cohere, cohere2, ernie4_5, falcon"),
     (
         config(model_type="gemma9", moe_intermediate_size=None, hidden_size="x"),
-        "^config.json: model_type 'gemma9' is not a ",
+        "^config.json: model_type 'gemma9' is not supported",
     ),
     (config(model_type=...), "lacks the field 'model_type'"),
     (config(hidden_size=...), "lacks the field 'hidden_size'"),

@@ -16,7 +16,7 @@ from litft.model.transformer import GPT
 from litft.pretrained import PretrainedFolder
 from litft.training.activation_checkpointing import recompute
 from litft.training.memory_plan import Shape
-from litft.training.optimizers import InBackward, make_optimizer
+from litft.training.optimizers import OptimizerInBackward, make_optimizer
 
 
 class Numbers(TorchDispatchMode):
@@ -64,7 +64,7 @@ def tracked(
         model.train()
         with Numbers() if mode is FakeTensorMode else nullcontext(), tracker:
             for _ in range(2):
-                with optimizer.stepping() if isinstance(optimizer, InBackward) else nullcontext():
+                with optimizer.stepping() if isinstance(optimizer, OptimizerInBackward) else nullcontext():
                     for _ in range(1 + shape.accumulated):
                         model(tokens, targets=tokens, target_indices=kept)[0].backward()
                         tracker.reset_mod_stats()

@@ -1,4 +1,4 @@
-"""Every flag, as typed and documented fields. The text under a field is its --help; a default stands there only."""
+"""Every flag, as a typed and documented dataclass field. The docstring below a field is its --help text."""
 
 from litft.args.checks import impossible_numbers, seconds, size
 from litft.args.evaluation import RunEvalArgs

@@ -1,4 +1,4 @@
-"""The flags of the commands that write model folders: merging and converting."""
+"""The flags of the commands that write model folders: merge, convert, export."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -11,98 +11,98 @@ class WriteArgs:
     """Where and how a model folder is written."""
 
     checkpoint_dir: str | None = None
-    """What to read."""
+    """The folder to read."""
     out_dir: str | None = None
-    """Where to write; must not exist or be empty."""
+    """The folder to write; it must not exist or be empty."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """The dtype to write; sums are made in fp32. auto: the base's own."""
+    """The dtype of the written weights; merging computes in fp32. auto: the dtype of the base model."""
     shard_gb: float = 5.0
-    """Start another file after so many GB (10^9 bytes). Memory stays near one such shard."""
+    """Maximum size of a weight file in GB (10^9 bytes). Memory use stays near the size of one file."""
 
     def problems(self) -> list[str]:
-        """The target is needed."""
-        found = impossible_numbers(self)
+        """Return the problems of the target folder and the shard size."""
+        problems = impossible_numbers(self)
         if not self.out_dir:
-            found.append("--out_dir is missing: name the folder to write to")
+            problems.append("--out_dir is missing: name the folder to write to")
         if self.shard_gb <= 0:
-            found.append(f"--shard_gb {self.shard_gb}: must be above 0")
-        return found
+            problems.append(f"--shard_gb {self.shard_gb}: must be above 0")
+        return problems
 
 
 @dataclass
 class ConvertArgs(WriteArgs):
-    """Rewrite a model folder as clean safetensors in one dtype, and compare every tensor afterwards."""
+    """Convert a model folder to safetensors of one dtype, and compare every written tensor with its source."""
 
     def problems(self) -> list[str]:
-        """The source is needed too."""
+        """Return the problems of source and target."""
         missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the model folder to convert"]
         return missing + super().problems()
 
 
 @dataclass
 class MergeArgs(WriteArgs):
-    """Merge an adapter into its base: a model folder of its own."""
+    """Merge an adapter into its base model and write the result as a model folder."""
 
     checkpoint_dir: str | None = None
-    """The adapter's folder, or its run's. Default: the newest finished run under out/."""
+    """An adapter folder or a run folder. Default: the newest finished run under out/."""
     base_dir: str | None = None
-    """Where the base model lies now, if it has moved."""
+    """The folder of the base model, if it has moved. Default: the path stored with the adapter."""
     dequantized_base: bool = False
-    """Add to the weights that the adapter was trained on, rounded by --quantize, rather than to the original ones."""
+    """Merge into the dequantized weights that the adapter was trained on (--quantize), not into the original weights."""
 
 
 @dataclass
 class ExportArgs(MergeArgs):
-    """Write a folder to open out of a run, finished or not, or of one of its checkpoints."""
+    """Export a run, finished or not, or one of its checkpoints as a folder that Hugging Face libraries can load."""
 
     checkpoint_dir: str | None = None
-    """A run's folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished run under out/."""
+    """A run folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished run under out/."""
     merge: bool = True
-    """Write the whole model. false: the adapter by itself, as PEFT reads it."""
+    """Write the merged model. false: write only the adapter, in PEFT's format."""
 
     def problems(self) -> list[str]:
-        """As for every model, and what has no meaning without merging."""
-        found = super().problems()
+        """Return the problems of the target, and of flags that only apply to merging."""
+        problems = super().problems()
         if not self.merge and (self.dequantized_base or self.precision != "auto"):
-            found.append("--merge false writes the adapter as it is: leave --dequantized_base and --precision out")
-        return found
+            problems.append("--merge false writes the adapter unchanged: leave --dequantized_base and --precision out")
+        return problems
 
 
 @dataclass
 class GgufConvertArgs(WriteArgs):
-    """Turn a GGUF file of llama.cpp's into a model folder, with tokenizer and chat template."""
+    """Convert a llama.cpp GGUF file to a model folder, with tokenizer and chat template."""
 
     checkpoint_dir: str | None = None
-    """A .gguf file, the first of several parts, or the folder with it."""
+    """A .gguf file (of a split file, its first part), or the folder that contains it."""
     precision: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    """The dtype to write. auto: the file's own; bf16 where its weights are quantized."""
+    """The dtype of the written weights. auto: the dtype of the file, or bf16 if its weights are quantized."""
 
     def problems(self) -> list[str]:
-        """The source is needed too."""
+        """Return the problems of source and target."""
         missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the .gguf file to convert"]
         return missing + super().problems()
 
 
 @dataclass
 class GgufExportArgs:
-    """Write a run, or any folder, as a GGUF file for llama.cpp and Ollama: merged, or the LoRA adapter by itself."""
+    """Export a run or model folder as a GGUF file for llama.cpp and Ollama: the merged model, or a LoRA adapter alone."""
 
     checkpoint_dir: str | None = None
-    """A run's folder, one of its checkpoints, a model or an adapter. Default: the newest finished run under out/."""
+    """A run folder, one of its checkpoints, or a model or adapter folder. Default: the newest finished run under out/."""
     base_dir: str | None = None
-    """Where the base model lies now, if it has moved."""
+    """The folder of the base model, if it has moved. Default: the path stored with the adapter."""
     out_dir: str | None = None
-    """Where to write; must not exist or be empty."""
+    """The folder to write; it must not exist or be empty."""
     outtype: Literal["auto", "f32", "f16", "bf16", "q8_0"] = "auto"
-    """What matrices are stored in. auto: bf16 where the folder is, else f16; of an adapter f32."""
+    """The data type of matrices. auto: bf16 if the folder has bf16 weights, otherwise f16; f32 for an adapter."""
     merge: bool = True
-    """Write the whole model. false: the LoRA adapter by itself, for llama.cpp's --lora."""
+    """Write the merged model. false: write only the LoRA adapter, for llama.cpp's --lora."""
     dequantized_base: bool = False
-    """Add to the weights that the adapter was trained on, rounded by --quantize, rather than to the original ones."""
+    """Merge into the dequantized weights that the adapter was trained on (--quantize), not into the original weights."""
 
     def problems(self) -> list[str]:
-        """What is missing, or has no meaning without merging."""
-        found = [] if self.out_dir else ["--out_dir is missing: name the folder to write to"]
+        """Return the problems of the target, and of flags that only apply to merging."""
+        problems = [] if self.out_dir else ["--out_dir is missing: name the folder to write to"]
         if not self.merge and self.dequantized_base:
-            found.append("--merge false writes the adapter as it is: leave --dequantized_base out")
-        return found
+            problems.append("--merge false writes the adapter unchanged: leave --dequantized_base out")
+        return problems

@@ -1,13 +1,13 @@
-"""The flags of fine-tuning: groups that all methods share, and the command of each."""
+"""The flags of fine-tuning: the groups that all methods share, and one class per method."""
 
 import os
 from dataclasses import dataclass, field, replace
 from datetime import date
 from typing import Literal
 
-from litft.args.checks import below, impossible_numbers, seconds, wrong_types
+from litft.args.checks import below_minimum, impossible_numbers, seconds, wrong_types
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
-from litft.args.processes import counted, started_by
+from litft.args.processes import process_counts, started_by
 
 Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
 
@@ -16,72 +16,74 @@ Optimizers = Literal[
 ]
 
 
-_BLOCKS = "a part of a weight would have other 8-bit blocks than the whole"
-UNSHARDED = {  # optimizers that need whole weights, and why
-    "adafactor": "it needs whole rows and columns, and each device holds a part",
-    "adamw_8bit": _BLOCKS,
-    "paged_adamw_8bit": _BLOCKS,
+_BLOCK_REASON = "the 8-bit blocks of a weight's shard differ from those of the whole weight"
+UNSHARDED = {  # optimizers that cannot run on shards of a weight, and why
+    "adafactor": "it needs whole rows and columns, and each device holds only a shard",
+    "adamw_8bit": _BLOCK_REASON,
+    "paged_adamw_8bit": _BLOCK_REASON,
 }
 
 
 @dataclass
 class DataArgs:
-    """The examples."""
+    """The training and validation examples."""
 
     path: list[str] = field(default_factory=list)
-    """Examples: a .json, .jsonl, .csv, .tsv, .parquet or .txt file, also with .gz or .zst behind; a folder with train.* and
-    val.*; or a data set's hub id. Several: a,b. Needed wherever --checkpoint_dir is given."""
+    """Training examples: a .json, .jsonl, .csv, .tsv, .parquet or .txt file, optionally compressed (.gz, .zst); a folder
+    with train.* and val.*; or the id of a Hugging Face hub dataset. Several paths: a,b. Required with --checkpoint_dir."""
     weights: list[float] = field(default_factory=list)
-    """How often an epoch passes over each of several paths: 1,0.5. Default: once."""
+    """One number per path: how many times an epoch uses its examples, such as 1,0.5. Default: 1 for each path."""
     subset: str | None = None
-    """Which part of a hub's data set that has several."""
+    """The subset (configuration) of a hub dataset that has several."""
     format: Formats | None = None
-    """How a record is read. Default: as its fields say."""
+    """The format of the records. Default: detected from their field names."""
     columns: list[str] = field(default_factory=list)
-    """Fields under other names, OURS=THEIRS: instruction=question,output=reply."""
+    """Map litft's field names to those of your file, OURS=THEIRS: instruction=question,output=reply."""
     skip_bad: float = 0.0
-    """This part of a file's records may be bad, and is then left out. 0: the first bad record ends the run."""
+    """The fraction of a file's records that may be invalid; invalid records are skipped. 0: the first one ends the run."""
     val_path: str | None = None
-    """A file of validation examples. Default: the folder's val.*, or a part held out of `path`."""
+    """A file of validation examples. Default: val.* of the folder in `path`, otherwise a held-out part of `path`."""
     val_fraction: float = 0.05
-    """The part held out for validation where there is no validation file. 0: no validation."""
+    """The fraction of the examples held out for validation if there is no validation file. 0: no validation."""
     template: str = "auto"
-    """How a conversation becomes text: auto (the checkpoint's chat template, Alpaca style where it has none), the path of a
-    jinja file, or a style: alpaca, chatml, gemma, guanaco, llama2, llama3, mistral, phi-3, vicuna, zephyr."""
+    """The chat template: auto (the checkpoint's own, or alpaca if it has none), the path of a Jinja file, or the name of a
+    built-in one: alpaca, chatml, gemma, guanaco, llama2, llama3, mistral, phi-3, vicuna, zephyr."""
     mask_prompt: bool = True
-    """Learn from the answers only. false: from every token."""
+    """Compute the loss on the answers only. false: on every token, prompts included."""
     train_on: Literal["all", "last"] = "all"
-    """Learn from all answers of a conversation, or from its last."""
+    """Compute the loss on all answers of a conversation, or on the last one only."""
     max_seq_length: int | None = None
-    """Longer examples are cut, in tokens; longer texts become several. Default: the model's context, at most 2048."""
+    """Maximum length of an example in tokens. Longer examples are truncated; longer plain texts are split into several.
+    Default: the model's context length, at most 2048."""
     packing: bool = True
-    """Put a step's examples one behind the other, in rows of at most max_seq_length, none seeing another."""
+    """Pack the examples of a step into rows of at most max_seq_length tokens. Examples in a row do not attend to each
+    other. false: one example per row, padded."""
     date: str | None = None
-    """The day that a template writes where it writes today's, 2026-11-21. Default: today, and of a resumed run its first."""
+    """The date that chat templates insert as today's, such as 2026-11-21. Default: the day on which the run started."""
     new_tokens: list[str] = field(default_factory=list)
-    """Texts that become tokens of their own, with trained rows in the embedding and the head."""
+    """Strings to add to the vocabulary as single tokens. Their rows of the embedding and the output head are trained."""
     seed: int = 42
-    """Chooses what is held out."""
+    """Random seed that selects the held-out examples."""
 
     def problems(self) -> list[str]:
-        """Everything wrong with the values that can be seen before anything is loaded."""
-        wrong = [item for item in self.columns if "=" not in item.strip("=")]
-        found = [f"--data.columns {item}: expected OURS=THEIRS, such as output=reply" for item in wrong]
+        """Return every problem with the values that can be found before anything is loaded."""
+        invalid = [column for column in self.columns if "=" not in column.strip("=")]
+        problems = [f"--data.columns {column}: expected OURS=THEIRS, such as output=reply" for column in invalid]
         if self.weights and len(self.weights) != len(self.path):
-            found.append(f"--data.weights has {len(self.weights)} numbers for {len(self.path)} paths; give each one")
+            problems.append(f"--data.weights has {len(self.weights)} numbers for {len(self.path)} paths; give one per path")
         if any(weight < 0 for weight in self.weights) or (self.weights and not any(self.weights)):
-            found.append("--data.weights must not be negative, and not all 0")
+            problems.append("--data.weights must not be negative, and at least one must be above 0")
         if any(weight > 1000 for weight in self.weights):
-            found.append("--data.weights must be at most 1000")
+            problems.append("--data.weights must be at most 1000")
         if not 0 <= self.val_fraction < 1:
-            found.append(f"--data.val_fraction {self.val_fraction}: must be at least 0, and less than 1")
+            problems.append(f"--data.val_fraction {self.val_fraction}: must be at least 0, and less than 1")
         if not 0 <= self.skip_bad <= 1:
-            found.append(f"--data.skip_bad {self.skip_bad}: must lie between 0 and 1")
+            problems.append(f"--data.skip_bad {self.skip_bad}: must lie between 0 and 1")
         if self.max_seq_length is not None and self.max_seq_length < 1:
-            found.append(f"--data.max_seq_length {self.max_seq_length}: must be at least 1")
+            problems.append(f"--data.max_seq_length {self.max_seq_length}: must be at least 1")
         if self.date is not None and not _is_day(self.date):
-            found.append(f"--data.date {self.date}: expected a day such as 2026-11-21")
-        return found
+            problems.append(f"--data.date {self.date}: expected a date such as 2026-11-21")
+        return problems
 
 
 def _is_day(text: str) -> bool:
@@ -93,118 +95,123 @@ def _is_day(text: str) -> bool:
 
 @dataclass
 class TrainArgs:
-    """The optimization."""
+    """Optimization: steps, batches, memory and learning rate."""
 
     epochs: float | None = None
-    """Passes over the data. Default: 3, or as many as max_steps needs."""
+    """Number of passes over the training data; may be fractional. Default: 3, or as many as max_steps needs."""
     max_steps: int | None = None
-    """Stop after this many optimizer steps, even within an epoch."""
+    """Stop after this many optimizer steps, even in the middle of an epoch. Default: no limit."""
     max_time: str | None = None
-    """Make no step after this much time on the clock, 90m or 1h30m, that of an interrupted run's earlier part too; the
-    learning rate has fallen by then, and the last validation and final/ follow. Default: no limit."""
+    """Stop after this much wall-clock time, such as 90m or 1h30m, which includes the time before a resume. The learning rate
+    schedule is fitted to it; the last validation and the writing of final/ come on top. Default: no limit."""
     global_batch_size: int = 16
-    """Examples a step, over all devices and micro-batches."""
+    """Examples per optimizer step, summed over all devices and micro-batches."""
     micro_batch_size: int | Literal["auto"] | None = None
-    """Rows that go through the network at once on one device. Changes speed and memory, not the result. auto: as many as
-    are fastest and fit. Default: 1 row of packed examples, or 4 of one example."""
+    """Rows per forward pass on one device. It affects speed and memory, not the result. auto: the fastest number that fits
+    into memory. Default: 1 row of packed examples, or 4 rows without packing."""
     compile: bool | None = None
-    """Compile the blocks with torch.compile: most of a minute before the first step, and faster ones after it. Default: on a
-    GPU."""
+    """Compile the transformer blocks with torch.compile. The first step starts up to a minute later, and all steps are
+    faster. Default: true on a GPU, false on a CPU."""
     activation_checkpointing: Literal["auto", "none", "selective", "full"] = "auto"
-    """Recompute the MLPs (selective) or whole blocks (full) in the backward pass instead of keeping what it needs. auto: as
-    little of it as fits into memory."""
+    """Save memory by recomputing activations in the backward pass: none, those of the MLPs (selective), or those of whole
+    blocks (full). auto: the least recomputation that fits into memory."""
     cpu_offload: Literal["none", "activations", "parameters"] = "none"
-    """What waits in the host's memory while a GPU works: what the backward pass needs, or the blocks' frozen weights, each
-    block's being fetched while the one before it runs (blocks are recomputed then, and not compiled)."""
+    """What to keep in host memory instead of GPU memory: saved activations, or the blocks' frozen weights (parameters).
+    Each block's weights are fetched while the previous block runs; blocks are then recomputed and not compiled."""
     optimizer: Optimizers = "adamw"
-    """What makes the steps. 8-bit and paged AdamW and Lion come from bitsandbytes, schedule_free from its package (pip
-    install 'litft[schedulefree]'), the others from torch. Each needs a learning_rate of its own."""
+    """The optimizer. 8-bit and paged AdamW and Lion come from bitsandbytes, schedule_free from the package schedulefree (pip
+    install 'litft[schedulefree]'), the others from PyTorch. Each needs its own learning_rate."""
     optimizer_in_backward: bool = False
-    """Step each weight as soon as its gradient is there, which is then forgotten: full fine-tuning without room for all
-    gradients. A step must be one micro-batch, and max_grad_norm 0."""
+    """Update each weight as soon as its gradient is computed, then free the gradient. This saves the memory of all gradients
+    in full fine-tuning. Requires one micro-batch per step and max_grad_norm 0."""
     learning_rate: float = 2e-4
-    """The peak learning rate."""
+    """The peak learning rate, reached after the warmup."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """How the learning rate falls after the warm-up. wsd: not before the last part of the run."""
+    """How the learning rate decays after the warmup. wsd (warmup, stable, decay): constant until the last decay_fraction of
+    the run."""
     decay_fraction: float = 0.2
-    """The last part of the run, over which wsd falls."""
+    """The fraction of the run, at its end, over which wsd decays the learning rate. Other schedules ignore it."""
     warmup_fraction: float = 0.05
-    """The part of the run over which the learning rate rises to its peak. May be 0."""
+    """The fraction of the run over which the learning rate rises linearly to its peak. 0: no warmup."""
     min_lr_ratio: float = 0.1
-    """Where the schedule ends, as a part of the peak."""
+    """The learning rate at the end of the schedule, as a fraction of the peak."""
     weight_decay: float = 0.0
-    """Decoupled weight decay, of matrices."""
+    """Decoupled weight decay, applied to matrices only (no biases or norms)."""
     max_grad_norm: float = 1.0
-    """Gradients with a larger 2-norm are scaled down to it. 0: no clipping."""
+    """Clip gradients whose global 2-norm is larger to this norm. 0: no clipping."""
     freeze: list[str] = field(default_factory=list)
-    """Names or patterns of what is not trained though the method would (blocks.0.*, *.lora_a); saved all the same."""
+    """Names or patterns of parameters to freeze although the method trains them (blocks.0.*, *.lora_a). They are saved."""
     label_smoothing: float = 0.0
-    """This part of each target's probability is spread over the vocabulary."""
+    """The fraction of each target's probability that is spread over the vocabulary. 0: no smoothing."""
     neftune_alpha: float = 0.0
-    """NEFTune's noise on the embeddings, 5 to 15 in its paper. 0: none."""
+    """Scale of NEFTune's noise on the embeddings during training (arXiv 2310.05914, which uses 5 to 15). 0: no noise."""
     skip_nan: bool = False
-    """Leave out a step whose loss or gradient is not finite, and go on. It costs a GPU a little speed."""
+    """Skip steps whose loss or gradient is not finite, instead of ending the run. Slightly slower on a GPU."""
     oom_retry: bool = False
-    """Where memory does not suffice, halve the micro-batches and go on: the same steps, and the same losses."""
+    """When memory runs out, halve the micro-batch size and continue. Steps and losses stay the same."""
     log_interval: int | None = None
-    """Write metrics.csv and a line on the screen every so many steps. Default: 1 on a CPU, 10 on a GPU."""
+    """Print a line and write a row of metrics.csv every this many steps. Default: 1 on a CPU, 10 on a GPU."""
 
     def problems(self) -> list[str]:
-        """Everything wrong with the values that can be seen before anything is loaded."""
-        found = below(self, "train", 1, "global_batch_size", "max_steps", "log_interval")
-        found += below(self, "train", 1, "micro_batch_size") if self.micro_batch_size != "auto" else []
-        found += below(self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha")
+        """Return every problem with the values that can be found before anything is loaded."""
+        problems = below_minimum(self, "train", 1, "global_batch_size", "max_steps", "log_interval")
+        problems += below_minimum(self, "train", 1, "micro_batch_size") if self.micro_batch_size != "auto" else []
+        problems += below_minimum(self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha")
         for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
-                found.append(f"--train.{name} {getattr(self, name)}: must lie between 0 and 1")
+                problems.append(f"--train.{name} {getattr(self, name)}: must lie between 0 and 1")
         if self.epochs is not None and self.epochs <= 0:
-            found.append(f"--train.epochs {self.epochs}: must be above 0")
+            problems.append(f"--train.epochs {self.epochs}: must be above 0")
         if self.max_time is not None and not seconds(self.max_time):
-            found.append(f"--train.max_time {self.max_time}: expected a time such as 90m, 1h30m or 45s")
+            problems.append(f"--train.max_time {self.max_time}: expected a time such as 90m, 1h30m or 45s")
         if self.optimizer_in_backward:
             clashes = {"max_grad_norm": self.max_grad_norm, "skip_nan": self.skip_nan, "oom_retry": self.oom_retry}
-            reason = "the first weights are stepped before all gradients are known"
-            found += [
+            reason = "the first weights are updated before all gradients are computed"
+            problems += [
                 f"--train.optimizer_in_backward: {reason}; add --train.{name} {'0' if name == 'max_grad_norm' else 'false'}"
                 for name, value in clashes.items()
                 if value
             ]
             if self.optimizer == "schedule_free":
-                found.append("--train.optimizer_in_backward: schedule_free averages all weights at once; choose another")
+                problems.append("--train.optimizer_in_backward: schedule_free averages all weights at once; choose another")
         if self.cpu_offload == "parameters":
-            kept = "" if self.activation_checkpointing in ("auto", "full") else self.activation_checkpointing
-            clashes = {"compile true": self.compile, f"activation_checkpointing {kept}": kept}
-            reason = "weights are fetched anew for the backward pass"
-            found += [
-                f"--train.cpu_offload parameters: {reason}; leave --train.{name} out" for name, on in clashes.items() if on
+            recomputation = "" if self.activation_checkpointing in ("auto", "full") else self.activation_checkpointing
+            clashes = {"compile true": self.compile, f"activation_checkpointing {recomputation}": recomputation}
+            reason = "weights are fetched again for the backward pass"
+            problems += [
+                f"--train.cpu_offload parameters: {reason}; leave --train.{name} out"
+                for name, is_set in clashes.items()
+                if is_set
             ]
         if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
-            reason = "it averages the weights where others let the rate fall"
-            found.append(f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant")
-        return found
+            reason = "it averages the weights instead of decaying the learning rate"
+            problems.append(f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant")
+        return problems
 
 
 @dataclass
 class EvalArgs:
-    """Validation, before training, at intervals, and at the end."""
+    """Validation before training, at intervals and at the end."""
 
     interval: int = 100
-    """Compute the validation loss every so many steps. 0: only before and after."""
+    """Compute the validation loss every this many steps. 0: only before and after training."""
     max_batches: int | None = 16
-    """Use at most so many times global_batch_size validation examples, taken evenly from all. null: all of them."""
+    """Use at most max_batches * global_batch_size validation examples, spread evenly over the set. null: all examples."""
     patience: int | None = None
-    """End the run after so many validations in a row without a new lowest loss. Default: never."""
+    """Stop early after this many consecutive validations without a new lowest loss. Default: never."""
     prompts: list[str] = field(default_factory=list)
-    """What the model is asked at each validation, its answers shown and kept: texts, or files with a prompt a line. Texts
-    with commas: '["Well, who are you?"]'. Default: the first validation example's question."""
+    """Prompts to answer at each validation; the answers are printed and written to samples.jsonl. Texts, or files with one
+    prompt per line. Texts with commas: '["Well, who are you?"]'. Default: the first validation example's question."""
     max_new_tokens: int = 64
-    """Answers to them end after so many tokens. 0: nothing is asked."""
+    """Maximum length of these answers in tokens. 0: answer no prompts."""
     exact_match: bool = False
-    """Before and after, answer the validation questions greedily and count the answers that are right to the letter."""
+    """Before and after training, answer the validation questions greedily and report the fraction of exact matches."""
 
     def problems(self) -> list[str]:
-        """Everything wrong with the values that can be seen before anything is loaded."""
-        return below(self, "eval", 1, "max_batches", "patience") + below(self, "eval", 0, "interval", "max_new_tokens")
+        """Return every problem with the values that can be found before anything is loaded."""
+        return below_minimum(self, "eval", 1, "max_batches", "patience") + below_minimum(
+            self, "eval", 0, "interval", "max_new_tokens"
+        )
 
 
 @dataclass
@@ -212,169 +219,173 @@ class SaveArgs:
     """Checkpoints to resume from."""
 
     interval: int = 200
-    """Save the run's state every so many steps. 0: only at the end."""
+    """Save a checkpoint every this many steps. 0: only at the end."""
     keep_last: int = 2
-    """Delete all but so many of the newest checkpoints."""
+    """Keep this many of the newest checkpoints and delete older ones."""
     best: bool = False
-    """Keep in best/ what had the lowest validation loss, in the form of final/."""
+    """Also write the weights with the lowest validation loss to best/, in the format of final/."""
 
     def problems(self) -> list[str]:
-        """Everything wrong with the values that can be seen before anything is loaded."""
-        return below(self, "save", 1, "keep_last") + below(self, "save", 0, "interval")
+        """Return every problem with the values that can be found before anything is loaded."""
+        return below_minimum(self, "save", 1, "keep_last") + below_minimum(self, "save", 0, "interval")
 
 
 @dataclass
 class FinetuneArgs:
-    """What every fine-tuning method shares."""
+    """The flags that all fine-tuning methods share."""
 
     checkpoint_dir: str | None = None
-    """A Hugging Face model folder, or an adapter folder to go on training. With neither this nor --data.path, the embedded
-    demo is trained, with flags of its own (litft/demo/lora.yaml)."""
+    """A Hugging Face model folder, or an adapter folder to continue training. Without this and --data.path, the built-in
+    demo is trained, with its own flags (litft/demo/lora.yaml)."""
     base_dir: str | None = None
-    """Where an adapter folder's base model lies now, if it has moved."""
+    """The folder of an adapter's base model, if it has moved. Default: the path stored with the adapter."""
     out_dir: str | None = None
-    """The run's folder. Default: the first free out/<method>[-n]."""
+    """The run folder to write. Default: the first free out/<method>[-n]."""
     resume: bool = False
-    """Continue from the newest complete checkpoint in out_dir (default: of the newest unfinished run)."""
+    """Continue from the newest complete checkpoint in out_dir. Default out_dir: the newest unfinished run under out/."""
     overwrite: bool = False
-    """Delete the run that out_dir holds and begin again."""
+    """Delete the run in out_dir and start a new one there."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The dtype of the frozen weights and the computation; what is trained stays fp32. auto: bf16 on a GPU, else fp32."""
+    """The dtype of frozen weights and computation; trained parameters stay fp32. auto: bf16 on a GPU, fp32 on a CPU."""
     quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
-    """Keep the frozen Linears in 4 or 8 bits, by bitsandbytes; -dq packs their scales too. A folder that is quantized
-    already stays as it is."""
+    """Quantize the frozen Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales (double
+    quantization). A folder that is already quantized stays unchanged."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
+    """The kind of device to run on. auto: a GPU if there is one, otherwise the CPU."""
     devices: int = 1
-    """How many devices of each node (on a CPU: processes). Under torchrun or srun: as many as were started."""
+    """Number of devices per node (on a CPU: processes). Under torchrun or srun: the number of started processes."""
     num_nodes: int = 1
-    """How many machines; the command runs on each of them."""
+    """Number of nodes; run the same command on each of them."""
     strategy: Literal["auto", "ddp", "fsdp", "hsdp"] = "auto"
-    """How several devices work together: each holds all of the weights (ddp), a part of them and of the optimizer's state
-    (fsdp), or a part among those of its node (hsdp). auto: ddp if the plan fits on each device, else fsdp."""
+    """How devices share the work. ddp: each holds all weights. fsdp: weights and optimizer state are sharded over all
+    devices. hsdp: they are sharded within groups of shard_size. auto: ddp if it fits into device memory, else fsdp."""
     shard_size: int | None = None
-    """hsdp: how many devices hold all of the weights together. Default: those of a node."""
+    """For hsdp: the number of devices over which the weights are sharded. Default: the devices of a node."""
     timeout: str = "10m"
-    """End the run with a message when a process has waited so long for another (30s, 10m, 1h)."""
+    """End the run with an error when a process has waited this long for another one (30s, 10m, 1h)."""
     seed: int = 42
-    """Seeds initialization, order and dropout."""
+    """Random seed of initialization, data order and dropout."""
     logger: Literal["csv", "tensorboard", "wandb", "mlflow"] = "csv"
-    """Who gets the rows of metrics.csv besides (pip install 'litft[tensorboard]', 'litft[wandb]', 'litft[mlflow]')."""
+    """Where to log metrics in addition to metrics.csv. Needs pip install 'litft[tensorboard]' (or wandb, mlflow)."""
     logger_project: str | None = None
-    """The project of Weights & Biases, or the experiment of MLflow. Default: what WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME
-    say, else litft; WANDB_ENTITY, WANDB_NAME and MLFLOW_RUN_NAME are heard, too."""
+    """The Weights & Biases project or MLflow experiment. Default: WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME, otherwise litft.
+    WANDB_ENTITY, WANDB_NAME and MLFLOW_RUN_NAME are used as well."""
     dry_run: bool = False
-    """Prepare the data, show it and what the run will need, and end before the weights are read."""
+    """Prepare the data, print samples and the planned memory, and exit before the weights are loaded."""
     deterministic: bool = False
-    """Bit-equal repeats on CUDA too, at some cost in speed (a CPU always repeats)."""
+    """Make repeated runs bit-identical on CUDA, at some cost in speed. On a CPU they always are."""
     data: DataArgs = field(default_factory=DataArgs)
     train: TrainArgs = field(default_factory=TrainArgs)
     eval: EvalArgs = field(default_factory=EvalArgs)
     save: SaveArgs = field(default_factory=SaveArgs)
 
     def problems(self) -> list[str]:
-        """Everything wrong with the values that can be seen before anything is loaded."""
-        if found := wrong_types(self):
-            return found
-        found = impossible_numbers(self) + below(self, "", 1, "devices", "num_nodes", "shard_size")
+        """Return every problem with the values that can be found before anything is loaded."""
+        if problems := wrong_types(self):
+            return problems
+        problems = impossible_numbers(self) + below_minimum(self, "", 1, "devices", "num_nodes", "shard_size")
         if self.logger_project and self.logger not in ("wandb", "mlflow"):
-            found.append(f"--logger_project {self.logger_project}: add --logger wandb or mlflow, which have projects")
+            problems.append(f"--logger_project {self.logger_project}: add --logger wandb or mlflow, which have projects")
         if self.resume and self.overwrite:
-            found.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
+            problems.append("--resume and --overwrite exclude each other: one keeps the run, the other deletes it")
         if not 0 < (seconds(self.timeout) or 0) <= 365 * 86400:
-            found.append(f"--timeout {self.timeout}: expected a time such as 30s, 10m or 1h, at most 365d")
+            problems.append(f"--timeout {self.timeout}: expected a time such as 30s, 10m or 1h, at most 365d")
         try:
-            found += as_started(self).clashes(self.strategy)
+            problems += apply_launcher(self).clashes(self.strategy)
         except ValueError as error:
-            found.append(str(error))
-        found += [*self.data.problems(), *self.train.problems(), *self.eval.problems(), *self.save.problems()]
+            problems.append(str(error))
+        problems += [*self.data.problems(), *self.train.problems(), *self.eval.problems(), *self.save.problems()]
         if self.checkpoint_dir and not self.data.path:
-            found.append("--data.path is missing: name the file of examples to learn from")
+            problems.append("--data.path is missing: name the file of training examples")
         if self.data.path and not self.checkpoint_dir:
-            found.append("--checkpoint_dir is missing: name the folder of the model to train")
-        return found
+            problems.append("--checkpoint_dir is missing: name the folder of the model to train")
+        return problems
 
     def clashes(self, strategy: str) -> list[str]:
-        """What several devices cannot do, or a strategy, with the reason."""
-        found, train, everywhere = [], self.train, self.devices * self.num_nodes
-        if everywhere > 1 and train.optimizer_in_backward:
-            found.append(f"--train.optimizer_in_backward: {everywhere} devices add their gradients up first; use one")
+        """Return the problems of flags that several devices, or the strategy, do not support."""
+        problems, train, num_devices = [], self.train, self.devices * self.num_nodes
+        if num_devices > 1 and train.optimizer_in_backward:
+            problems.append(
+                f"--train.optimizer_in_backward: {num_devices} devices sum their gradients first; use one device"
+            )
         if self.shard_size and self.strategy != "hsdp":
-            found.append(f"--shard_size {self.shard_size} is of --strategy hsdp; add that, or leave it out")
+            problems.append(f"--shard_size {self.shard_size} applies only to --strategy hsdp; add that, or leave it out")
         if strategy not in ("fsdp", "hsdp"):
-            if everywhere > 1 and strategy == "ddp" and train.cpu_offload == "parameters":
-                found.append("--train.cpu_offload parameters: with ddp each device would hold all; add --strategy fsdp")
-            return found
-        size = self.shard_size or self.devices
-        if everywhere == 1:
-            found.append(f"--strategy {strategy}: one device has no other to share the weights with; give --devices")
-        elif strategy == "hsdp" and (everywhere % size or size in (1, everywhere)):
-            reason = f"{everywhere} devices cannot be split into several equal groups of {size}"
-            found.append(f"--strategy hsdp: {reason}; give another --shard_size, or use fsdp")
+            if num_devices > 1 and strategy == "ddp" and train.cpu_offload == "parameters":
+                problems.append(
+                    "--train.cpu_offload parameters: with ddp each device needs all weights; add --strategy fsdp"
+                )
+            return problems
+        group_size = self.shard_size or self.devices
+        if num_devices == 1:
+            problems.append(f"--strategy {strategy}: weights cannot be sharded over one device; give --devices")
+        elif strategy == "hsdp" and (num_devices % group_size or group_size in (1, num_devices)):
+            reason = f"{num_devices} devices cannot be split into several equal groups of {group_size}"
+            problems.append(f"--strategy hsdp: {reason}; give another --shard_size, or use fsdp")
         for flag, value, reason in (
             ("optimizer", train.optimizer in UNSHARDED and train.optimizer, UNSHARDED.get(train.optimizer)),
-            ("oom_retry", train.oom_retry, "a process that runs out of memory leaves the others waiting"),
-            ("cpu_offload", train.cpu_offload == "activations" and "activations", "gathered weights would go there, too"),
+            ("oom_retry", train.oom_retry, "the other processes would wait for the one that ran out of memory"),
+            ("cpu_offload", train.cpu_offload == "activations" and "activations", "gathered weights would be offloaded too"),
         ):
             if value:
-                found.append(f"--train.{flag} {value} with --strategy {strategy}: {reason}; leave it out, or use ddp")
-        return found
+                problems.append(f"--train.{flag} {value} with --strategy {strategy}: {reason}; leave it out, or use ddp")
+        return problems
 
 
 @dataclass
 class LoRAFinetuneArgs(FinetuneArgs):
-    """Fine-tune with LoRA: small trained factors beside frozen weights."""
+    """Fine-tune with LoRA: train low-rank updates of frozen weights."""
 
     lora: LoRAArgs = field(default_factory=LoRAArgs)
 
     def problems(self) -> list[str]:
-        """As for every method, and LoRA's own."""
+        """Return the problems of the common flags plus those of the LoRA flags."""
         return super().problems() + self.lora.problems()
 
 
 @dataclass
 class AdapterFinetuneArgs(FinetuneArgs):
-    """Fine-tune with LLaMA-Adapter: learned prefixes that attention sees, through gates that begin at zero."""
+    """Fine-tune with LLaMA-Adapter: train prefixes for attention, with gates initialized to zero."""
 
     train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=2e-2))
     adapter: AdapterArgs = field(default_factory=AdapterArgs)
 
     def problems(self) -> list[str]:
-        """As for every method, and the adapter's own."""
+        """Return the problems of the common flags plus those of the adapter flags."""
         return super().problems() + self.adapter.problems()
 
 
 @dataclass
 class AdapterV2FinetuneArgs(FinetuneArgs):
-    """Fine-tune with LLaMA-Adapter v2: prefixes, a scale and a bias on every Linear, trained norms."""
+    """Fine-tune with LLaMA-Adapter v2: train prefixes, a scale and bias for every Linear, and the norms."""
 
     train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=1e-3))
     adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
 
     def problems(self) -> list[str]:
-        """As for every method, and the adapter's own."""
+        """Return the problems of the common flags plus those of the adapter flags."""
         return super().problems() + self.adapter.problems()
 
 
 @dataclass
 class FullFinetuneArgs(FinetuneArgs):
-    """Fine-tune the whole model."""
+    """Fine-tune all weights of the model."""
 
     train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=5e-5))
     precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
-    """What the network computes in; weights and optimizer stay fp32. bf16-true: the weights are bf16 too, rounded by chance
-    so that no update is lost. auto: on a GPU bf16, or bf16-true where memory does not suffice; on a CPU fp32."""
+    """The dtype of the computation; weights and optimizer state stay fp32. bf16-true: weights are bf16 too, with stochastic
+    rounding so that no update is lost. auto: on a GPU bf16, or bf16-true if memory does not suffice; on a CPU fp32."""
 
     def problems(self) -> list[str]:
-        """As for every method; and there is nothing frozen to quantize."""
-        found = super().problems()
+        """Return the problems of the common flags, and reject quantization: no weights are frozen."""
+        problems = super().problems()
         if self.quantize != "none":
-            reason = "full fine-tuning changes every weight by less than 4 or 8 bits can hold"
-            found.append(f"--quantize {self.quantize}: {reason}; use finetune/lora.py, or leave it out")
-        return found
+            reason = "full fine-tuning updates every weight by less than 4 or 8 bits can represent"
+            problems.append(f"--quantize {self.quantize}: {reason}; use finetune/lora.py, or leave it out")
+        return problems
 
 
-FINETUNE: dict[str, type[FinetuneArgs]] = {  # by the method's name
+FINETUNE: dict[str, type[FinetuneArgs]] = {  # by method name
     "lora": LoRAFinetuneArgs,
     "adapter": AdapterFinetuneArgs,
     "adapter_v2": AdapterV2FinetuneArgs,
@@ -382,11 +393,12 @@ FINETUNE: dict[str, type[FinetuneArgs]] = {  # by the method's name
 }
 
 
-def as_started(args: FinetuneArgs) -> FinetuneArgs:
-    """The flags with the processes that there are, where torchrun or SLURM has started them; a restarted run goes on."""
+def apply_launcher(args: FinetuneArgs) -> FinetuneArgs:
+    """Return the flags with the process counts of torchrun or SLURM, if used; a restarted job resumes its run."""
     if started_by() is None:
         return args
-    devices, nodes = counted(*((1, 1) if args.resume else (args.devices, args.num_nodes)))  # a resumed run may change them
-    again = (os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
+    # a resumed run may have other process counts than its flags say
+    devices, nodes = process_counts(*((1, 1) if args.resume else (args.devices, args.num_nodes)))
+    restarted = (os.environ.get("TORCHELASTIC_RESTART_COUNT") or os.environ.get("SLURM_RESTART_COUNT") or "0") != "0"
     args = replace(args, devices=devices, num_nodes=nodes)
-    return replace(args, resume=True, overwrite=False) if again else args
+    return replace(args, resume=True, overwrite=False) if restarted else args

@@ -8,52 +8,52 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 
 @dataclass
 class DownloadArgs:
-    """Fetch a model or an adapter from the Hugging Face hub: the files that litft reads, and the licence."""
+    """Download a model or an adapter from the Hugging Face hub: the files that litft reads, and the licence."""
 
     repo_id: str | None = None
-    """owner/name, or owner/name@revision: a branch, a tag or a commit."""
+    """The repository: owner/name, or owner/name@revision with a branch, a tag or a commit."""
     out_dir: str | None = None
-    """Where to put it; what is there of it already is kept. Default: the cache of huggingface_hub."""
+    """The folder to write; files that are already there are not downloaded again. Default: the cache of huggingface_hub."""
     token: str | None = None
-    """For private and gated models. Default: HF_TOKEN, or what `hf auth login` has stored."""
+    """Access token for private and gated models. Default: HF_TOKEN, or the token stored by `hf auth login`."""
 
     def problems(self) -> list[str]:
-        """The name is needed."""
+        """Return a problem if the repository is missing."""
         return [] if self.repo_id else ["--repo_id is missing: name a model of the hub as owner/name"]
 
 
 @dataclass
 class UploadArgs:
-    """Put a run's result, or any folder, on the Hugging Face hub, with a model card written from the run."""
+    """Upload a run's result, or any model folder, to the Hugging Face hub, with a model card generated from the run."""
 
     checkpoint_dir: str | None = None
-    """A run's folder, a model or an adapter. Default: the newest finished run under out/."""
+    """A run folder, a model folder or an adapter folder. Default: the newest finished run under out/."""
     base_dir: str | None = None
-    """Where an adapter folder's base model lies now, if it has moved."""
+    """The folder of an adapter's base model, if it has moved. Default: the path stored with the adapter."""
     repo_id: str | None = None
-    """owner/name: where to put it. It is made if it is not there."""
+    """The target repository, owner/name. It is created if it does not exist."""
     run: str | None = None
-    """The run that a merged or converted folder comes from, for its card. Default: the one that the folder lies in."""
+    """The run folder that a merged or converted model comes from, for its card. Default: the run above the folder."""
     base_model: str | None = None
-    """The base model's id on the hub. Default: as known, of a base that came from there."""
+    """The hub id of the base model, for the card. Default: known if the base was downloaded from the hub."""
     licence: str | None = None
-    """The licence's id on the hub: apache-2.0, mit, llama3.1. Default: the base model's, where its README says it."""
+    """The licence as a hub id: apache-2.0, mit, llama3.1. Default: that of the base model, if its README states it."""
     private: bool = False
-    """Make a repository that only you see."""
+    """Create the repository as private."""
     message: str = "Upload from litft"
-    """What the commit says."""
+    """The commit message."""
     token: str | None = None
-    """One that may write. Default: HF_TOKEN, or what `hf auth login` has stored."""
+    """Access token with write permission. Default: HF_TOKEN, or the token stored by `hf auth login`."""
     dry_run: bool = False
-    """Show the card on stdout, the files on stderr, and send nothing."""
+    """Print the card to stdout and the list of files to stderr, and upload nothing."""
 
     def problems(self) -> list[str]:
-        """The name is needed, and of its shape."""
-        found = []
+        """Return the problems of the repository names."""
+        problems = []
         for name in ("repo_id", "base_model"):
-            given = getattr(self, name)
-            if given is None and name == "repo_id":
-                found.append("--repo_id is missing: name where to put it as owner/name")
-            elif given is not None and not HUB_NAME.fullmatch(given.partition("@")[0] if name == "base_model" else given):
-                found.append(f"--{name} {given}: expected owner/name")
-        return found
+            value = getattr(self, name)
+            if value is None and name == "repo_id":
+                problems.append("--repo_id is missing: name the target repository as owner/name")
+            elif value is not None and not HUB_NAME.fullmatch(value.partition("@")[0] if name == "base_model" else value):
+                problems.append(f"--{name} {value}: expected owner/name")
+        return problems

@@ -1,6 +1,7 @@
-"""From the command line to an instance of the arguments: jsonargparse in one place, and what it lacks.
+"""Parse the command line into an arguments dataclass: the only place that uses jsonargparse.
 
-A bare boolean flag means true, lists are `a,b`, and everything wrong comes in one message with the nearest name.
+In addition to jsonargparse: a boolean flag without a value means true, lists are written `a,b`, and one message reports all
+mistakes and suggests the nearest flag name.
 """
 
 import dataclasses
@@ -24,36 +25,36 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
-    """An instance of the dataclass `cls` from flags, the later winning; --config FILE.yaml stands for its contents.
+    """Return an instance of the dataclass `cls` from flags. Later flags win; --config FILE.yaml expands to its contents.
 
-    ValueError with every mistake in it.
+    Raise ValueError with all mistakes in one message.
     """
-    known = _flags(cls)
-    given, problems, passed = _read(argv, known)
+    flag_types = _flag_types(cls)
+    values, problems, passthrough = _read_argv(argv, flag_types)
     if issubclass(cls, flags.FinetuneArgs):
-        implied, wrong = _implied(dict(given), known, _method(cls))
-        given, problems = implied + given, problems + wrong
-    parser, words = _parser(cls, prog=prog, exit_on_error=False), [f"--{name}={value}" for name, value in given]
+        implied, invalid = _implied_flags(dict(values), flag_types, _method(cls))
+        values, problems = implied + values, problems + invalid
+    parser, value_words = _parser(cls, prog=prog, exit_on_error=False), [f"--{name}={value}" for name, value in values]
     try:
-        namespace = parser.parse_args(words + (passed if not problems else []))
-    except ArgumentError as error:  # of one flag; the others may be wrong too
-        wrong = [pair for pair, word in zip(given, words, strict=True) if not _parses(parser, word)]
-        problems += [f"--{name} {value}: expected {_describe(known[name])}" for name, value in wrong] or [str(error)]
+        namespace = parser.parse_args(value_words + (passthrough if not problems else []))
+    except ArgumentError as error:  # names only the first invalid flag
+        invalid = [pair for pair, word in zip(values, value_words, strict=True) if not _is_valid(parser, word)]
+        problems += [f"--{name} {value}: expected {_describe(flag_types[name])}" for name, value in invalid] or [str(error)]
     if problems:
         raise ValueError("\n".join(problems))
     namespace.pop("config", None)
     args = cls(**vars(parser.instantiate(namespace)))
-    for name, value in given:
-        if known[name] in (str, str | None) and value != "null":
+    for name, value in values:
+        if flag_types[name] in (str, str | None) and value != "null":
             group, _, leaf = name.rpartition(".")
-            setattr(getattr(args, group) if group else args, leaf, value)  # as typed: jsonargparse reads "# a" as null
+            setattr(getattr(args, group) if group else args, leaf, value)  # verbatim: jsonargparse reads "# a" as null
     if problems := getattr(args, "problems", list)():
         raise ValueError("\n".join(problems))
     return args
 
 
-def _parses(parser: ArgumentParser, word: str) -> bool:
-    """Whether one flag's value is of its type."""
+def _is_valid(parser: ArgumentParser, word: str) -> bool:
+    """Return whether `word`, one --flag=value, has a value of the flag's type."""
     try:
         parser.parse_args([word])
     except ArgumentError:
@@ -67,79 +68,84 @@ def _parser(cls: type, **settings: Any) -> ArgumentParser:
     parser.add_class_arguments(cls, as_group=False)
     groups = [item.name for item in dataclasses.fields(cls) if dataclasses.is_dataclass(item.type)]
     for action in parser._actions:
-        if action.dest in groups:  # jsonargparse would take a file for each group: --config is the one way here
+        if action.dest in groups:  # jsonargparse would accept a file for each group; here only --config does
             action.help = SUPPRESS
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
     return parser
 
 
-def _flags(cls: type, prefix: str = "") -> dict[str, Any]:
-    """Every flag's dotted name and type."""
-    found = {}
+def _flag_types(cls: type, prefix: str = "") -> dict[str, Any]:
+    """Return the type of every flag, by dotted name."""
+    flag_types = {}
     for item in dataclasses.fields(cls):
         if dataclasses.is_dataclass(item.type):
-            found |= _flags(item.type, f"{prefix}{item.name}.")
+            flag_types |= _flag_types(item.type, f"{prefix}{item.name}.")
         else:
-            found[prefix + item.name] = item.type
-    return found
+            flag_types[prefix + item.name] = item.type
+    return flag_types
 
 
-def _read(argv: list[str], known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str], list[str]]:
-    """Names and values as given, what is wrong with the names, and the words that are jsonargparse's own."""
-    given, problems, passed, words = [], [], [], list(argv)
+def _read_argv(argv: list[str], flag_types: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str], list[str]]:
+    """Return the (name, value) pairs, the problems with the names, and the words to pass on to jsonargparse."""
+    values, problems, passthrough, words = [], [], [], list(argv)
     while words:
         word = words.pop(0)
         if word in ("-h", "--help") or word.startswith("--print_config"):
-            passed.append(word)
+            passthrough.append(word)
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
-            problems.append(f"{word!r} is no flag: flags begin with --")
+            problems.append(f"{word!r} is no flag: flags start with --")
             continue
         if not equals:
-            bare = known.get(name) in (bool, bool | None) and (not words or words[0].lower() not in ("true", "false"))
-            value = "true" if bare else words.pop(0) if words and not words[0].startswith("--") else None
+            is_bare = flag_types.get(name) in (bool, bool | None) and (
+                not words or words[0].lower() not in ("true", "false")
+            )
+            value = "true" if is_bare else words.pop(0) if words and not words[0].startswith("--") else None
         if name == "config":
-            given_there, problems_there = _read_config(value, known)
-            given, problems = given + given_there, problems + problems_there
-        elif name not in known:
-            problems.append(_unknown(name, known))
+            file_values, file_problems = _read_config(value, flag_types)
+            values, problems = values + file_values, problems + file_problems
+        elif name not in flag_types:
+            problems.append(_unknown_flag(name, flag_types))
         elif value is None:
             problems.append(f"--{name} needs a value")
         else:
-            given.append((name, _as_list(value, known[name]) if get_origin(known[name]) is list else value))
-    return given, problems, passed
+            values.append((name, _as_list(value, flag_types[name]) if get_origin(flag_types[name]) is list else value))
+    return values, problems, passthrough
 
 
 def finetune_args(run: Path) -> flags.FinetuneArgs:
-    """What a run was begun with."""
+    """Return the flags that a run was started with."""
     return parse(FINETUNE[run_dir.method(run)], ["--config", str(run / run_dir.CONFIG)])
 
 
 def _method(cls: type) -> str:
-    """The method whose arguments `cls` holds."""
+    """Return the name of the method whose arguments class is `cls`."""
     return next(name for name, args in FINETUNE.items() if args is cls)
 
 
-def _implied(given: dict[str, str], known: dict[str, Any], method: str) -> tuple[list[tuple[str, str]], list[str]]:
-    """What the flags need not repeat: those a resumed run began with, or the demo's recipe where there is no model."""
-    if given.get("resume", "").lower() == "true" and "overwrite" not in given:
-        run = run_dir.named(given.get("out_dir"), resume=True)
+def _implied_flags(
+    values: dict[str, str], flag_types: dict[str, Any], method: str
+) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the flags that are implied, and problems: those of the resumed run, or the demo's if no model is named."""
+    if values.get("resume", "").lower() == "true" and "overwrite" not in values:
+        run = run_dir.from_flags(values.get("out_dir"), resume=True)
         if run and run_dir.is_run(run):
-            if (other := run_dir.method(run)) != method:
-                return [], [f"--resume: {run} is a run of another method; continue it with finetune/{other}.py"]
-            stored, wrong = _read_config(run / run_dir.CONFIG, known)
-            others = given.keys() & {"devices", "num_nodes"} and "strategy" not in given  # which may want another strategy
-            return [pair for pair in stored if not (others and pair[0] in ("strategy", "shard_size"))], wrong
-        if "checkpoint_dir" not in given:
+            if (run_method := run_dir.method(run)) != method:
+                return [], [f"--resume: {run} is a run of another method; continue it with finetune/{run_method}.py"]
+            run_values, problems = _read_config(run / run_dir.CONFIG, flag_types)
+            # other devices may need another strategy
+            devices_changed = values.keys() & {"devices", "num_nodes"} and "strategy" not in values
+            return [pair for pair in run_values if not (devices_changed and pair[0] in ("strategy", "shard_size"))], problems
+        if "checkpoint_dir" not in values:
             reason = f"there is no run in {run}" if run else f"there is no unfinished run under {run_dir.OUT}/"
-            return [], [f"--resume: {reason}; to begin one, pass --checkpoint_dir and --data.path"]
-    return ([], []) if "checkpoint_dir" in given else _read_config(DEMO / f"{method}.yaml", known)
+            return [], [f"--resume: {reason}; to start one, pass --checkpoint_dir and --data.path"]
+    return ([], []) if "checkpoint_dir" in values else _read_config(DEMO / f"{method}.yaml", flag_types)
 
 
-def _as_list(value: str, kind: Any) -> str:
-    """a,b as ["a", "b"]; what is JSON stays, for texts with a comma in them. Numbers get no quotes."""
-    if kind == list[float]:
+def _as_list(value: str, flag_type: Any) -> str:
+    """Return a list as JSON: a,b becomes ["a", "b"]. JSON stays unchanged (for items with commas)."""
+    if flag_type == list[float]:
         return f"[{value.strip('[]')}]"
     try:
         items = json.loads(value)
@@ -147,32 +153,32 @@ def _as_list(value: str, kind: Any) -> str:
         items = None
     is_list = isinstance(items, list) and all(isinstance(item, str) for item in items)
     items = items if is_list else [item.strip() for item in value.split(",") if item.strip()]
-    return json.dumps(items, ensure_ascii=False)  # YAML, which reads this, knows no escapes of surrogate pairs
+    return json.dumps(items, ensure_ascii=False)  # read as YAML, which has no escapes for surrogate pairs
 
 
-def _read_config(path: str | Path | None, known: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
-    """A YAML file's entries as flags."""
+def _read_config(path: str | Path | None, flag_types: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the (name, value) pairs of a YAML file, and its problems."""
     if path is None or not Path(path).is_file():
         return [], [f"--config {path}: no such file"]
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
         if not isinstance(content, dict):
-            raise ValueError(f"it holds {type(content).__name__}, not flags")
+            raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
         entries = dict(_flatten(content))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
-    problems = [f"{path}: {_unknown(name, known)}" for name in entries if name not in known]
-    words = {name: _as_word(value) for name, value in entries.items() if name in known}
-    lists = {name: value for name, value in entries.items() if name in words and get_origin(known[name]) is list}
+    problems = [f"{path}: {_unknown_flag(name, flag_types)}" for name in entries if name not in flag_types]
+    texts = {name: _as_text(value) for name, value in entries.items() if name in flag_types}
+    lists = {name: value for name, value in entries.items() if name in texts and get_origin(flag_types[name]) is list}
     for name, value in lists.items():
-        words[name] = (
-            json.dumps(value, ensure_ascii=False) if isinstance(value, list) else _as_list(words[name], known[name])
+        texts[name] = (
+            json.dumps(value, ensure_ascii=False) if isinstance(value, list) else _as_list(texts[name], flag_types[name])
         )
-    return list(words.items()), problems
+    return list(texts.items()), problems
 
 
 def _flatten(content: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested entries under dotted names; an empty group has none."""
+    """Yield nested entries with dotted names. An empty group has no entries."""
     for name, value in content.items():
         if value is None and name in flags.GROUPS:
             continue
@@ -182,26 +188,26 @@ def _flatten(content: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
             yield prefix + str(name), value
 
 
-def _as_word(value: Any) -> str:
-    """A YAML value as it would stand on the command line."""
+def _as_text(value: Any) -> str:
+    """Return a YAML value in the form of the command line."""
     if isinstance(value, str):
         return value
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
-def _unknown(name: str, known: dict[str, Any]) -> str:
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    near = near or [k for k in known if k.rpartition(".")[2] == name.rpartition(".")[2]][:1]
-    return f"--{name} does not exist" + (f"; did you mean --{near[0]}?" if near else "; --help lists all flags")
+def _unknown_flag(name: str, flag_types: dict[str, Any]) -> str:
+    matches = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.5)
+    matches = matches or [flag for flag in flag_types if flag.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    return f"--{name} does not exist" + (f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags")
 
 
-def _describe(kind: Any) -> str:
-    """A type in words."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    if kind in words:
-        return words[kind]
-    if get_origin(kind) is list:
+def _describe(flag_type: Any) -> str:
+    """Return a readable description of a type, for messages."""
+    names = {int: "a whole number", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    if flag_type in names:
+        return names[flag_type]
+    if get_origin(flag_type) is list:
         return "a list a,b,c"
-    if get_origin(kind) is Literal:
-        return " or ".join(get_args(kind))
-    return " or ".join(words.get(part) or _describe(part) for part in get_args(kind))
+    if get_origin(flag_type) is Literal:
+        return " or ".join(get_args(flag_type))
+    return " or ".join(names.get(part) or _describe(part) for part in get_args(flag_type))

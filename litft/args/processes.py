@@ -1,77 +1,79 @@
-"""The processes that torchrun, or SLURM's srun, has started; of Fabric's own the flags know."""
+"""Processes started by torchrun or SLURM's srun. (Those that Fabric starts follow from the flags.)"""
 
 import os
 
 
 def started_by() -> tuple[str, int, int] | None:
-    """Who has started this process among others, the processes on a node, and the nodes; None: no one has.
+    """Return (launcher, processes per node, nodes), or None if no launcher started this process.
 
-    ValueError for nodes with unequal numbers of processes, and for a launcher that is neither torchrun nor srun.
+    Raise ValueError if nodes have different numbers of processes, or the launcher is neither torchrun nor srun.
     """
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
-        return "torchrun", *_per_node("torchrun", _number("WORLD_SIZE"), _number("LOCAL_WORLD_SIZE"))
-    if _by_srun():
-        everywhere = _number("SLURM_NTASKS")
-        nodes = _number("SLURM_NNODES") if "SLURM_NNODES" in env else 1
-        return "srun", *_per_node("srun", everywhere, everywhere // nodes)
+        return "torchrun", *_per_node("torchrun", _read_count("WORLD_SIZE"), _read_count("LOCAL_WORLD_SIZE"))
+    if _started_by_srun():
+        num_processes = _read_count("SLURM_NTASKS")
+        nodes = _read_count("SLURM_NNODES") if "SLURM_NNODES" in env else 1
+        return "srun", *_per_node("srun", num_processes, num_processes // nodes)
     if "RANK" in env and env.get("WORLD_SIZE", "1") != "1":
-        reason = f"RANK {env['RANK']} and WORLD_SIZE {env['WORLD_SIZE']} are set, and not by torchrun or srun"
+        reason = f"RANK {env['RANK']} and WORLD_SIZE {env['WORLD_SIZE']} are set, but not by torchrun or srun"
         raise ValueError(f"{reason}; start the processes with torchrun, or unset both")
     return None
 
 
-def _by_srun() -> bool:
-    """Whether srun has started this process among others, as torchrun has not."""
+def _started_by_srun() -> bool:
+    """Return whether srun, and not torchrun, started this process as one of several."""
     env = os.environ
-    others = env.get("SLURM_NTASKS", "1") != "1" and env.get("SLURM_JOB_NAME") not in ("bash", "interactive")
-    return others and "TORCHELASTIC_RUN_ID" not in env
+    several = env.get("SLURM_NTASKS", "1") != "1" and env.get("SLURM_JOB_NAME") not in ("bash", "interactive")
+    return several and "TORCHELASTIC_RUN_ID" not in env
 
 
 def local_rank() -> str:
-    """This process's rank on its node; 0 if it is the only process. Rank 0 prints for the others."""
-    return os.environ.get("LOCAL_RANK") or (os.environ.get("SLURM_LOCALID", "0") if _by_srun() else "0")
+    """Return this process's rank on its node; "0" if it is the only process. Local rank 0 prints messages."""
+    return os.environ.get("LOCAL_RANK") or (os.environ.get("SLURM_LOCALID", "0") if _started_by_srun() else "0")
 
 
 def global_rank() -> str:
-    """This process's rank among all processes; 0 if it is the only one."""
-    return os.environ.get("RANK") or (os.environ.get("SLURM_PROCID", "0") if _by_srun() else "0")
+    """Return this process's rank among all processes; "0" if it is the only one."""
+    return os.environ.get("RANK") or (os.environ.get("SLURM_PROCID", "0") if _started_by_srun() else "0")
 
 
-def counted(devices: int, nodes: int) -> tuple[int, int]:
-    """The processes on a node, and the nodes, as asked for or as started; ValueError where these are at odds."""
-    if (found := started_by()) is None:
+def process_counts(devices: int, nodes: int) -> tuple[int, int]:
+    """Return (processes per node, nodes) of the launcher or the flags. Raise ValueError if they contradict each other."""
+    if (launch := started_by()) is None:
         return devices, nodes
-    who, *there = found
-    if (devices, nodes) not in ((1, 1), tuple(there)):
-        asked, started = f"--devices {devices} --num_nodes {nodes}", f"{there[0]} processes on {there[1]} nodes"
-        raise ValueError(f"{asked}: {who} has started {started}; leave the flags out, or start as many")
-    return there[0], there[1]
+    launcher, *started = launch
+    if (devices, nodes) not in ((1, 1), tuple(started)):
+        requested, actual = f"--devices {devices} --num_nodes {nodes}", f"{started[0]} processes on {started[1]} nodes"
+        raise ValueError(f"{requested}: {launcher} started {actual}; leave the flags out, or start as many")
+    return started[0], started[1]
 
 
 def cores() -> int:
-    """The CPU's cores that this process may use; macOS does not say, and means all of them."""
+    """Return the number of CPU cores that this process may use (on macOS: all cores)."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _per_node(who: str, everywhere: int, local: int) -> tuple[int, int]:
-    """Processes on a node, and nodes."""
-    if not local or everywhere % local:
-        raise ValueError(f"{who}: {everywhere} processes are not equally many on each node; give each node as many")
-    return local, everywhere // local
+def _per_node(launcher: str, num_processes: int, per_node: int) -> tuple[int, int]:
+    """Return (processes per node, nodes). Raise ValueError if the processes do not divide evenly."""
+    if not per_node or num_processes % per_node:
+        raise ValueError(
+            f"{launcher}: {num_processes} processes are not evenly divided over the nodes; start equally many on each"
+        )
+    return per_node, num_processes // per_node
 
 
-def _number(name: str) -> int:
-    """A launcher's variable; ValueError where it is no number above 0."""
+def _read_count(name: str) -> int:
+    """Return the number in a launcher's environment variable. Raise ValueError if it is not a positive integer."""
     text = os.environ.get(name, "")
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(
-            f"the environment's {name} is {text!r}, where its launcher sets a number; start it anew, or unset it"
+            f"the environment variable {name} is {text!r}, not a positive number; start the launcher again, or unset it"
         )
     return int(text)
 
 
 def launch_id() -> str | None:
-    """What all processes of a launch, and all that are started again for them, have in common; None: nothing is known."""
-    name = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
-    return None if name == "none" else name  # torchrun's default, which any two launches have in common
+    """Return an id shared by all processes of a launch and their restarts, or None if unknown."""
+    launch = os.environ.get("TORCHELASTIC_RUN_ID") or os.environ.get("SLURM_JOB_ID")
+    return None if launch == "none" else launch  # torchrun's default, the same for every launch

@@ -2,55 +2,58 @@
 
 from dataclasses import dataclass, field
 
-from litft.args.checks import below
+from litft.args.checks import below_minimum
 from litft.args.inference import ModelArgs
 
-MOST_ROWS = 4096  # of a batch
+MAX_BATCH_SIZE = 4096
 
 
 @dataclass
 class ServeArgs(ModelArgs):
-    """Serve a model, and adapters over it, to clients of the OpenAI API, with a chat page at /."""
+    """Serve a model and adapters of it through an OpenAI-compatible API, with a chat page at /."""
 
     max_new_tokens: int | None = None
-    """The most tokens that an answer may have. Default: as many as there is room for."""
+    """Maximum length of an answer in tokens, which requests can only lower. Default: limited by --max_seq_length only."""
     host: str = "127.0.0.1"
-    """The address to listen at. Default: this machine alone; 0.0.0.0 for every network it is in."""
+    """The address to listen on. The default accepts connections from this machine only; 0.0.0.0: from all networks."""
     port: int = 8000
-    """The port; 0 takes a free one, which is printed."""
+    """The port to listen on. 0: any free port, which is printed."""
     model_name: str | None = None
-    """What requests call the model. Default: the folder's name."""
+    """The model's name in requests. Default: the name of its folder."""
     adapters: list[str] = field(default_factory=list)
-    """More models over the same base, as NAME=DIR: an adapter's folder or its run's, chosen by a request's `model`."""
+    """Adapters of the same base model to serve too, NAME=DIR: adapter or run folders, selected by a request's `model`."""
     batch_size: int = 8
-    """How many answers of a model are made at once; others wait."""
+    """Number of answers generated at once per model; further requests wait."""
     max_seq_length: int | None = None
-    """Tokens of a prompt with its answer; there is memory for --batch_size of them. Default: 4096, or the context."""
+    """Maximum length of prompt plus answer in tokens. The KV cache is allocated for --batch_size sequences of this length.
+    Default: 4096, or the model's context length if that is shorter."""
     max_waiting: int = 256
-    """How many requests may wait; more are refused with 503."""
+    """Maximum number of waiting requests. Further ones are rejected with status 503."""
     max_body_mb: float = 4.0
-    """Requests of more megabytes are refused with 413."""
+    """Maximum size of a request body in megabytes. Larger ones are rejected with status 413."""
     api_key: str | None = None
-    """Only answer clients that send this as their bearer key. Default: the environment's LITFT_API_KEY, else anybody."""
+    """The key that clients must send as bearer token. Default: the environment variable LITFT_API_KEY, otherwise none."""
 
     def problems(self) -> list[str]:
-        """As for every model, and what cannot be served."""
-        found = super().problems() + below(self, "", 1, "batch_size")
+        """Return the problems of the model flags plus those of the server flags."""
+        problems = super().problems() + below_minimum(self, "", 1, "batch_size")
         if self.max_seq_length is not None:
-            found += below(self, "", 2, "max_seq_length")
-        found += below(self, "", 0, "max_waiting")
-        if self.batch_size > MOST_ROWS:
-            found.append(f"--batch_size {self.batch_size}: must be at most {MOST_ROWS}")
+            problems += below_minimum(self, "", 2, "max_seq_length")
+        problems += below_minimum(self, "", 0, "max_waiting")
+        if self.batch_size > MAX_BATCH_SIZE:
+            problems.append(f"--batch_size {self.batch_size}: must be at most {MAX_BATCH_SIZE}")
         if not 0 <= self.port < 65536:
-            found.append(f"--port {self.port}: must lie in [0, 65535]")
+            problems.append(f"--port {self.port}: must lie in [0, 65535]")
         if self.max_body_mb <= 0:
-            found.append(f"--max_body_mb {self.max_body_mb}: must be above 0")
+            problems.append(f"--max_body_mb {self.max_body_mb}: must be above 0")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
-            found.append("--api_key: must be printable ASCII, and not empty, as it travels in a header")
+            problems.append("--api_key: must be printable ASCII and not empty, since it is sent in a header")
         names = [name for name, _, _ in (item.partition("=") for item in self.adapters)]
-        found += [f"--adapters {item}: expected NAME=DIR" for item in self.adapters if not all(item.partition("="))]
-        if twice := {name for name in names if names.count(name) > 1 or name == self.model_name}:
-            found.append(f"--adapters: {', '.join(sorted(twice))} twice; give each a name of its own")
+        problems += [f"--adapters {item}: expected NAME=DIR" for item in self.adapters if not all(item.partition("="))]
+        if duplicates := {name for name in names if names.count(name) > 1 or name == self.model_name}:
+            problems.append(f"--adapters: {', '.join(sorted(duplicates))} occurs twice; give each model its own name")
         if self.adapters and self.devices > 1 and not self.layers_per_device:
-            found.append("--adapters with --devices: a network that is cut has one adapter; leave one of the two out")
-        return found
+            problems.append(
+                "--adapters with --devices: tensor parallelism supports one adapter only; leave one of the two out"
+            )
+        return problems

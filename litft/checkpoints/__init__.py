@@ -1,1 +1,1 @@
-"""Files of weights: Hugging Face's and PEFT's formats, the conversion of names and layouts, the hub."""
+"""Weight files in Hugging Face and PEFT format, conversion of tensor names and layouts, and the Hugging Face hub."""

@@ -1,1 +1,1 @@
-"""Examples in, steps out: `records` reads files, `samples` tokenizes and masks, `steps` orders and lays out batches."""
+"""From files to micro-batches: `readers` and `formats` read records, `encoder` tokenizes them, `packing` makes batches."""

@@ -1,4 +1,4 @@
-"""Records to samples: rendered, tokenized, masked, and cut to length, with a word on whatever was lost on the way."""
+"""Records to samples: rendered, tokenized, masked and cut to length, with notes on everything that was changed or lost."""
 
 import hashlib
 import json
@@ -12,67 +12,67 @@ import torch
 from torch import Tensor
 
 from litft.data.chat_template import Message, assistant_turns
-from litft.data.formats import Example, Record, detect_format, rename_columns, to_example, without_end
+from litft.data.formats import Example, Record, detect_format, rename_columns, strip_end_token, to_example
 from litft.data.tokenizer import Tokenizer, common_prefix_length
 from litft.model.loss import IGNORED
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One example, shifted: `targets[t]` is the token after `tokens[t]`, or IGNORED. Both (T,), int64."""
+    """Inputs and targets of one example, both (T,) int64: `targets[t]` is the token after `tokens[t]`, or IGNORED."""
 
     tokens: Tensor
     targets: Tensor
-    answer: tuple[Tensor, Tensor] | None = None  # the tokens before its last whole answer, and the answer's own
+    answer: tuple[Tensor, Tensor] | None = None  # (prompt, answer): the last complete answer and the tokens before it
 
     @cached_property
     def supervised(self) -> int:
-        """How many tokens the loss counts."""
+        """The number of target tokens."""
         return int((self.targets != IGNORED).sum())
 
 
-# what happens to examples on the way, and how it is told
+# notes on what happens to examples; reports print them after a count
 CUT = "cut to the length limit"
-CUT_AWAY = "skipped: no part of an answer lies within the length limit"
+CUT_AWAY = "skipped: no part of an answer is within the length limit"
 MASKED = "skipped: every turn is masked"
 EMPTY = "skipped: the answer is empty"
 BLANK = "skipped: no text"
-EMPTY_TURN = "with an empty answer, which is not learned"
-UNANSWERED = "ended by a turn without an answer, which is left out"
-CONTROL = "with the text of a control token inside, which is read as that token"
+EMPTY_TURN = "with an empty answer, which is excluded from the loss"
+UNANSWERED = "ending in a turn without an answer, which is dropped"
+CONTROL = "containing the text of a control token, which is encoded as that token"
 WITHOUT = "without the field"
-END_TEXT = "with an end token written behind an answer, which is left out"
+END_TEXT = "with an end token written after an answer, which is removed"
 
 
-SPAN = 2048  # characters of a text file that go into the same split
+SPAN = 2048  # characters of a divided text that go into the same split
 
 
-# a sample is kept as its token ids (T + 1,), uint32, whose highest bits say what a token is
-LEARNED, SAID = np.uint32(1 << 31), np.uint32(1 << 30)  # the loss counts it; it belongs to a whole answer
-IDS = np.uint32((1 << 30) - 1)
+# a sample is stored as token ids (T + 1,), uint32, whose two highest bits are flags
+SUPERVISED, IN_ANSWER = np.uint32(1 << 31), np.uint32(1 << 30)  # the loss is computed on it; it is in a complete answer
+ID_MASK = np.uint32((1 << 30) - 1)
 
 
 @dataclass
 class Encoded:
-    """What became of a record: its samples, or what is wrong."""
+    """The samples of a record, or the error."""
 
     where: str
     form: str = ""
     samples: list[np.ndarray] = field(default_factory=list)
-    units: list[int] = field(default_factory=list)  # of each sample: the hash by which it falls into a split
+    units: list[int] = field(default_factory=list)  # of each sample: the hash that decides its split
     turns: list[int] = field(default_factory=list)  # of each sample: see Samples.names
-    text: bool = False  # the samples are a text's spans, one behind the other
+    text: bool = False  # the samples are the consecutive spans of a text
     notes: list[str] = field(default_factory=list)
-    ends: set[int] = field(default_factory=set)  # the tokens that close its answers
+    ends: set[int] = field(default_factory=set)  # the tokens that end its answers
     error: str | None = None
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Turns a record into samples; what it does hangs on nothing but these values. Imports no torch of its own."""
+    """Converts records to samples, as a pure function of the record and these fields."""
 
     tokenizer: Tokenizer
-    limit: int  # tokens of a sample that are fed to the network
+    limit: int  # the most input tokens of a sample
     form: str | None = None
     columns: dict[str, str] = field(default_factory=dict)
     mask_prompt: bool = True
@@ -80,25 +80,25 @@ class Encoder:
 
     @cached_property
     def digest(self) -> str:
-        """Which encoder this is: records that are equal become equal samples where it is."""
+        """The hash of everything that decides how records become samples."""
         policy = {item.name: getattr(self, item.name) for item in fields(self) if item.name != "tokenizer"}
         return hashlib.sha256((self.tokenizer.digest() + json.dumps(policy, sort_keys=True)).encode()).hexdigest()
 
     def __call__(self, where: str, record: Record | ValueError) -> Encoded:
-        """Never raises for what is wrong with a record: that is in the result."""
+        """Encode a record; errors in the record are returned in the result, not raised."""
         encoded = Encoded(where)
         try:
             if isinstance(record, ValueError):
                 raise record
-            missing = (theirs for theirs in self.columns.values() if theirs not in record)
-            encoded.notes += [f"{WITHOUT} {theirs}" for theirs in missing]
+            missing = (name for name in self.columns.values() if name not in record)
+            encoded.notes += [f"{WITHOUT} {name}" for name in missing]
             record = rename_columns(record, self.columns)
             form = self.form or detect_format(record, where)
             example = to_example(record, where, self.tokenizer.chat_template, form)
             encoded.form = "guanaco" if form == "text" and example.text is None else form
             self._encode(example, encoded)
-            if not encoded.text:  # without a template's way of joining an instruction and its input
-                encoded.units = [unit_of(to_example(record, where, "", form))] * len(encoded.samples)
+            if not encoded.text:  # without a template, which decides how an instruction and its input are joined
+                encoded.units = [unit_hash(to_example(record, where, "", form))] * len(encoded.samples)
         except ValueError as error:
             message = str(error)
             encoded.error = message if message.startswith(where) else f"{where}: {message}"
@@ -110,117 +110,124 @@ class Encoder:
             self._note_controls([example.text], encoded)
             encoded.text = True
             for span, ids in self._spans(example):
-                encoded.units.append(hashed(span))
+                encoded.units.append(hash64(span))
                 encoded.turns.append(0)
-                encoded.samples.append(np.array(ids, np.uint32) | LEARNED)
+                encoded.samples.append(np.array(ids, np.uint32) | SUPERVISED)
             if not encoded.samples:
                 encoded.notes.append(BLANK)
             return
-        messages, learned = self._chosen(example, encoded)
+        messages, supervised = self._select_turns(example, encoded)
         self._note_controls([message["content"] for message in messages], encoded)
-        cut, before = False, []
-        for ids, spans in self._texts(messages, example.tools):
-            sample, whole, begun = np.array(ids, np.uint32), -1, False
+        was_cut, previous_ids = False, []
+        for ids, spans in self._tokenize(messages, example.tools):
+            sample, last_complete, is_partial = np.array(ids, np.uint32), -1, False
             for turn, start, end in spans:
-                sample[start:end] |= LEARNED if turn in learned else np.uint32(0)
+                sample[start:end] |= SUPERVISED if turn in supervised else np.uint32(0)
                 if end <= self.limit + 1:
-                    whole = turn
-                    sample[start:end] |= SAID
+                    last_complete = turn
+                    sample[start:end] |= IN_ANSWER
                 elif start <= self.limit:
-                    begun = turn in learned
-            if not self.mask_prompt:  # of several texts each goes on from the one before, which is learned already
-                sample[common_prefix_length(ids, before) :] |= LEARNED
-            before = ids
+                    is_partial = turn in supervised
+            if not self.mask_prompt:  # each of several texts continues the previous one, which is supervised already
+                sample[common_prefix_length(ids, previous_ids) :] |= SUPERVISED
+            previous_ids = ids
             if len(ids) > self.limit + 1:
-                cut, sample = True, sample[: self.limit + 1]
-            elif learned:
+                was_cut, sample = True, sample[: self.limit + 1]
+            elif supervised:
                 encoded.ends.add(ids[spans[-1][2] - 1])
-            if (sample[1:] & LEARNED).any():
+            if (sample[1:] & SUPERVISED).any():
                 encoded.samples.append(sample)
-                encoded.turns.append(2 * whole + begun)
-        if cut and encoded.samples:
+                encoded.turns.append(2 * last_complete + is_partial)
+        if was_cut and encoded.samples:
             encoded.notes.append(CUT)
         elif not encoded.samples and EMPTY not in encoded.notes:
-            encoded.notes.append(CUT_AWAY if learned else MASKED)
+            encoded.notes.append(CUT_AWAY if supervised else MASKED)
 
     def _note_controls(self, texts: list[str], encoded: Encoded) -> None:
         if self.tokenizer.control_text and any(map(self.tokenizer.control_text.search, texts)):
             encoded.notes.append(CONTROL)
 
     def _spans(self, example: Example) -> Iterator[tuple[str, list[int]]]:
-        """A text and its tokens, divided every SPAN characters if it is to be divided; independent of the length limit."""
+        """Yield (text, tokens) of each span of SPAN characters, or of the whole text; independent of the length limit."""
         text = example.text
         if not text.strip():
             return
         cuts = [*range(SPAN, len(text), SPAN)] if example.divided else []
-        ids, places = self.tokenizer.encode_to(text, cuts)
+        ids, boundaries = self.tokenizer.encode_with_boundaries(text, cuts)
         opening = self.tokenizer.encode("") if example.begins else []
-        front = 0 if ids[: len(opening)] == opening else len(opening)
+        num_added = 0 if ids[: len(opening)] == opening else len(opening)
         if example.ends and ids[-1:] and ids[-1] not in self.tokenizer.stop_ids:
             ids.append(self.tokenizer.eos_id if self.tokenizer.eos_id is not None else self.tokenizer.stop_ids[-1])
-        ids = opening[:front] + ids  # a BOS and an end token, unless the text brings its own
+        ids = opening[:num_added] + ids  # with BOS and an end token, unless the text already has them
         if len(ids) < 2:
             return
-        bounds = [0, *(front + place for place in places), len(ids)]
+        bounds = [0, *(num_added + boundary for boundary in boundaries), len(ids)]
         for number, (start, end) in enumerate(pairwise(bounds)):
             if end > start:
                 yield text[number * SPAN : (number + 1) * SPAN] if cuts else text, ids[start:end]
 
-    def _chosen(self, example: Example, encoded: Encoded) -> tuple[list[Message], set[int]]:
-        """The messages up to the last answer, and which of them are learned; ValueError where there is no answer."""
+    def _select_turns(self, example: Example, encoded: Encoded) -> tuple[list[Message], set[int]]:
+        """Return the messages up to the last answer, and the indices of the supervised ones.
+
+        Raise ValueError if no message is an answer.
+        """
         turns = [n for n, message in enumerate(example.messages) if message["role"] == "assistant"]
         if not turns:
             last = example.messages[-1]["role"]
-            raise ValueError(f"the last message is the {last}'s, and none the assistant's; there is no answer to learn")
+            raise ValueError(f"no message is from the assistant (the last is from the {last}); add the answer to train on")
         if turns[-1] + 1 < len(example.messages):
             encoded.notes.append(UNANSWERED)
         messages, template = [], self.tokenizer.chat_template
         for message in example.messages[: turns[-1] + 1]:
             clean = {name: value for name, value in message.items() if name != "train"}
             if message["role"] == "developer" and "developer" not in template:
-                clean["role"] = "system"  # OpenAI's newer name of it
-            if message["role"] == "assistant" and (bare := without_end(message["content"])) != message["content"]:
+                clean["role"] = "system"  # "developer" is OpenAI's newer name for it
+            if message["role"] == "assistant" and (content := strip_end_token(message["content"])) != message["content"]:
                 encoded.notes += [END_TEXT] * (END_TEXT not in encoded.notes)
-                clean["content"] = bare
+                clean["content"] = content
             messages.append(clean)
         empty = {n for n in turns if not messages[n]["content"].strip() and not messages[n].get("tool_calls")}
-        learned = {n for n in (turns[-1:] if self.last_only else turns) if example.messages[n].get("train", True)}
-        if self.mask_prompt and learned & empty:
-            encoded.notes.append(EMPTY_TURN if learned - empty else EMPTY)
-        return messages, learned - empty
+        supervised = {n for n in (turns[-1:] if self.last_only else turns) if example.messages[n].get("train", True)}
+        if self.mask_prompt and supervised & empty:
+            encoded.notes.append(EMPTY_TURN if supervised - empty else EMPTY)
+        return messages, supervised - empty
 
-    def _texts(self, messages: list[Message], tools: list | None) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
-        """Token ids with the spans of the assistant's turns in them, each (message, start, end)."""
+    def _tokenize(
+        self, messages: list[Message], tools: list | None
+    ) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
+        """Yield token ids with the spans of the assistant's turns in them, each (message index, start, end)."""
         for text, turns in assistant_turns(
             self.tokenizer.apply_chat_template, messages, tools, self.tokenizer.special_texts
         ):
-            ids, places = self.tokenizer.encode_to(text, [at for turn in turns for at in (turn.start, turn.end)])
+            ids, boundaries = self.tokenizer.encode_with_boundaries(
+                text, [offset for turn in turns for offset in (turn.start, turn.end)]
+            )
             if not ids:
-                raise ValueError("the chat template renders nothing; pass another --data.template")
-            spans = [(turn.message, *places[2 * n : 2 * n + 2]) for n, turn in enumerate(turns)]
+                raise ValueError("the chat template renders no text; pass another --data.template")
+            spans = [(turn.message, *boundaries[2 * n : 2 * n + 2]) for n, turn in enumerate(turns)]
             index, start, end = spans[-1]
-            if ids[end - 1] not in self.tokenizer.special_ids:  # the template leaves the answer open: end it ourselves
+            if ids[end - 1] not in self.tokenizer.special_ids:  # the template adds no end token: add one
                 ids = [*self.tokenizer.encode(turns[-1].text[: turns[-1].end], bos=False), self.tokenizer.stop_ids[-1]]
                 spans[-1] = (index, start, len(ids))
             yield ids, spans
 
 
-def unit_of(example: Example) -> int:
-    """The hash of a conversation, whichever of its turns are learned."""
+def unit_hash(example: Example) -> int:
+    """Return the hash of a conversation, independent of which turns are supervised."""
     messages = [{name: value for name, value in message.items() if name != "train"} for message in example.messages]
-    return hashed(json.dumps([messages, example.tools], sort_keys=True))
+    return hash64(json.dumps([messages, example.tools], sort_keys=True))
 
 
-def hashed(data: str | bytes) -> int:
-    """A 64-bit hash of a text or of bytes."""
+def hash64(data: str | bytes) -> int:
+    """Return a 64-bit hash of text or bytes."""
     data = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def to_sample(kept: np.ndarray) -> Sample:
-    """What is kept of a sample, shifted."""
-    ids = torch.from_numpy((kept & IDS).astype(np.int64))
-    learned = torch.from_numpy((kept & LEARNED) > 0)
-    said = np.flatnonzero(np.diff((kept & SAID) > 0, prepend=False, append=False))  # where answers begin and end
-    answer = (ids[: said[-2]], ids[said[-2] : said[-1]]) if len(said) else None
-    return Sample(ids[:-1], torch.where(learned, ids, IGNORED)[1:], answer)
+def to_sample(stored: np.ndarray) -> Sample:
+    """Convert stored token ids with flags, (T + 1,) uint32, to a sample of length T."""
+    ids = torch.from_numpy((stored & ID_MASK).astype(np.int64))
+    supervised = torch.from_numpy((stored & SUPERVISED) > 0)
+    bounds = np.flatnonzero(np.diff((stored & IN_ANSWER) > 0, prepend=False, append=False))  # start, end of each answer
+    answer = (ids[: bounds[-2]], ids[bounds[-2] : bounds[-1]]) if len(bounds) else None
+    return Sample(ids[:-1], torch.where(supervised, ids, IGNORED)[1:], answer)

@@ -1,4 +1,4 @@
-"""How the samples of a step become micro-batches: rows of packed or padded samples, in turn for each rank."""
+"""How the samples of a step become micro-batches: rows of packed or padded samples, assigned to the ranks in turn."""
 
 import heapq
 from bisect import bisect_left, insort
@@ -17,34 +17,35 @@ from litft.model.packed_sequences import PackedSequences
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Rows of one or more samples, padded on the right: causal attention never looks there, a padded target is IGNORED."""
+    """Rows of one or more samples, padded on the right.
+
+    Causal attention never attends to the padding, and padded targets are IGNORED.
+    """
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
-    positions: Tensor | None = None  # (B, T) int64 within each sample; None: each row holds one
-    documents: PackedSequences | None = None  # which sample of its row a token belongs to; -1: padding
-    target_indices: Tensor | None = (
-        None  # (N,) int64, where the targets are in the flattened rows: known before a GPU has them
-    )
+    positions: Tensor | None = None  # (B, T) int64 within each sample; None: each row has one sample
+    documents: PackedSequences | None = None  # the number within its row of each token's sample; -1: padding
+    target_indices: Tensor | None = None  # (N,) int64 into the flattened rows; computed here to avoid a GPU sync
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """The same on another device."""
-        pinned = device.type == "cuda"  # from pinned memory a copy makes the host wait for nothing
+        """Return a copy on another device."""
+        is_cuda = device.type == "cuda"  # copies from pinned memory do not block the host
 
-        def moved(value: Tensor) -> Tensor:
-            return (value.pin_memory() if pinned else value).to(device, non_blocking=True)
+        def move(value: Tensor) -> Tensor:
+            return (value.pin_memory() if is_cuda else value).to(device, non_blocking=True)
 
-        return MicroBatch(*(tree_map_only(Tensor, moved, getattr(self, item.name)) for item in fields(self)))
+        return MicroBatch(*(tree_map_only(Tensor, move, getattr(self, item.name)) for item in fields(self)))
 
-    def learning(self, count: int) -> "MicroBatch":
-        """The same with so many targets at least, whichever they are: to try what memory they take."""
+    def with_min_targets(self, count: int) -> "MicroBatch":
+        """Return a copy with at least `count` targets, with arbitrary values: for measuring memory."""
         targets = self.targets.flatten()
         free = (targets == IGNORED).nonzero()[: max(0, count - len(target_indices_of(targets))), 0]
         targets = targets.index_fill(0, free, 0).view_as(self.targets)
         return replace(self, targets=targets, target_indices=target_indices_of(targets))
 
     def inputs(self) -> dict[str, Tensor | PackedSequences | None]:
-        """What the model takes besides the tokens."""
+        """Return the model's keyword arguments: all fields except the tokens."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "tokens"}
 
 
@@ -52,14 +53,15 @@ class MicroBatch:
 class Layout:
     """How a set of samples becomes micro-batches."""
 
-    rows: int  # of a micro-batch, at most
+    rows: int  # the most rows of a micro-batch
     row_tokens: int | None = None  # tokens of a row, into which samples are packed; None: a row is one sample
     ranks: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
-        """Every micro-batch of a set of samples as rows of sample numbers, those of rank 0, 1, ... in turn.
+        """Return the micro-batches of samples with these lengths, assigned to rank 0, 1, ... in turn.
 
-        Rows of like length go together, which leaves little padding; every rank gets the same number of micro-batches.
+        Each micro-batch is a list of rows of sample indices. Rows of similar length go together, to reduce padding. All
+        ranks get the same number of micro-batches.
         """
         if self.row_tokens is None:
             rows = [[i] for i in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
@@ -71,7 +73,10 @@ class Layout:
         return [rows[bounds[i] : bounds[i + 1]] for i in range(count)]
 
     def halved(self, longest: int) -> "Layout | None":
-        """With half the rows, or one row of half the room, in which the longest sample fits; None: as small as it gets."""
+        """Return a layout with half the rows, or with half the tokens of a single row, but at least `longest`.
+
+        Return None if neither is possible.
+        """
         if self.rows > 1:
             return replace(self, rows=self.rows // 2)
         if self.row_tokens is None or self.row_tokens <= longest:
@@ -79,35 +84,36 @@ class Layout:
         return replace(self, row_tokens=max(longest, self.row_tokens // 2))
 
     def batches(self, samples: Sequence[Sample], rank: int = 0) -> list[MicroBatch]:
-        """A rank's micro-batches."""
+        """Return the micro-batches of a rank."""
         planned = self.plan([sample.tokens.numel() for sample in samples])[rank :: self.ranks]
-        return [self.collated([[samples[i] for i in row] for row in rows]) for rows in planned]
+        return [self.collate_rows([[samples[i] for i in row] for row in rows]) for rows in planned]
 
-    def collated(self, rows: list[list[Sample]]) -> MicroBatch:
-        """A micro-batch; all of a run are of one kind, or torch.compile would make a graph for each."""
+    def collate_rows(self, rows: list[list[Sample]]) -> MicroBatch:
+        """Collate rows the same way for all micro-batches of a run, so that torch.compile makes one graph."""
         return collate(rows, packed=self.row_tokens is not None)
 
-    def in_blocks(self, samples: Sequence[Sample], size: int, rank: int) -> Iterator[MicroBatch]:
-        """A rank's micro-batches of many samples, for validation: `size` of them are held at once."""
-        for start in range(0, len(samples), size):
-            yield from self.batches([samples[i] for i in range(start, min(start + size, len(samples)))], rank)
+    def iter_batches(self, samples: Sequence[Sample], block_size: int, rank: int) -> Iterator[MicroBatch]:
+        """Yield a rank's micro-batches for validation; at most `block_size` samples are in memory at once."""
+        for start in range(0, len(samples), block_size):
+            yield from self.batches([samples[i] for i in range(start, min(start + block_size, len(samples)))], rank)
 
 
 def num_slots(lengths: np.ndarray, rows: list[list[int]]) -> int:
-    """Tokens of a micro-batch, padding included."""
+    """Return the number of tokens of a micro-batch, padding included."""
     return len(rows) * max((int(lengths[row].sum()) for row in rows), default=0)
 
 
 def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[int]]:
-    """Sample numbers in as few rows of at most `room` tokens as best fit decreasing finds, and these as even as can be.
+    """Pack samples into few rows of at most `row_tokens` tokens, as even as possible, and return rows of sample indices.
 
-    Best fit is within 11/9 of the fewest rows (Johnson, 1973). Rows are then filled anew, each sample into the emptiest
-    (Graham, 1969), where that too keeps within `room`: rows of one length need no padding. There are rows for every rank.
+    Best fit decreasing finds the number of rows, which is within 11/9 of the minimum (Johnson, 1973). The rows are then
+    filled again, each sample into the emptiest row (Graham, 1969), if no row exceeds `row_tokens` that way: rows of equal
+    length need no padding. The number of rows is a multiple of `ranks` if there are enough samples.
     """
-    ordered = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    by_length = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     rows: list[list[int]] = []
-    free: list[tuple[int, int]] = []  # what is left of each row, sorted
-    for i in ordered:
+    free: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    for i in by_length:
         at = bisect_left(free, (lengths[i], -1))
         left, row = free.pop(at) if at < len(free) else (row_tokens, len(rows))
         if row == len(rows):
@@ -116,18 +122,18 @@ def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[i
         insort(free, (left - lengths[i], row))
     count = min(-(-len(rows) // ranks) * ranks, len(lengths))
     filled = [(0, row) for row in range(count)]
-    even: list[list[int]] = [[] for _ in range(count)]
-    for i in ordered:
+    even_rows: list[list[int]] = [[] for _ in range(count)]
+    for i in by_length:
         used, row = filled[0]
         heapq.heapreplace(filled, (used + lengths[i], row))
-        even[row].append(i)
-    return even if max(filled, default=(0, 0))[0] <= max(row_tokens, max(lengths, default=0)) else rows
+        even_rows[row].append(i)
+    return even_rows if max(filled, default=(0, 0))[0] <= max(row_tokens, max(lengths, default=0)) else rows
 
 
 def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
-    """Samples one behind the other, row by row; packed: whether a row may hold several.
+    """Concatenate the samples of each row. packed: whether a row may have several samples.
 
-    No rows make one token without a target: a rank that is left over counts nothing, and keeps the collectives in step.
+    Without rows, return one token without a target: a rank without data adds nothing to the loss, but joins the collectives.
     """
     longest = max((sum(sample.tokens.numel() for sample in row) for row in rows), default=1)
     shape = (max(1, len(rows)), longest)

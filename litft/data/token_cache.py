@@ -1,7 +1,7 @@
-"""Files tokenized once: in parallel, into a cache that every later run, resumed or not, only maps into memory.
+"""The cache of tokenized files: each file is tokenized once, in parallel; later runs only map the result into memory.
 
-It lies under $XDG_CACHE_HOME/litft (default ~/.cache/litft) and may be deleted whenever no run reads it. An entry's name is
-a hash of all that decides its contents: file, tokenizer, template, mask, length limit, this code.
+The cache is stored in $XDG_CACHE_HOME/litft (default ~/.cache/litft) and may be deleted while no run reads it. An entry's
+name is a hash of everything that decides its content: file, tokenizer, template, mask, length limit, and this code.
 """
 
 import ctypes
@@ -31,54 +31,54 @@ from litft.data.digests import cache_folder
 from litft.data.encoder import Encoded, Encoder
 from litft.data.readers import Records
 from litft.data.sources import File, HubSplit
-from litft.data.token_store import NAMED, EncodingReport, TokenStore, TokenStoreWriter
+from litft.data.token_store import MAX_NAMED, EncodingReport, TokenStore, TokenStoreWriter
 from litft.errors import RankError
 
-SKIP = "--data.skip_bad allows a share of bad ones"
-CHUNK = 250  # records that a process tokenizes at once; where there are more than eight of these, several do
-PR_SET_PDEATHSIG = 1  # of linux/prctl.h: end with the process that forked us
-PROCESSES = 16  # at most: one process reads and writes, which is about a sixteenth of the work
+SKIP_HINT = "--data.skip_bad allows a share of bad records"
+CHUNK = 250  # records that a process tokenizes at once; files of more than eight chunks are tokenized in parallel
+PR_SET_PDEATHSIG = 1  # linux/prctl.h: the signal sent to a process when its parent dies
+MAX_PROCESSES = 16  # one process reads and writes for all, which is about a sixteenth of the work
 
 
-def prepare(file: File | HubSplit, encoder: Encoder, allowed: float, timeout: float = math.inf) -> TokenStore:
-    """The file's samples, out of the cache or put there; of several processes one works and the others wait.
+def prepare(file: File | HubSplit, encoder: Encoder, max_bad: float, timeout: float = math.inf) -> TokenStore:
+    """Return the file's samples from the cache, tokenizing the file first if needed; other processes wait meanwhile.
 
-    allowed: the part of the records that may be bad. timeout: seconds that the others wait for one that makes no progress.
-    Raises ValueError that lists the bad records where there are more, and for a wait in vain.
+    max_bad: the fraction of records that may be bad. timeout: seconds to wait for another process that makes no progress.
+    Raise ValueError listing the bad records if there are more, and RankError if the wait times out.
     """
     digest = file.digest()
     folder = cache_folder() / _key(file, digest, encoder)
-    store = TokenStore.opened(folder)
+    store = TokenStore.open_or_none(folder)
     if store is None:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with folder.with_suffix(".lock").open("w") as lock:
                 _wait(lock, folder.with_suffix(".partial"), file.label, timeout)
-                if TokenStore.opened(folder) is None:
-                    _write(file, digest, encoder, allowed, folder, lock)
+                if TokenStore.open_or_none(folder) is None:
+                    _write(file, digest, encoder, max_bad, folder, lock)
         except OSError as error:
             if error.filename and not str(error.filename).startswith(str(cache_folder())):
                 raise
-            remedy = "XDG_CACHE_HOME names another place"
-            raise ValueError(f"the cache of tokenized data, {folder}: {error.strerror}; {remedy}") from None
+            remedy = "set XDG_CACHE_HOME to another folder"
+            raise ValueError(f"cannot write the cache of tokenized data, {folder}: {error.strerror}; {remedy}") from None
         store = TokenStore(folder)
-    _check_bad(file.label, store.report, allowed)
+    _check_bad(file.label, store.report, max_bad)
     return store
 
 
 def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
-    """Until no other process holds the lock, or the one that does writes nothing any more."""
-    seen, since = None, time.monotonic()
+    """Wait for the lock; raise RankError if the process that holds it has written nothing for `timeout` seconds."""
+    last_size, since = None, time.monotonic()
     while True:
         try:
             return fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             pass
-        if seen is None:
+        if last_size is None:
             print(f"another process is tokenizing {label}; waiting for it", file=sys.stderr, flush=True)
-        now = sum(path.stat().st_size for path in partial.glob("tokens.bin"))
-        if now != seen:
-            seen, since = now, time.monotonic()
+        size = sum(path.stat().st_size for path in partial.glob("tokens.bin"))
+        if size != last_size:
+            last_size, since = size, time.monotonic()
         if time.monotonic() - since > timeout:
             reason = f"another process is tokenizing {label}, and has written nothing for {timeout:.0f} s (--timeout)"
             raise RankError(f"{reason}; end it, or raise --timeout")
@@ -86,36 +86,36 @@ def _wait(lock: TextIO, partial: Path, label: str, timeout: float) -> None:
 
 
 def _key(file: File | HubSplit, digest: str, encoder: Encoder) -> str:
-    """What decides the samples, hashed."""
-    parts = (repr(file), digest, encoder.digest, _code())
+    """Return the hash of everything that decides the samples."""
+    parts = (repr(file), digest, encoder.digest, _code_version())
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
 
 
 @lru_cache
-def _code() -> str:
-    """The version of everything between a record and its tokens."""
-    here = Path(__file__).parent
-    ours = sorted(here.glob("*.py"))
-    theirs = [f"{name} {version(name)}" for name in ("jinja2", "tokenizers", "sentencepiece")]
-    return hashlib.sha256(b"".join([path.read_bytes() for path in ours]) + repr(theirs).encode()).hexdigest()
+def _code_version() -> str:
+    """Return the hash of the code between a record and its tokens: this folder's files and the libraries' versions."""
+    folder = Path(__file__).parent
+    sources = sorted(folder.glob("*.py"))
+    libraries = [f"{name} {version(name)}" for name in ("jinja2", "tokenizers", "sentencepiece")]
+    return hashlib.sha256(b"".join([path.read_bytes() for path in sources]) + repr(libraries).encode()).hexdigest()
 
 
-def _write(file: File | HubSplit, digest: str, encoder: Encoder, allowed: float, folder: Path, lock: TextIO) -> None:
-    """Fill the cache's entry, under its name only when complete."""
+def _write(file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float, folder: Path, lock: TextIO) -> None:
+    """Write the cache entry, which becomes visible only when complete. The caller holds the lock."""
     partial = folder.with_suffix(".partial")
-    for left in (partial, folder):  # of a process that was killed, or damaged: the lock is ours
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in (partial, folder):  # from a killed process, or damaged
+        shutil.rmtree(leftover, ignore_errors=True)
     writer = TokenStoreWriter(partial, encoder.tokenizer.special_ids)
     try:
         with tqdm(desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3) as bar:
             for encoded in encode(file.records(), encoder, lock):
                 writer.add(encoded)
                 bar.update()
-                if writer.report.bad[0] == NAMED and not allowed:  # enough to mend at once
-                    raise ValueError("\n".join(writer.report.bad[1]) + f"\nreading {file.label} ended here; {SKIP}")
-        _check_bad(file.label, writer.report, allowed)
+                if writer.report.bad[0] == MAX_NAMED and not max_bad:  # enough to fix at once
+                    raise ValueError("\n".join(writer.report.bad[1]) + f"\nreading {file.label} stopped here; {SKIP_HINT}")
+        _check_bad(file.label, writer.report, max_bad)
         if file.digest() != digest:
-            raise ValueError(f"{file.label} was changed while it was read; start again when it is whole")
+            raise ValueError(f"{file.label} changed while it was read; start again when it is completely written")
         writer.close()
         partial.rename(folder)
     except BaseException:
@@ -123,54 +123,52 @@ def _write(file: File | HubSplit, digest: str, encoder: Encoder, allowed: float,
         raise
 
 
-def _check_bad(name: str, report: EncodingReport, allowed: float) -> None:
-    count, first = report.bad
-    if count > allowed * report.records:
-        more = f"\nand {count - len(first):,} more" if count > len(first) else ""
-        share = f"\n{count:,} of {report.records:,} records of {name} are bad; {SKIP}" if count > 1 or allowed else ""
-        raise ValueError("\n".join(first) + more + share)
+def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:
+    count, messages = report.bad
+    if count > max_bad * report.records:
+        more = f"\nand {count - len(messages):,} more" if count > len(messages) else ""
+        share = f"\n{count:,} of {report.records:,} records of {name} are bad; {SKIP_HINT}" if count > 1 or max_bad else ""
+        raise ValueError("\n".join(messages) + more + share)
 
 
 def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded]:
-    """What becomes of each record, in order; many records are shared out among processes."""
+    """Yield the encoding of each record, in order; many records are encoded by several processes."""
     chunks = iter(lambda: list(islice(records, CHUNK)), [])
-    first = list(islice(chunks, 9))
-    workers = min(cores(), PROCESSES)
-    if len(first) < 9 or workers == 1:
-        yield from (encoder(where, record) for chunk in chain(first, chunks) for where, record in chunk)
+    first_chunks = list(islice(chunks, 9))
+    workers = min(cores(), MAX_PROCESSES)
+    if len(first_chunks) < 9 or workers == 1:
+        yield from (encoder(where, record) for chunk in chain(first_chunks, chunks) for where, record in chunk)
     else:
-        yield from _in_parallel(chain(first, chunks), encoder, workers, lock)
+        yield from _in_parallel(chain(first_chunks, chunks), encoder, workers, lock)
 
 
 def _in_parallel(chunks: Iterable[list], encoder: Encoder, workers: int, lock: TextIO) -> Iterator[Encoded]:
-    # forked: the tokenizer need not travel, and the script that started us need not be run again
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _begin, (encoder, lock, os.getpid()))
+    # fork: the tokenizer is not pickled, and the main script is not imported again
+    pool = ProcessPoolExecutor(workers, get_context("fork"), _init_worker, (encoder, lock, os.getpid()))
     try:
-        waiting = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers))
-        while waiting:
-            yield from waiting.popleft().result()
-            waiting.extend(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 1))
+        pending = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers))
+        while pending:
+            yield from pending.popleft().result()
+            pending.extend(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 1))
     except BrokenProcessPool:
-        raise ValueError(
-            "a process that tokenizes was killed, as the system does where memory runs out; free some"
-        ) from None
+        raise ValueError("a tokenizing process was killed, probably because memory ran out; free some") from None
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-_encoder: Encoder  # of a process of the pool
+_encoder: Encoder  # set in each process of the pool
 
 
-def _begin(encoder: Encoder, lock: TextIO, parent: int) -> None:
+def _init_worker(encoder: Encoder, lock: TextIO, parent: int) -> None:
     global _encoder
     _encoder = encoder
-    lock.close()  # or a killed run would leave it with us
+    lock.close()  # otherwise this process would still hold the lock after the parent is killed
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it has died before it could be said
+        if os.getppid() != parent:  # the parent died before prctl was called
             os._exit(1)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the first process's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
 
 
 def _encode_chunk(chunk: list) -> list[Encoded]:

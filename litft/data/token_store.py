@@ -1,8 +1,8 @@
 """Tokenized samples on disk: written once, mapped into memory by every process, read one at a time.
 
-A folder holds tokens.bin, its entries one behind the other, an index of five arrays, and report.json, which is written
-last. An entry is an example, or a span of a text, over which samples are laid when it is known on which side of the split
-each lies. They may be more than memory holds: only the index is loaded.
+A folder contains tokens.bin with the concatenated entries, one .npy file for each array of the index, and report.json,
+which is written last. An entry is an example, or a span of a text. Samples of a text are windows over neighbouring spans,
+made once the split is known. Only the index is loaded, so the tokens may exceed memory.
 """
 
 import hashlib
@@ -16,28 +16,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from litft.data.encoder import IDS, LEARNED, Encoded, Sample, hashed, to_sample
+from litft.data.encoder import ID_MASK, SUPERVISED, Encoded, Sample, hash64, to_sample
 
-EXAMPLE, TEXT, FOLLOWS = range(3)  # an entry's kind: as it is; a text, or its first span; a further span
-# a value of each entry
+EXAMPLE, TEXT, CONTINUATION = range(3)  # an entry's kind: an example; a text or its first span; a later span of it
+# the index: one value for each entry
 ARRAYS = {"supervised": np.int32, "units": np.uint64, "turns": np.int32, "digests": np.uint64, "kinds": np.uint8}
-NAMED = 10  # records of a kind that a report names, besides their count
+MAX_NAMED = 10  # records that a report names for each note, in addition to their count
 
 
 @dataclass
 class EncodingReport:
-    """What became of a file's records."""
+    """Counts and notes of the encoding of a file's records."""
 
     records: int = 0
     samples: int = 0
-    tokens: int = 0  # fed to the network
+    tokens: int = 0  # input tokens
     supervised: int = 0
     formats: dict[str, int] = field(default_factory=dict)
-    notes: dict[str, list] = field(default_factory=dict)  # what happened: [how often, the first places]
-    bad: list = field(default_factory=lambda: [0, []])  # [how many, the first messages]
-    ends: list[int] = field(default_factory=list)  # tokens that close answers
+    notes: dict[str, list] = field(default_factory=dict)  # note -> [count, the first records]
+    bad: list = field(default_factory=lambda: [0, []])  # [count, the first messages]
+    ends: list[int] = field(default_factory=list)  # tokens that end answers
     special: list[int] = field(default_factory=list)  # special tokens that occur
-    largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and where
+    largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
     content: str = ""  # the hash of all samples
 
     def add(self, encoded: Encoded) -> None:
@@ -51,18 +51,18 @@ class EncodingReport:
             _count(self.notes.setdefault(note, [0, []]), encoded.where)
 
 
-def _count(entry: list, name: str) -> None:
-    entry[0] += 1
-    if len(entry[1]) < NAMED:
-        entry[1].append(name)
+def _count(counter: list, name: str) -> None:
+    counter[0] += 1
+    if len(counter[1]) < MAX_NAMED:
+        counter[1].append(name)
 
 
 class TokenStoreWriter:
-    """Fills a folder with samples; `close` makes it one that `TokenStore` opens."""
+    """Writes samples to a folder; after `close`, `TokenStore` can open it."""
 
     def __init__(self, folder: Path, special_ids: set[int]) -> None:
         folder.mkdir(parents=True)
-        self.folder, self.special = folder, np.array(sorted(special_ids), np.uint32)
+        self.folder, self.special_ids = folder, np.array(sorted(special_ids), np.uint32)
         self.report, self._file, self._hash = EncodingReport(), (folder / "tokens.bin").open("wb"), hashlib.sha256()
         self._lengths: list[int] = []
         self._supervised: list[int] = []
@@ -70,25 +70,25 @@ class TokenStoreWriter:
         self._digests: list[int] = []
         self._kinds: list[int] = []
         self._turns: list[int] = []
-        self._ends, self._found = set(), set()
+        self._ends, self._used_special = set(), set()
 
     def add(self, encoded: Encoded) -> None:
-        """Append a record's samples. Those of equal units go into one split."""
+        """Append a record's samples. Samples with equal units go into the same split."""
         self.report.add(encoded)
         self._ends |= encoded.ends
-        for number, (kept, unit, turn) in enumerate(zip(encoded.samples, encoded.units, encoded.turns, strict=True)):
-            kind = (TEXT if number == 0 else FOLLOWS) if encoded.text else EXAMPLE
-            data, ids = kept.tobytes(), kept & IDS
+        for number, (stored, unit, turn) in enumerate(zip(encoded.samples, encoded.units, encoded.turns, strict=True)):
+            kind = (TEXT if number == 0 else CONTINUATION) if encoded.text else EXAMPLE
+            data, ids = stored.tobytes(), stored & ID_MASK
             self._file.write(data)
-            self._hash.update(len(kept).to_bytes(8, "little") + data)
-            self._lengths.append(len(kept))
-            first = 0 if kind == FOLLOWS else 1  # which is never a target
-            self._supervised.append(int(np.count_nonzero(kept[first:] & LEARNED)))
+            self._hash.update(len(stored).to_bytes(8, "little") + data)
+            self._lengths.append(len(stored))
+            first = 0 if kind == CONTINUATION else 1  # the first token of an example or a text is never a target
+            self._supervised.append(int(np.count_nonzero(stored[first:] & SUPERVISED)))
             self._units.append(unit)
             self._turns.append(turn)
             self._kinds.append(kind)
-            self._digests.append(hashed(data))
-            self._found.update(np.intersect1d(ids, self.special).tolist())
+            self._digests.append(hash64(data))
+            self._used_special.update(np.intersect1d(ids, self.special_ids).tolist())
             if (largest := int(ids.max())) > self.report.largest[0]:
                 self.report.largest = [largest, encoded.where]
 
@@ -97,17 +97,17 @@ class TokenStoreWriter:
         self._file.close()
         offsets = np.concatenate(([0], np.cumsum(np.array(self._lengths, np.int64))))
         np.save(self.folder / "offsets.npy", offsets.astype(np.int64))
-        for name, kind in ARRAYS.items():
-            np.save(self.folder / f"{name}.npy", np.array(getattr(self, f"_{name}"), kind))
+        for name, dtype in ARRAYS.items():
+            np.save(self.folder / f"{name}.npy", np.array(getattr(self, f"_{name}"), dtype))
         self.report.samples, self.report.supervised = len(self._lengths), sum(self._supervised)
-        self.report.tokens = int(offsets[-1]) - sum(kind != FOLLOWS for kind in self._kinds)
-        self.report.ends, self.report.special = sorted(map(int, self._ends)), sorted(self._found)
+        self.report.tokens = int(offsets[-1]) - sum(kind != CONTINUATION for kind in self._kinds)
+        self.report.ends, self.report.special = sorted(map(int, self._ends)), sorted(self._used_special)
         self.report.content = self._hash.hexdigest()
         (self.folder / "report.json").write_text(json.dumps(asdict(self.report)), "utf-8")
 
 
 class TokenStore:
-    """A written folder."""
+    """Reads a folder that `TokenStoreWriter` has written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,14 +117,14 @@ class TokenStore:
         self.supervised, self.units, self.turns, self.digests, self.kinds = arrays
 
     @classmethod
-    def opened(cls, folder: Path) -> "TokenStore | None":
-        """The store of a folder; None where it holds none, or not all of one."""
+    def open_or_none(cls, folder: Path) -> "TokenStore | None":
+        """Open the store in a folder; return None if it is missing, incomplete or damaged."""
         try:
             store = cls(folder)
             count, size = store.report.samples, (folder / "tokens.bin").stat().st_size
-            whole = size == 4 * store.offsets[-1] and len(store.offsets) == count + 1
+            complete = size == 4 * store.offsets[-1] and len(store.offsets) == count + 1
             arrays = (getattr(store, name) for name in ARRAYS)
-            return store if whole and all(len(array) == count for array in arrays) else None
+            return store if complete and all(len(array) == count for array in arrays) else None
         except (OSError, ValueError, TypeError, EOFError, IndexError):
             return None
 
@@ -133,104 +133,106 @@ class TokenStore:
         path = self.folder / "tokens.bin"
         return np.memmap(path, np.uint32, "r") if self.offsets[-1] else np.zeros(0, np.uint32)
 
-    def kept(self, start: int, size: int) -> np.ndarray:
-        """The stored tokens of the sample at this offset, with their flags, (size,), uint32."""
+    def read(self, start: int, size: int) -> np.ndarray:
+        """Return `size` stored tokens with their flags from offset `start`, (size,) uint32."""
         return np.array(self._tokens[start : start + size])
 
-    def laid_out(self, chosen: np.ndarray, limit: int) -> "SampleIndex":
-        """The samples of these entries, in ascending order: an example as it is, of neighbouring spans of a text windows.
+    def index_samples(self, entries: np.ndarray, limit: int) -> "SampleIndex":
+        """Return the samples of these entries, given in ascending order.
 
-        A window feeds `limit` tokens at most; each token of a run of neighbours is a target once, but for the first.
+        An example is one sample. A run of neighbouring spans of a text is divided into windows of at most `limit` input
+        tokens, such that each token but the first of the run is a target once.
         """
-        opens = (self.kinds[chosen] != FOLLOWS) | (np.diff(chosen, prepend=-2) != 1)
-        heads, lasts = np.flatnonzero(opens), np.flatnonzero(np.roll(opens, -1))
-        begins, ends = self.offsets[chosen[heads]], self.offsets[chosen[lasts] + 1]
-        text = self.kinds[chosen[heads]] != EXAMPLE
-        windows = np.where(text, -(-(ends - begins - 1) // limit), 1)
-        of = np.repeat(np.arange(len(heads)), windows)
-        number = np.arange(len(of)) - np.repeat(np.cumsum(windows) - windows, windows)
-        starts = begins[of] + number * limit * text[of]
-        sizes = np.where(text[of], np.minimum(limit + 1, ends[of] - starts), ends[of] - starts)
-        head = chosen[heads][of]
-        supervised = np.where(text[of], sizes - 1, self.supervised[head])
-        units = np.where(text[of], np.uint64(0), self.units[head])
-        return SampleIndex(starts, sizes, supervised, self.digests[head], units, self.turns[head])
+        is_first = (self.kinds[entries] != CONTINUATION) | (np.diff(entries, prepend=-2) != 1)
+        firsts, lasts = np.flatnonzero(is_first), np.flatnonzero(np.roll(is_first, -1))  # of each run
+        begins, ends = self.offsets[entries[firsts]], self.offsets[entries[lasts] + 1]
+        is_text = self.kinds[entries[firsts]] != EXAMPLE
+        num_windows = np.where(is_text, -(-(ends - begins - 1) // limit), 1)
+        run = np.repeat(np.arange(len(firsts)), num_windows)  # of each window
+        number = np.arange(len(run)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)  # within its run
+        starts = begins[run] + number * limit * is_text[run]
+        sizes = np.where(is_text[run], np.minimum(limit + 1, ends[run] - starts), ends[run] - starts)
+        first = entries[firsts][run]
+        supervised = np.where(is_text[run], sizes - 1, self.supervised[first])
+        units = np.where(is_text[run], np.uint64(0), self.units[first])
+        return SampleIndex(starts, sizes, supervised, self.digests[first], units, self.turns[first])
 
 
 class SampleIndex(NamedTuple):
-    """The samples of a store: an array with a value for each."""
+    """The samples of a store: arrays with one value for each."""
 
     starts: np.ndarray  # offset of its first token
     sizes: np.ndarray  # number of its tokens
-    supervised: np.ndarray  # tokens that are learned
+    supervised: np.ndarray  # number of its target tokens
     digests: np.ndarray  # hash of an example's tokens; unused for a window of a text
     units: np.ndarray  # hash of its record's content; 0 for a window of a text
-    turns: np.ndarray  # twice the message that is its last whole answer, or -1; 1 more where a cut answer follows
+    turns: np.ndarray  # 2 * the message index of its last complete answer (or -1), + 1 if a partial answer follows
 
 
 class Samples(Sequence):
-    """Some samples of some stores, read when they are asked for."""
+    """Samples of one or more stores, read from disk on access."""
 
-    def __init__(self, stores: list[TokenStore], which: np.ndarray, places: SampleIndex) -> None:
-        self.stores, self.which, self.places = stores, which, places  # sample i lies at places[i] of stores[which[i]]
+    def __init__(self, stores: list[TokenStore], store_numbers: np.ndarray, sample_index: SampleIndex) -> None:
+        # sample i is sample_index[i] of stores[store_numbers[i]]
+        self.stores, self.store_numbers, self.sample_index = stores, store_numbers, sample_index
 
     @classmethod
     def of(cls, parts: list[tuple[TokenStore, np.ndarray]], limit: int) -> "Samples":
-        """Of each store the samples of these entries, a text's of so many tokens at most."""
-        places = [store.laid_out(chosen, limit) for store, chosen in parts]
-        which = [np.full(len(each.starts), number, np.int64) for number, each in enumerate(places)]
-        together = SampleIndex(*(np.concatenate(arrays) for arrays in zip(*places, strict=True)))
-        return cls([store for store, _ in parts], np.concatenate(which), together)
+        """Return the samples of these entries of each store; windows of texts have at most `limit` input tokens."""
+        indexes = [store.index_samples(entries, limit) for store, entries in parts]
+        store_numbers = [np.full(len(index.starts), number, np.int64) for number, index in enumerate(indexes)]
+        joined = SampleIndex(*(np.concatenate(arrays) for arrays in zip(*indexes, strict=True)))
+        return cls([store for store, _ in parts], np.concatenate(store_numbers), joined)
 
     def __len__(self) -> int:
-        return len(self.which)
+        return len(self.store_numbers)
 
     @property
     def sizes(self) -> list[int]:
-        """How many are of each store."""
-        return np.bincount(self.which, minlength=len(self.stores)).tolist()
+        """The number of samples of each store."""
+        return np.bincount(self.store_numbers, minlength=len(self.stores)).tolist()
 
-    def __getitem__(self, index: Any) -> "Sample | Samples":
-        if isinstance(index, slice):
-            return Samples(self.stores, self.which[index], SampleIndex(*(array[index] for array in self.places)))
-        return to_sample(self._kept(index))
+    def __getitem__(self, key: Any) -> "Sample | Samples":
+        if isinstance(key, slice):
+            return Samples(self.stores, self.store_numbers[key], SampleIndex(*(array[key] for array in self.sample_index)))
+        return to_sample(self._read(key))
 
-    def _kept(self, index: int) -> np.ndarray:
-        return self.stores[self.which[index]].kept(int(self.places.starts[index]), int(self.places.sizes[index]))
+    def _read(self, i: int) -> np.ndarray:
+        return self.stores[self.store_numbers[i]].read(int(self.sample_index.starts[i]), int(self.sample_index.sizes[i]))
 
     @property
     def lengths(self) -> np.ndarray:
-        """Tokens of each that are fed to the network."""
-        return self.places.sizes - 1
+        """The number of input tokens of each sample."""
+        return self.sample_index.sizes - 1
 
     @property
     def supervised(self) -> np.ndarray:
-        """Tokens of each that the loss counts."""
-        return self.places.supervised
+        """The number of target tokens of each sample."""
+        return self.sample_index.supervised
 
     @property
     def digests(self) -> np.ndarray:
-        """A hash of each one's tokens; windows of texts are read for it."""
-        found = self.places.digests.copy()
-        for index in np.flatnonzero(self.places.units == 0):
-            found[index] = hashed(self._kept(index).tobytes())
-        return found
+        """A hash of the tokens of each sample; windows of texts are read for it."""
+        digests = self.sample_index.digests.copy()
+        for i in np.flatnonzero(self.sample_index.units == 0):
+            digests[i] = hash64(self._read(i).tobytes())
+        return digests
 
     @property
     def names(self) -> list[tuple[int, int, int]]:
-        """Of each its unit, its turn (which answers it has: see `Places.turns`), and how many came before that have both.
+        """For each sample (unit, turn, number of earlier samples with the same unit and turn), see `SampleIndex`.
 
-        The same whatever template and tokenizer made the sample, where the same answers are whole and cut. The unit of text
-        is 0.
+        A name does not depend on template and tokenizer, as long as the same answers are complete and partial. The unit of
+        texts is 0.
         """
         seen: Counter[tuple[int, int]] = Counter()
         names = []
-        for name in zip(self.places.units.tolist(), self.places.turns.tolist(), strict=True):
+        for name in zip(self.sample_index.units.tolist(), self.sample_index.turns.tolist(), strict=True):
             names.append((*name, seen[name]))
             seen[name] += 1
         return names
 
     @property
     def identity(self) -> bytes:
-        """Which samples of the stores these are, in which order."""
-        return b"".join(array.tobytes() for array in (self.which, self.places.starts, self.places.sizes))
+        """The samples of the stores and their order, as bytes to be hashed."""
+        return b"".join(array.tobytes() for array in (self.store_numbers, self.sample_index.starts, self.sample_index.sizes))

@@ -1,4 +1,4 @@
-"""Text to token ids and back: `tokenizer.json` (tokenizers) or `tokenizer.model` (sentencepiece), one face."""
+"""Text to token ids and back: one class for `tokenizer.json` (tokenizers) and `tokenizer.model` (sentencepiece)."""
 
 import hashlib
 import json
@@ -13,14 +13,15 @@ from typing import Any
 from litft.data.chat_template import ALPACA, Message, render
 from litft.model.config import read_object
 
-MANY = 64  # places of a text that are found by the lengths of its pieces: exact unless a model rewrites characters
-# a control token as chat templates write them
+# with more boundaries, sentencepiece's are computed from the lengths of pieces: exact unless the model rewrites characters
+MANY_BOUNDARIES = 64
+# matches control tokens of chat templates
 CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>")
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 class _Fast:
-    """The `tokenizers` back-end."""
+    """The `tokenizers` backend."""
 
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend
@@ -28,7 +29,7 @@ class _Fast:
         try:
             self.backend = Backend.from_file(str(path))
         except Exception as error:  # tokenizers raises plain Exception
-            raise ValueError(f"{path} is no valid tokenizer ({error}); download it again") from None
+            raise ValueError(f"{path} is not a valid tokenizer ({error}); download it again") from None
         self.backend.no_truncation()
         self.backend.no_padding()
         self.size = self.backend.get_vocab_size()
@@ -37,10 +38,10 @@ class _Fast:
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
-    def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
+    def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
         encoding = self.backend.encode(text, add_special_tokens=False)
         ends = [end for _, end in encoding.offsets]
-        return encoding.ids, [bisect_right(ends, place) for place in places]
+        return encoding.ids, [bisect_right(ends, boundary) for boundary in boundaries]
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         return self.backend.decode(ids, skip_special_tokens=skip_special)
@@ -70,17 +71,17 @@ class _Fast:
     def save(self, folder: Path) -> None:
         self.backend.save(str(folder / "tokenizer.json"))
         names = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
-        known = self.backend.get_added_tokens_decoder().items()
-        _write_added(folder, {i: {name: getattr(token, name) for name in names} for i, token in known})
+        added = self.backend.get_added_tokens_decoder().items()
+        _write_added(folder, {i: {name: getattr(token, name) for name in names} for i, token in added})
 
     def adds_bos(self, bos_id: int | None) -> bool:
-        """Whether the file's own post-processor begins every text with BOS."""
+        """Return whether the file's post-processor adds BOS to every text."""
         ids = self.backend.encode("a", add_special_tokens=True).ids
         return bos_id is not None and ids[:1] == [bos_id]
 
 
 class _SentencePiece:
-    """The sentencepiece back-end; special tokens in the text become their ids, as in transformers."""
+    """The sentencepiece backend; special tokens in the text become their ids, as in transformers."""
 
     def __init__(self, path: Path, special: list[str], added: dict[str, int]) -> None:
         from sentencepiece import SentencePieceProcessor
@@ -88,76 +89,76 @@ class _SentencePiece:
         try:
             self.backend = SentencePieceProcessor(model_file=str(path))
         except (OSError, RuntimeError) as error:
-            raise ValueError(f"{path} is no valid sentencepiece model ({error}); download it again") from None
+            raise ValueError(f"{path} is not a valid sentencepiece model ({error}); download it again") from None
         size = self.backend.vocab_size()
-        self.added = {text: i for text, i in added.items() if i >= size}  # tokens that the file itself does not know
+        self.added = {text: i for text, i in added.items() if i >= size}  # tokens that the file does not contain
         self.special: dict[str, int] = {}
-        self.special = {token: found for token in special if (found := self.token_id(token)) is not None}
+        self.special = {text: token_id for text in special if (token_id := self.token_id(text)) is not None}
         self.special_ids = set(self.special.values())
-        self._know()
+        self._update_vocabulary()
 
-    def _know(self) -> None:
-        """Texts that are tokens whole."""
-        whole = sorted({**self.special, **self.added}, key=len, reverse=True)
+    def _update_vocabulary(self) -> None:
+        """Update the size, and the pattern that splits a text at special and added tokens."""
+        texts = sorted({**self.special, **self.added}, key=len, reverse=True)
         self.size = max([self.backend.vocab_size() - 1, *self.added.values(), *self.special.values()]) + 1
-        self._split = re.compile("(" + "|".join(map(re.escape, whole)) + ")") if whole else None
+        self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")") if texts else None
 
     def encode(self, text: str) -> list[int]:
-        ids, whole = [], {**self.special, **self.added}
+        ids, added = [], {**self.special, **self.added}
         for part in self._split.split(text) if self._split else [text]:
-            ids += [whole[part]] if part in whole else self.backend.encode(part)
+            ids += [added[part]] if part in added else self.backend.encode(part)
         return ids
 
-    def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
-        if len(places) < MANY:
+    def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
+        if len(boundaries) < MANY_BOUNDARIES:
             ids = self.encode(text)
-            return ids, [common_prefix_length(ids, self.encode(text[:place])) for place in places]
-        ids, ends, at, whole = [], [], 0, {**self.special, **self.added}
+            return ids, [common_prefix_length(ids, self.encode(text[:boundary])) for boundary in boundaries]
+        ids, ends, at, added = [], [], 0, {**self.special, **self.added}
         for part in self._split.split(text) if self._split else [text]:
-            found = [whole[part]] if part in whole else self.backend.encode(part)
-            ids += found
-            ends += [at + width for width in ([len(part)] if part in whole else self._widths(part, found))]
+            part_ids = [added[part]] if part in added else self.backend.encode(part)
+            ids += part_ids
+            ends += [at + end for end in ([len(part)] if part in added else self._token_ends(part, part_ids))]
             at += len(part)
-        return ids, [bisect_right(ends, place) for place in places]
+        return ids, [bisect_right(ends, boundary) for boundary in boundaries]
 
-    def _widths(self, text: str, ids: list[int]) -> Iterator[int]:
-        """How many characters end with each token, where the model changes none."""
+    def _token_ends(self, text: str, ids: list[int]) -> Iterator[int]:
+        """Yield the end of each token in characters of `text`, assuming that the model changes no characters."""
         pieces = [self.backend.id_to_piece(token) for token in ids]
-        # of the bytes of a character the first counts; the space that the model puts before a text stands for nothing
+        # of a character's byte tokens, the first counts; the space that the model adds before a text has no width
         widths = [len(p) if not (byte := _BYTE.fullmatch(p)) else int(byte[1], 16) & 0xC0 != 0x80 for p in pieces]
-        front = bool(pieces) and pieces[0].startswith("▁") and not text.startswith((" ", "▁"))
-        return accumulate(widths[1:], initial=widths[0] - front) if pieces else iter(())
+        added_space = bool(pieces) and pieces[0].startswith("▁") and not text.startswith((" ", "▁"))
+        return accumulate(widths[1:], initial=widths[0] - added_space) if pieces else iter(())
 
     def decode(self, ids: list[int], skip_special: bool) -> str:
         if skip_special:
             ids = [i for i in ids if i not in self.special_ids]
         names = {i: token for token, i in {**self.special, **self.added}.items()}
-        known = self.backend.get_piece_size()  # a model may have more rows, which stand for nothing
-        ids = [i for i in ids if i < known or i in names]
+        num_pieces = self.backend.get_piece_size()  # the model's embedding may have more rows, which are no tokens
+        ids = [i for i in ids if i < num_pieces or i in names]
         if not any(i in names for i in ids):
             return self.backend.decode(ids)
-        text, plain = "", []
+        text, pending = "", []
         for i in [*ids, None]:
             if i is None or i in names:
-                text += self.backend.decode(plain) + names.get(i, "")
-                plain = []
+                text += self.backend.decode(pending) + names.get(i, "")
+                pending = []
             else:
-                plain.append(i)
+                pending.append(i)
         return text
 
     def vocabulary(self) -> dict[str, int]:
         return {self.backend.id_to_piece(i): i for i in range(self.backend.get_piece_size())} | self.special | self.added
 
     def token_id(self, token: str) -> int | None:
-        if (known := {**self.special, **self.added}.get(token)) is not None:
-            return known
-        found = self.backend.piece_to_id(token)
-        return found if self.backend.id_to_piece(found) == token else None
+        if (added_id := {**self.special, **self.added}.get(token)) is not None:
+            return added_id
+        piece_id = self.backend.piece_to_id(token)
+        return piece_id if self.backend.id_to_piece(piece_id) == token else None
 
     def add(self, texts: list[str], special: set[str]) -> None:
         for text in texts:
             (self.special if text in special else self.added)[text] = self.size
-            self._know()
+            self._update_vocabulary()
         self.special_ids = set(self.special.values())
 
     def serialized(self) -> tuple[str, bytes]:
@@ -170,9 +171,9 @@ class _SentencePiece:
         return self.serialized()[1] + json.dumps([self.special, self.added]).encode()
 
     def save(self, folder: Path) -> None:
-        plain = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
-        special = {i: {"content": text, **plain, "special": True} for text, i in self.special.items()}
-        added = {i: {"content": text, **plain, "special": False} for text, i in self.added.items()}
+        options = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+        special = {i: {"content": text, **options, "special": True} for text, i in self.special.items()}
+        added = {i: {"content": text, **options, "special": False} for text, i in self.added.items()}
         _write_added(folder, special | added)
 
     def adds_bos(self, bos_id: int | None) -> bool:
@@ -182,8 +183,8 @@ class _SentencePiece:
 class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
-    `chat_template` is jinja source; where the folder has none it is Alpaca style. It begins with the BOS token wherever the
-    tokenizer adds one to plain text, so that a conversation has exactly one. `stop_ids` end a generation.
+    `chat_template` is jinja source, Alpaca style if the folder has none. It renders the BOS token if the tokenizer adds one
+    to plain text, so that a conversation has exactly one. Generation ends at any of `stop_ids`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -191,25 +192,25 @@ class Tokenizer:
         config = _read_json(folder / "tokenizer_config.json")
         self.special = _special_tokens(config, _read_json(folder / "special_tokens_map.json"))
         added = _added_tokens(config)
-        self._has_new = False
-        self.day: str | None = None  # that templates write for today; None: today
+        self._has_new_tokens = False
+        self.day: str | None = None  # the date that templates print as today's (ISO 8601); None: today
         if (path := folder / "tokenizer.json").is_file():
             self._backend = _Fast(path)
         elif (path := folder / "tokenizer.model").is_file():
             special = [text for text, entry in added.items() if entry["special"]]
             self._backend = _SentencePiece(path, [*self.special.values(), *special], {t: e["id"] for t, e in added.items()})
         else:
-            raise ValueError(f"{folder} holds no tokenizer.json or tokenizer.model; copy the model's tokenizer into it")
+            raise ValueError(f"{folder} contains no tokenizer.json or tokenizer.model; copy the model's tokenizer into it")
         self.bos_id = self._id("bos_token")
         self.eos_id = self._id("eos_token")
-        adds = config.get("add_bos_token")
-        self.adds_bos = self.bos_id is not None and (adds if adds is not None else self._backend.adds_bos(self.bos_id))
+        add_bos = config.get("add_bos_token")
+        self.adds_bos = self.bos_id is not None and (add_bos if add_bos is not None else self._backend.adds_bos(self.bos_id))
         self.stop_ids = _stop_ids(folder, self.eos_id)
-        # an end token is one also where the file does not call it special
+        # end tokens are special even if the tokenizer file does not mark them so
         self.special_ids = self._backend.special_ids | (set(self.stop_ids) & ({self.eos_id} | self.added_ids))
         if not self.stop_ids:
             raise ValueError(f"{folder}: neither tokenizer_config.json nor generation_config.json names an end token (eos)")
-        if "eos_token" not in self.special:  # GPT-2's own folder knows its id alone
+        if "eos_token" not in self.special:  # GPT-2's folder has only its id
             self.special["eos_token"] = self._backend.decode(self.stop_ids[:1], skip_special=False)
         self.own_template = _own_template(folder, config)
         self.chat_template = ""
@@ -220,63 +221,64 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens the tokenizer knows; the model's vocabulary may be padded beyond."""
+        """The number of tokens; the model's embedding may have more rows as padding."""
         return self._backend.size
 
     def vocabulary(self) -> dict[str, int]:
-        """Every token's id."""
+        """Return the id of each token."""
         return self._backend.vocabulary()
 
     def token_id(self, token: str) -> int | None:
-        """The id of a token given as text; None where it is not one."""
+        """Return the id of a token given as text; None if the text is not one token."""
         return self._backend.token_id(token)
 
     @property
-    def tells_date(self) -> bool:
-        """Whether the template writes today's date."""
+    def uses_date(self) -> bool:
+        """Whether the template prints today's date."""
         return "strftime_now" in self.chat_template
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
-        """The special tokens as they stand in a text."""
+        """The special tokens as text."""
         return tuple(filter(None, (self.decode([i], skip_special=False).strip() for i in sorted(self.special_ids))))
 
     @cached_property
     def control_text(self) -> re.Pattern | None:
-        """Finds the text of a special token."""
+        """A pattern that matches the text of any special token; None if there is none."""
         return re.compile("|".join(map(re.escape, self.special_texts))) if self.special_texts else None
 
     def digest(self) -> str:
-        """Which tokenizer and template this is: the same text gives the same tokens where it is equal."""
-        own = [self.special, self.chat_template, self.adds_bos, self.stop_ids, self.day if self.tells_date else None]
-        return hashlib.sha256(self._backend.state() + json.dumps(own).encode()).hexdigest()
+        """Return the hash of everything that decides how texts and conversations are tokenized."""
+        settings = [self.special, self.chat_template, self.adds_bos, self.stop_ids, self.day if self.uses_date else None]
+        return hashlib.sha256(self._backend.state() + json.dumps(settings).encode()).hexdigest()
 
     def vocabulary_digest(self) -> str:
-        """Which tokens these are, whatever the template and what ends an answer."""
+        """Return the hash of the tokens and their ids, independent of template and stop tokens."""
         return hashlib.sha256(json.dumps(sorted(self.vocabulary().items())).encode()).hexdigest()
 
     @property
     def added_ids(self) -> set[int]:
-        """The tokens that are found in a text before all else, special or not."""
+        """The tokens, special or not, that are matched in a text before the model splits the rest."""
         return self._backend.added_ids()
 
     def serialized(self) -> tuple[str, bytes]:
-        """The content of tokenizer.json or tokenizer.model, and which of them."""
+        """Return the file name, tokenizer.json or tokenizer.model, and its content."""
         return self._backend.serialized()
 
     def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
-        """Make each text one token from now on: its id, and the ids it had before; ValueError for an empty text.
+        """Make each text a single token; return {its new id: the ids of the text before}.
 
-        One that looks like a control token is special: it may end an answer, and is no part of what is said.
+        A text that looks like a control token becomes special: it may end an answer, and is not part of decoded text. Raise
+        ValueError for an empty text.
         """
         texts = list(dict.fromkeys(texts))
         if any(not text.strip() for text in texts):
-            raise ValueError("a new token must be a text with more than spaces")
+            raise ValueError("a new token must contain more than whitespace")
         pieces = [self._backend.encode(text) for text in texts]
         for text, before in zip(texts, pieces, strict=True):
-            if (known := self.token_id(text)) is not None and before != [known]:
+            if (token_id := self.token_id(text)) is not None and before != [token_id]:
                 raise ValueError(
-                    f"{text!r} is how the tokenizer spells a piece of its own, not a text; choose another token"
+                    f"{text!r} is the tokenizer's internal spelling of a token, not its text; choose another token"
                 )
         if new := [text for text in texts if self.token_id(text) is None]:
             special = set(filter(CONTROL.fullmatch, new))
@@ -284,53 +286,51 @@ class Tokenizer:
             self.special_ids |= {self.token_id(text) for text in special}
             for name in ("special_texts", "control_text"):
                 self.__dict__.pop(name, None)
-            self._has_new = True
+            self._has_new_tokens = True
         return {self.token_id(text): before for text, before in zip(texts, pieces, strict=True)}
 
     def save_added(self, folder: Path) -> None:
-        """Write what `add_tokens` has changed beside the other files."""
-        if self._has_new:
+        """Write the tokenizer files that `add_tokens` has changed into a folder with the other files."""
+        if self._has_new_tokens:
             self._backend.save(folder)
 
     def encode(self, text: str, bos: bool | None = None, eos: bool = False) -> list[int]:
-        """Token ids of `text`. bos None: a BOS where the checkpoint's tokenizer adds one and the text has none yet."""
+        """Return the token ids of `text`. bos None: add BOS if the checkpoint's tokenizer does and the text has none yet."""
         ids = self._backend.encode(check_text(text))
         if bos is None:
             bos = self.adds_bos and ids[:1] != [self.bos_id]
-        for wanted, kind, known in ((bos, "bos_token", self.bos_id), (eos, "eos_token", self.eos_id)):
-            if wanted and known is None:
+        for required, kind, token_id in ((bos, "bos_token", self.bos_id), (eos, "eos_token", self.eos_id)):
+            if required and token_id is None:
                 raise ValueError(f"{self.folder}: tokenizer_config.json names no {kind} to add")
         return [self.bos_id] * bos + ids + [self.eos_id] * eos
 
-    def encode_to(self, text: str, places: list[int]) -> tuple[list[int], list[int]]:
-        """Token ids of `text` as it stands, and how many of them end at or before each of these places in it."""
-        return self._backend.encode_to(check_text(text), places)
+    def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
+        """Return the token ids of `text`, without BOS, and for each character offset how many tokens end at or before it."""
+        return self._backend.encode_with_boundaries(check_text(text), boundaries)
 
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
-        """The text of token ids; bytes that are no valid UTF-8 yet come out as U+FFFD."""
+        """Return the text of token ids; incomplete UTF-8 sequences become U+FFFD."""
         return self._backend.decode([int(i) for i in ids if not (skip_special and int(i) in self.special_ids)], skip_special)
 
     def apply_chat_template(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **variables: Any
     ) -> str:
-        """The conversation as the text the model reads; encode it with `bos=False`. `variables` are the template's own."""
+        """Render a conversation to the text the model reads; encode it with `bos=False`. variables: of the template."""
         return render(self.chat_template, messages, tools, add_generation_prompt, self.day, **self.special, **variables)
 
     def choices(self) -> dict[str, Any]:
-        """What a run has decided beside the folder's files."""
+        """Return the settings that a run has changed from the folder's files."""
         return {"chat_template": self.chat_template, "stop_ids": self.stop_ids}
 
-    def choose_again(self, choices: Any) -> None:
-        """Take on what `choices` once gave; ValueError where it did not."""
-        template, stops = (
-            choices.get(name) if isinstance(choices, dict) else None for name in ("chat_template", "stop_ids")
-        )
-        if not (isinstance(template, str) and isinstance(stops, list) and stops and all(type(i) is int for i in stops)):
-            raise ValueError(f"{str(choices)[:80]!r} is no template with stop tokens")
-        self.chat_template, self.stop_ids = template, stops
+    def restore_choices(self, choices: Any) -> None:
+        """Restore the settings that `choices` returned; raise ValueError if they are invalid."""
+        template, ids = (choices.get(name) if isinstance(choices, dict) else None for name in ("chat_template", "stop_ids"))
+        if not (isinstance(template, str) and isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
+            raise ValueError(f"{str(choices)[:80]!r} is not a template with stop tokens")
+        self.chat_template, self.stop_ids = template, ids
 
     def use_template(self, source: str) -> None:
-        """Render with `source` from now on; a BOS is put before it where the tokenizer adds one and it does not."""
+        """Set the chat template; prepend BOS if the tokenizer adds one to plain text and the template does not."""
         self.chat_template = source
         if self.adds_bos:
             probe = [{"role": "user", "content": "a"}]
@@ -339,26 +339,26 @@ class Tokenizer:
 
 
 def check_text(text: str) -> str:
-    """The same text; ValueError where it holds what is none, on which the libraries end in ways of their own."""
+    """Return the text; raise ValueError if it has unpaired surrogates, on which the libraries fail in various ways."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        reason = f"the character {text[error.start]!a} is half of a surrogate pair and no text"
-        raise ValueError(f"{reason}; mend it where it was written") from None
+        reason = f"the character {text[error.start]!a} is half of a surrogate pair, which is not valid text"
+        raise ValueError(f"{reason}; fix it where it was written") from None
     return text
 
 
 def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:
-    """How many tokens two texts begin with alike; of a text and a beginning of it, those that end by that place."""
+    """Return the length of the common prefix of two token sequences."""
     return next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
 
 
 def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:
-    """Name the added tokens where transformers looks for them, whatever the other files say."""
+    """Add tokens to `added_tokens_decoder` in tokenizer_config.json, from which transformers reads them."""
     path = folder / "tokenizer_config.json"
     config = _read_json(path)
-    known = config.get("added_tokens_decoder") or {}
-    config["added_tokens_decoder"] = {str(i): known.get(str(i), entry) for i, entry in sorted(entries.items())} | known
+    existing = config.get("added_tokens_decoder") or {}
+    config["added_tokens_decoder"] = {str(i): existing.get(str(i), e) for i, e in sorted(entries.items())} | existing
     path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
@@ -367,7 +367,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token, ... as text; an entry is a string or a dict with its content. The first source wins."""
+    """Return {"bos_token": text, ...}; an entry is a string or a dict with its content. The first source wins."""
     tokens: dict[str, str] = {}
     for source in sources:
         for kind in ("bos_token", "eos_token", "unk_token", "pad_token"):
@@ -379,30 +379,30 @@ def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
 
 
 def _added_tokens(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The entries of `added_tokens_decoder` by their text, each with its id and whether it is special."""
+    """Return the entries of `added_tokens_decoder` as {text: {"id": ..., "special": ...}}."""
     entries = config.get("added_tokens_decoder")
     entries = entries.items() if isinstance(entries, dict) else ()
-    known = [(i, e) for i, e in entries if isinstance(e, dict) and isinstance(e.get("content"), str) and i.isdecimal()]
-    return {e["content"]: {"id": int(i), "special": bool(e.get("special"))} for i, e in known}
+    valid = [(i, e) for i, e in entries if isinstance(e, dict) and isinstance(e.get("content"), str) and i.isdecimal()]
+    return {e["content"]: {"id": int(i), "special": bool(e.get("special"))} for i, e in valid}
 
 
 def _own_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """The folder's chat template: its own file, or an entry of tokenizer_config.json (one, or several with names)."""
+    """Return the folder's chat template, from its own file or tokenizer_config.json (one text, or several with names)."""
     if (path := folder / "chat_template.jinja").is_file():
         return path.read_text("utf-8")
-    found = config.get("chat_template")
-    if isinstance(found, list):
-        found = {e.get("name"): e.get("template") for e in found if isinstance(e, dict)}.get("default")
-    if not isinstance(found, str | None):
-        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, found {type(found).__name__}")
-    return found
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        template = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}.get("default")
+    if not isinstance(template, str | None):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, found {type(template).__name__}")
+    return template
 
 
 def _stop_ids(folder: Path, eos_id: int | None) -> list[int]:
-    """What ends a generation: generation_config.json's eos_token_id (or config.json's), and the tokenizer's EOS."""
+    """Return the stop tokens: eos_token_id of generation_config.json (or config.json), and the tokenizer's EOS."""
     configs = (_read_json(folder / name) for name in ("generation_config.json", "config.json"))
-    stated = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
-    stated = stated if isinstance(stated, list) else [stated]
-    if odd := [value for value in stated if not isinstance(value, int) or value < 0]:
-        raise ValueError(f"{folder}: eos_token_id {odd[0]!r} in generation_config.json or config.json is no token id")
-    return list(dict.fromkeys([*stated, *([eos_id] if eos_id is not None else [])]))
+    eos_ids = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
+    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
+    if invalid := [value for value in eos_ids if not isinstance(value, int) or value < 0]:
+        raise ValueError(f"{folder}: eos_token_id {invalid[0]!r} in generation_config.json or config.json is not a token id")
+    return list(dict.fromkeys([*eos_ids, *([eos_id] if eos_id is not None else [])]))

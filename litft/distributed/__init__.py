@@ -1,1 +1,1 @@
-"""Devices, dtypes, process groups, tensor parallelism and the placement of blocks on several GPUs."""
+"""Devices, dtypes, process groups, FSDP, tensor parallelism and the placement of blocks on several devices."""

@@ -1,11 +1,11 @@
-"""A network whose layers lie on several devices, each computed where it lies: for what one device cannot hold."""
+"""Layers spread over several devices, each computed on its own device: for models that do not fit on one device."""
 
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-from litft.methods.mixins import mixed
+from litft.methods.mixins import mixin_class
 from litft.model.kv_cache import KVCache, LayerCache
 from litft.model.packed_sequences import PackedSequences
 from litft.model.placement import WeightPlacement, allocate
@@ -13,83 +13,92 @@ from litft.model.quantization import QuantizedModule
 from litft.model.rope import CosSin
 from litft.model.transformer import GPT
 
-ROOM = 4096  # tokens of keys and values that are left room for, where the context is not shorter
-SPARE = 0.9  # of the free memory; the rest is for what passes through
+MAX_CACHE_TOKENS = 4096  # tokens of KV cache to reserve memory for; fewer if the model's context is shorter
+USABLE_MEMORY = 0.9  # fraction of the free memory to fill with weights and KV cache; the rest is left for activations
 
 
 class DeviceMap(WeightPlacement):
-    """Whole tensors, of which a layer's lie together; what is not of a layer is on the first device.
+    """Whole layers placed on `devices` in order; embedding, final norm and head are on the first device.
 
-    counts: how many layers each device gets; None: as many as fit, and the host the rest.
+    counts: number of layers per device; None: as many as fit on each device, and the remaining ones on the CPU.
     """
 
     def __init__(self, devices: Sequence[torch.device], counts: Sequence[int] | None) -> None:
         self.devices, self.counts = list(devices), counts
 
     def allocate(self, model: GPT, device: torch.device | str) -> None:
-        """As Share's. ValueError where the counts are not the layers'."""
+        """See WeightPlacement. Raise ValueError if the counts do not add up to the number of layers."""
         devices, counts = self.devices, self.counts
         if counts is None:
-            free = [torch.cuda.mem_get_info(each)[0] if each.type == "cuda" else None for each in devices]
-            layers = [_bytes(block) for block in model.blocks]
-            counts = fit_layers(free, [size + _cache_bytes(model) for size in layers], _bytes(model) - sum(layers))
+            free_bytes = [torch.cuda.mem_get_info(gpu)[0] if gpu.type == "cuda" else None for gpu in devices]
+            block_bytes = [_weight_bytes(block) for block in model.blocks]
+            counts = fit_layers(
+                free_bytes,
+                [size + _cache_bytes(model) for size in block_bytes],
+                _weight_bytes(model) - sum(block_bytes),
+            )
             devices = [*devices, torch.device("cpu")]
         elif sum(counts) != len(model.blocks):
-            given = ",".join(map(str, counts))
+            value = ",".join(map(str, counts))
             raise ValueError(
-                f"--layers_per_device {given}: these are {sum(counts)}, and the model has {len(model.blocks)} layers; "
-                "give numbers that add up to that"
+                f"--layers_per_device {value}: the counts add up to {sum(counts)}, but the model has "
+                f"{len(model.blocks)} layers; pass counts with that sum"
             )
-        places = [place for place, count in zip(devices, counts, strict=True) for _ in range(count)]
-        for block, place in zip(model.blocks, places, strict=True):
-            allocate(block, place)
+        block_devices = [target for target, count in zip(devices, counts, strict=True) for _ in range(count)]
+        for block, block_device in zip(model.blocks, block_devices, strict=True):
+            allocate(block, block_device)
         super().allocate(model, device)
 
     def connect(self, model: GPT) -> GPT:
-        """As Share's."""
-        for block, place in zip(model.blocks, model.block_devices, strict=True):
-            block.__class__, block.place, block.onward = mixed(PlacedBlock, type(block)), place, None
-        model.blocks[-1].onward = model.embed.weight.device
+        """See WeightPlacement. Each block moves its inputs to its device; the last one moves its output to the head's."""
+        for block, block_device in zip(model.blocks, model.block_devices, strict=True):
+            block.__class__, block.input_device, block.output_device = (
+                mixin_class(PlacedBlock, type(block)),
+                block_device,
+                None,
+            )
+        model.blocks[-1].output_device = model.embed.weight.device
         return model
 
 
 class PlacedBlock(nn.Module):
-    """A block to which its inputs come; `onward`: where its output goes, None: it stays."""
+    """Block that moves its inputs to `input_device`, and its output to `output_device` (None: it is not moved)."""
 
     def forward(
         self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
-        x = x.to(self.place)
+        x = x.to(self.input_device)
         if cos_sin is not None:
-            cos_sin = CosSin(*(each if each is None else each.to(self.place) for each in cos_sin))
+            cos_sin = CosSin(*(table if table is None else table.to(self.input_device) for table in cos_sin))
         x = super().forward(x, cos_sin, documents, cache)
-        return x if self.onward is None else x.to(self.onward)
+        return x if self.output_device is None else x.to(self.output_device)
 
 
-def fit_layers(free: Sequence[int | None], layers: Sequence[int], ends: int) -> list[int]:
-    """How many layers each device has room for, in their order, and then how many are left.
+def fit_layers(free_bytes: Sequence[int | None], layer_bytes: Sequence[int], other_bytes: int) -> list[int]:
+    """Return how many consecutive layers fit on each device, followed by the number of layers left over.
 
-    free: bytes on each device; None: enough. layers: bytes of each. ends: bytes besides, on the first device.
+    free_bytes: free memory per device; None: unlimited. layer_bytes: size per layer. other_bytes: embedding, final norm
+    and head, on the first device.
     """
-    counts, waiting = [], list(layers)
-    for index, room in enumerate(free):
-        room = None if room is None else room * SPARE - (0 if index else ends)
+    counts, remaining = [], list(layer_bytes)
+    for index, room in enumerate(free_bytes):
+        room = None if room is None else room * USABLE_MEMORY - (0 if index else other_bytes)
         count = 0
-        while waiting and (room is None or waiting[0] <= room):
-            size = waiting.pop(0)
+        while remaining and (room is None or remaining[0] <= room):
+            size = remaining.pop(0)
             room = None if room is None else room - size
             count += 1
         counts.append(count)
-    return [*counts, len(waiting)]
+    return [*counts, len(remaining)]
 
 
-def _bytes(module: nn.Module) -> int:
-    """Of parameters, and of the scales of those in 4 bits."""
-    scales = sum(each.weight.nbytes // 8 for each in module.modules() if isinstance(each, QuantizedModule))
+def _weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of all parameters, and of the scales of quantized weights."""
+    scales = sum(layer.weight.nbytes // 8 for layer in module.modules() if isinstance(layer, QuantizedModule))
     return scales + sum(parameter.nbytes for parameter in module.parameters())
 
 
 def _cache_bytes(model: GPT) -> int:
-    """Of one layer's keys and values."""
+    """Return the bytes of one layer's KV cache."""
     config = model.config
-    return min(ROOM, config.max_positions) * KVCache.token_bytes(config, model.dtype) // len(config.layers)
+    return min(MAX_CACHE_TOKENS, config.max_positions) * KVCache.token_bytes(config, model.dtype) // len(config.layers)

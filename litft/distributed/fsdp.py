@@ -13,40 +13,43 @@ from litft.model.placement import placement
 from litft.model.transformer import GPT
 
 
-def shard(model: GPT, mesh: DeviceMesh, rounded: torch.dtype | None = None, on_host: bool = False) -> None:
-    """Have each process of the mesh's last dimension hold its part of `model`; those of another hold the same.
+def shard(model: GPT, mesh: DeviceMesh, gather_dtype: torch.dtype | None = None, offload_to_cpu: bool = False) -> None:
+    """Shard `model` in place over the mesh's last dimension; a first dimension, if any, holds replicas.
 
-    Blocks are gathered one at a time, forward and backward, an embedding with weights of its own too; the head, which the
-    loss reads, with the network. Gradients are reduced in fp32. rounded: what matrices are gathered in, where they are kept
-    in more. on_host: parts wait in the host's memory, and are stepped there.
+    Blocks are all-gathered one at a time in forward and backward, and so is an untied embedding; the head, which the loss
+    reads, is gathered with the root module. Gradients are reduce-scattered in fp32. gather_dtype: dtype to all-gather
+    matrices in, if lower than the dtype of the shards. offload_to_cpu: keep shards, and run the optimizer step, on the CPU.
     """
     width = mesh.size(mesh.ndim - 1)
     settings = {
         "mesh": mesh,
-        "reshard_after_forward": True,  # the network's own too: else what was gathered may outlive a change of its part
+        "reshard_after_forward": True,  # for the root too: else gathered weights may survive an update of their shards
         "shard_placement_fn": lambda parameter: placement(tuple(parameter.shape), width),
-        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if on_host else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload_to_cpu else OffloadPolicy(),
     }
-    as_kept = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
-    cast = MixedPrecisionPolicy(rounded, torch.float32, cast_forward_inputs=False)
+    stored_dtype = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    cast = MixedPrecisionPolicy(gather_dtype, torch.float32, cast_forward_inputs=False)
     norms = [module for module in model.modules() if isinstance(module, Norm) and [*module.parameters()]]
     with _frozen_integers():
-        for norm in norms if rounded is not None else ():  # they are used in fp32
-            fully_shard(norm, mp_policy=as_kept, **settings)
+        for norm in norms if gather_dtype is not None else ():  # norms compute in fp32
+            fully_shard(norm, mp_policy=stored_dtype, **settings)
         for unit in [*model.blocks, *([] if model.config.tied else [model.embed]), model]:
             fully_shard(unit, mp_policy=cast, **settings)
 
 
 @contextmanager
 def _frozen_integers() -> Iterator[None]:
-    """Parameters of packed bits require no gradient: torch 2.11 asks for one before it reads their own flag, and fails."""
-    made = nn.Parameter.__new__
+    """Within the context, integer parameters (packed bits) are created without gradients.
 
-    def frozen(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:
-        return made(cls, data, requires_grad and (data is None or data.is_floating_point()))
+    fully_shard of torch 2.11 first creates each parameter with requires_grad=True, which fails for integers.
+    """
+    original_new = nn.Parameter.__new__
 
-    nn.Parameter.__new__ = frozen
+    def new_frozen(cls: type, data: Tensor | None = None, requires_grad: bool = True) -> nn.Parameter:
+        return original_new(cls, data, requires_grad and (data is None or data.is_floating_point()))
+
+    nn.Parameter.__new__ = new_frozen
     try:
         yield
     finally:
-        nn.Parameter.__new__ = made
+        nn.Parameter.__new__ = original_new

@@ -1,7 +1,7 @@
-"""A network of which each process holds a part (Megatron-LM, arXiv 1909.08053): some heads, some hidden units of each MLP.
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): each process has some heads and some hidden units of each MLP.
 
-The part is a network of ordinary modules, with fewer heads and units, so that methods and quantization work on it as on any.
-The residual stream is whole everywhere: what `o_proj` and `down_proj` add to it is summed over the processes.
+A process's part is a GPT of ordinary modules with fewer heads and hidden units, so methods and quantization work unchanged.
+The residual stream is complete on every process: the outputs of `o_proj` and `down_proj` are all-reduced.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, distributed, nn
 
-from litft.methods.mixins import mixed
+from litft.methods.mixins import mixin_class
 from litft.model.config import Config
 from litft.model.linear import Linear
 from litft.model.norm import Norm
@@ -20,40 +20,40 @@ from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, H heads, D head dim, V vocabulary
 
-KEYS = ("k_proj", "v_proj", "k_norm")  # of which there may be fewer heads than processes
-COLUMNS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # make some of the outputs
-ROWS = ("o_proj", "down_proj")  # read some of the inputs
-OUTPUTS = {"weight": -2, "lora_b": -2, "bias": -1, "lora_m": -1, "adapter_scale": -1, "adapter_bias": -1}
-INPUTS = {"weight": -1, "lora_a": -1}
-MOST = 64  # processes that a message counts up to
+KEY_VALUE = ("k_proj", "v_proj", "k_norm")  # may have fewer heads than there are processes
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # sharded along the output dimension
+ROW_PARALLEL = ("o_proj", "down_proj")  # sharded along the input dimension
+OUTPUT_DIM = {"weight": -2, "lora_b": -2, "bias": -1, "lora_m": -1, "adapter_scale": -1, "adapter_bias": -1}
+INPUT_DIM = {"weight": -1, "lora_a": -1}
+MAX_SUGGESTED_PROCESSES = 64  # highest number of processes that the error message suggests
 
 
 def check_divides(config: Config, processes: int) -> None:
-    """ValueError naming what so many processes cannot have equal parts of."""
+    """Raise ValueError naming the sizes of the model that cannot be split evenly over so many processes."""
     counts = {"num_attention_heads": config.n_heads}
     if not all(layer.experts for layer in config.layers):
         counts["the MLP's hidden size"] = config.hidden_dim
-    for each in (layer.experts for layer in config.layers if layer.experts):
-        counts |= {"an expert's hidden size": each.hidden_dim, "the shared expert's hidden size": each.shared_dim}
+    for experts in (layer.experts for layer in config.layers if layer.experts):
+        counts |= {"an expert's hidden size": experts.hidden_dim, "the shared expert's hidden size": experts.shared_dim}
 
-    def odd(processes: int) -> list[str]:
-        heads = config.n_kv_heads  # of which several processes may have the same
-        found = [f"{name} {count}" for name, count in counts.items() if count % processes]
-        return [*found, *([f"num_key_value_heads {heads}"] if heads % processes and processes % heads else [])]
+    def uneven(processes: int) -> list[str]:
+        kv_heads = config.n_kv_heads  # several processes may share one
+        sizes = [f"{name} {count}" for name, count in counts.items() if count % processes]
+        return [*sizes, *([f"num_key_value_heads {kv_heads}"] if kv_heads % processes and processes % kv_heads else [])]
 
-    if found := odd(processes):
-        known = ", ".join(str(count) for count in range(1, MOST + 1) if not odd(count))
-        raise ValueError(f"--devices {processes} cannot have equal parts of {', '.join(found)}; this model takes {known}")
+    if sizes := uneven(processes):
+        supported = ", ".join(str(count) for count in range(1, MAX_SUGGESTED_PROCESSES + 1) if not uneven(count))
+        raise ValueError(f"--devices {processes} cannot evenly split {', '.join(sizes)}; this model supports {supported}")
 
 
 class TensorParallelPlacement(WeightPlacement):
-    """What process `rank` of `size` holds of the tensors of a network with this whole `config`."""
+    """Placement of the shards of process `rank` out of `size` processes; `config` describes the complete model."""
 
     def __init__(self, config: Config, rank: int, size: int) -> None:
         self.config, self.rank, self.size = config, rank, size
 
-    def narrowed(self, config: Config) -> Config:
-        """Of the part: heads and hidden units are fewer, heads are as wide."""
+    def local_config(self, config: Config) -> Config:
+        """Return the config of one process's part: fewer heads and hidden units, the same head dim."""
 
         def narrow(experts):
             return replace(experts, hidden_dim=experts.hidden_dim // self.size, shared_dim=experts.shared_dim // self.size)
@@ -67,111 +67,114 @@ class TensorParallelPlacement(WeightPlacement):
             layers=tuple(layers),
         )
 
-    def network(self, config: Config) -> GPT:
-        """As Share's."""
-        model = GPT(self.narrowed(config))
+    def build_network(self, config: Config) -> GPT:
+        """See WeightPlacement. Return this process's part of the network."""
+        model = GPT(self.local_config(config))
         if config.qk_norm and config.qk_norm_over == "all":
             for block in model.blocks:
                 for name, heads in (("q_norm", config.n_heads), ("k_norm", config.n_kv_heads)):
-                    norm = Norm(config.qk_norm, heads, config.head_dim, over=2)
-                    norm.__class__, norm.slices = mixed(NormOverAll, Norm), self
+                    norm = Norm(config.qk_norm, heads, config.head_dim, num_dims=2)
+                    norm.__class__, norm.placement = mixin_class(NormOverAll, Norm), self
                     setattr(block.attention, name, norm)
         return model
 
     @torch.no_grad()
     def copy_in(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-        """As Share's; what is added after the sum over processes the first one adds."""
-        place = self._place(name)
-        if place is None and self.rank and name.split(".")[-2] in ROWS and name.endswith("bias"):
+        """See WeightPlacement. Only rank 0 keeps row-parallel biases, as outputs are summed over ranks."""
+        partition = self._partition(name)
+        if partition is None and self.rank and name.split(".")[-2] in ROW_PARALLEL and name.endswith("bias"):
             tensor.zero_()
-        elif place is None:
+        elif partition is None:
             copy_into_local(tensor, read)
         else:
-            dim, index, _ = place
-            wanted, count = [slice(0, size) for size in tensor.shape], tensor.size(dim)
-            wanted[dim] = slice(index * count, (index + 1) * count)
-            tensor.copy_(read(tuple(wanted)))
+            dim, index, _ = partition
+            slices, length = [slice(0, size) for size in tensor.shape], tensor.size(dim)
+            slices[dim] = slice(index * length, (index + 1) * length)
+            tensor.copy_(read(tuple(slices)))
 
-    def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """As Share's."""
-        place = self._place(name)
-        return tensor if place is None else tensor.chunk(place[2], place[0])[place[1]]
+    def shard(self, name: str, tensor: Tensor) -> Tensor:
+        """See WeightPlacement. Return this process's shard of a full tensor."""
+        partition = self._partition(name)
+        return tensor if partition is None else tensor.chunk(partition[2], partition[0])[partition[1]]
 
-    def _place(self, name: str) -> tuple[int, int, int] | None:
-        """The dimension along which a parameter is cut, which piece is held, and of how many; None: it is held whole."""
+    def _partition(self, name: str) -> tuple[int, int, int] | None:
+        """Return the sharded dimension of a parameter, this process's shard index and the number of shards.
+
+        Return None if every process has the full parameter.
+        """
         owner, leaf = name.split(".")[-2:]
-        dim = OUTPUTS.get(leaf) if owner in COLUMNS else INPUTS.get(leaf) if owner in ROWS else None
+        dim = OUTPUT_DIM.get(leaf) if owner in COLUMN_PARALLEL else INPUT_DIM.get(leaf) if owner in ROW_PARALLEL else None
         if leaf == "sinks" or (owner in ("q_norm", "k_norm") and self.config.qk_norm_over == "heads"):
             dim = 0
         if dim is None:
             return None
-        pieces = min(self.size, self.config.n_kv_heads) if owner in KEYS else self.size
-        return dim, self.rank * pieces // self.size, pieces
+        shards = min(self.size, self.config.n_kv_heads) if owner in KEY_VALUE else self.size
+        return dim, self.rank * shards // self.size, shards
 
     @torch.no_grad()
     def connect(self, model: GPT) -> GPT:
-        """As Share's."""
+        """See WeightPlacement. Add the all-reduces of row-parallel Linears, and shard the head over the vocabulary."""
         for name, module in model.named_modules():
-            if name.rpartition(".")[2] in ROWS:
-                module.__class__ = mixed(RowParallel, type(module))
+            if name.rpartition(".")[2] in ROW_PARALLEL:
+                module.__class__ = mixin_class(RowParallel, type(module))
         head = model.lm_head
-        if type(head) is Linear:  # what a method has changed it has changed as a whole
-            each = -(-head.out_features // self.size)
-            mine = slice(each * self.rank, each * (self.rank + 1))
-            for leaf, whole in list(head.named_parameters()):
-                rows = whole[mine] if self.config.tied else whole[mine].clone()
+        if type(head) is Linear:  # a head that a method has changed stays complete
+            rows_per_rank = -(-head.out_features // self.size)
+            local_rows = slice(rows_per_rank * self.rank, rows_per_rank * (self.rank + 1))
+            for leaf, full in list(head.named_parameters()):
+                rows = full[local_rows] if self.config.tied else full[local_rows].clone()
                 setattr(head, leaf, nn.Parameter(rows, requires_grad=False))
-            head.__class__, head.each = mixed(AllGatherHead, Linear), each
+            head.__class__, head.rows_per_rank = mixin_class(AllGatherHead, Linear), rows_per_rank
         return model
 
 
 class RowParallel(nn.Module):
-    """A module that reads some of the inputs: its outputs, or their squares, are summed over the processes."""
+    """Row-parallel module: it reads a shard of the inputs, and its partial outputs are summed over the processes."""
 
     def forward(self, x: Tensor, *inputs) -> Tensor:
         return all_reduce_sum(super().forward(x, *inputs))
 
-    def summed(self, squares: Tensor) -> Tensor:
-        """Of whole rows (out,), from those of the part: the seam of DoRA's lengths."""
+    def sum_over_ranks(self, squares: Tensor) -> Tensor:
+        """Return the squared norms (out,) of full rows from those of row shards; overrides DoRA's method."""
         return all_reduce_sum(squares)
 
 
 class AllGatherHead(nn.Module):
-    """A head of `each` rows, or of those that are left; its logits (..., V) are all processes'."""
+    """Head with `rows_per_rank` rows per process (the last may have fewer); returns the complete logits (..., V)."""
 
     def forward(self, x: Tensor) -> Tensor:
         y = super().forward(x)
-        return all_gather(F.pad(y, (0, self.each - y.size(-1))))[..., : self.out_features]
+        return all_gather(F.pad(y, (0, self.rows_per_rank - y.size(-1))))[..., : self.out_features]
 
 
 class NormOverAll(nn.Module):
-    """A norm over all heads' entries (B, T, H, D) together, of which each process has some heads."""
+    """Norm over the entries of all heads (B, T, H, D), which are spread over the processes."""
 
     def forward(self, x: Tensor) -> Tensor:
-        slices, heads = self.slices, x.size(-2)
-        copies = slices.size * heads // self.shape[0]  # processes that have the same heads
-        whole = all_gather(x.transpose(-1, -2)).transpose(-1, -2)  # all heads, some of them more than once
-        y = super().forward(whole.unflatten(-2, (-1, copies, heads))[..., 0, :, :].flatten(-3, -2))
-        return y.narrow(-2, slices.rank // copies * heads, heads)
+        placement, heads = self.placement, x.size(-2)
+        copies = placement.size * heads // self.shape[0]  # number of processes with the same heads
+        gathered = all_gather(x.transpose(-1, -2)).transpose(-1, -2)  # all heads, each `copies` times
+        y = super().forward(gathered.unflatten(-2, (-1, copies, heads))[..., 0, :, :].flatten(-3, -2))
+        return y.narrow(-2, placement.rank // copies * heads, heads)
 
 
 def all_reduce_sum(x: Tensor) -> Tensor:
-    """The sum of all processes' x, to the same bit in each."""
+    """Return the sum of x over all processes, bitwise equal on each. On a GPU, x is overwritten."""
     if x.is_cuda:
         distributed.all_reduce(x)
         return x
-    return _all(x).sum(0, dtype=torch.float32).to(x.dtype)  # gloo's own sum of small tensors takes three times as long
+    return _gather(x).sum(0, dtype=torch.float32).to(x.dtype)  # gloo's all-reduce of small tensors takes three times as long
 
 
 def all_gather(x: Tensor) -> Tensor:
-    """All processes' x (..., n), one behind the other: (..., processes * n)."""
-    return _all(x).movedim(0, -2).flatten(-2)
+    """Concatenate x (..., n) of all processes along the last dimension: (..., processes * n)."""
+    return _gather(x).movedim(0, -2).flatten(-2)
 
 
-def _all(x: Tensor) -> Tensor:
-    """(processes, *x.shape)"""
-    found = x.new_empty((distributed.get_world_size(), *x.shape))
-    # its newer name is not in torch 2.11
+def _gather(x: Tensor) -> Tensor:
+    """Return x of all processes, stacked: (processes, *x.shape)."""
+    stacked = x.new_empty((distributed.get_world_size(), *x.shape))
+    # all_gather_single is the newer name; torch 2.11 does not have it
     gather = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(found.view(-1), x.contiguous().view(-1))
-    return found
+    gather(stacked.view(-1), x.contiguous().view(-1))
+    return stacked

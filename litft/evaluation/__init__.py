@@ -1,1 +1,1 @@
-"""Scores of models: losses and answers on data of one's own, and the tasks of lm-evaluation-harness."""
+"""Evaluation: loss and answers on your own examples, and the tasks of lm-evaluation-harness."""

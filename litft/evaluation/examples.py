@@ -1,4 +1,4 @@
-"""Which examples a model is scored on: those that its run held out, or a file's; of these, what every model can read."""
+"""Select the examples to score: those that a run held out, or those of a file, limited to what every model can read."""
 
 import sys
 from dataclasses import asdict, replace
@@ -17,109 +17,119 @@ from litft.inference.session import source_of
 from litft.pretrained import PretrainedFolder, resolve
 
 Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
-SPLITTING = ("val_path", "val_fraction", "seed", "subset", "format", "columns")  # flags that decide what is held out
-ANY = 1 << 30  # a vocabulary size that fits every token: the model's own size is checked when it is scored
+# flags that determine the held-out examples
+SPLIT_FLAGS = ("val_path", "val_fraction", "seed", "subset", "format", "columns")
+ANY_VOCAB_SIZE = 1 << 30  # larger than any token id: the model's vocabulary size is checked when it is scored
 
 
-def chosen_data(args: RunEvalArgs, source: PretrainedFolder) -> DataArgs:
-    """What to score, and how it is read: of a run its held-out part by its own flags, which is said; another file whole.
+def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> DataArgs:
+    """Return the data flags to score with: a run's own (its held-out part is scored), or for another file the given ones.
 
-    ValueError where the examples are some of those that a run has learned from.
+    Raise ValueError if a run was trained on some of the examples.
     """
     if args.tasks and not args.data.path:
         return args.data
-    asked, known = _files(args.data), _runs(args, source)
-    reader = next((run for run, trained in known.items() if not asked or asked & _files(trained)), None)
-    if reader is None and not asked:
-        raise ValueError(f"{source.folder} belongs to no run, which would have examples; give --data.path or --tasks")
+    requested, run_data = _train_files(args.data), _training_runs(args, source)
+    own_run = next(
+        (run for run, trained_data in run_data.items() if not requested or requested & _train_files(trained_data)), None
+    )
+    if own_run is None and not requested:
+        raise ValueError(f"{source.folder} belongs to no run with held-out examples; give --data.path or --tasks")
     data = args.data
-    if reader is not None:
-        if asked and asked != _files(known[reader]):
+    if own_run is not None:
+        if requested and requested != _train_files(run_data[own_run]):
             remedy = "leave --data.path out to score what it held out, or score other files alone"
-            raise ValueError(f"--data.path {','.join(data.path)}: not the same files as {reader} was trained on; {remedy}")
-        data = _as_trained(data, known[reader], reader)
-    for run, trained in known.items():
-        if run != reader and _learned_from(data, trained):
+            raise ValueError(f"--data.path {','.join(data.path)}: not the same files as {own_run} was trained on; {remedy}")
+        data = _apply_overrides(data, run_data[own_run], own_run)
+    for run, trained_data in run_data.items():
+        if run != own_run and _was_trained_on(data, trained_data):
             remedy = "score both on a file that neither was trained on"
-            raise ValueError(f"{run} was trained on some of what {reader or 'this'} would be scored on; {remedy}")
-    if reader is not None:
-        print(f"reading {', '.join(data.path)} as {reader} did: {_part(data)}", file=sys.stderr)
+            raise ValueError(f"{run} was trained on some of what {own_run or 'this'} would be scored on; {remedy}")
+    if own_run is not None:
+        print(f"reading {', '.join(data.path)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
     return data
 
 
-def _runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, DataArgs]:
-    """The data flags of the runs whose models are scored, and of those that they began from.
+def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, DataArgs]:
+    """Return the data flags of the runs whose models are scored, and of the runs that these started from.
 
-    A warning where a run's files are not found from here.
+    Print a warning if the files of a run are not found.
     """
     folders = [source.folder] + ([source_of(args.model(args.against)).folder] if args.against not in (None, "none") else [])
-    known: dict[Path, DataArgs] = {}
+    run_data: dict[Path, DataArgs] = {}
     while folders:
         run = _run_of(folders.pop(0))
-        if run is None or run in known:
+        if run is None or run in run_data:
             continue
-        begun = finetune_args(run)
-        trained = begun.data
-        if hub_id(begun.checkpoint_dir) is None and Path(begun.checkpoint_dir).is_dir():
-            folders.append(resolve(begun.checkpoint_dir, begun.base_dir).folder)
+        run_args = finetune_args(run)
+        trained_data = run_args.data
+        if hub_id(run_args.checkpoint_dir) is None and Path(run_args.checkpoint_dir).is_dir():
+            folders.append(resolve(run_args.checkpoint_dir, run_args.base_dir).folder)
         try:
-            _files(trained)
-            known[run] = trained
+            _train_files(trained_data)
+            run_data[run] = trained_data
         except ValueError:
             if not args.data.path:
                 raise
-            reason = f"{run} was trained on {', '.join(trained.path)}, which is not found from here"
-            print(f"warning: {reason}; start where it was trained, or these may be the same examples", file=sys.stderr)
-    return known
+            reason = f"{run} was trained on {', '.join(trained_data.path)}, which is not found from this folder"
+            print(
+                f"warning: {reason}; start in the folder of the training, or scores may include training examples",
+                file=sys.stderr,
+            )
+    return run_data
 
 
-def _learned_from(data: DataArgs, trained: DataArgs) -> bool:
-    """Whether a run has learned from some of what is scored of `data`."""
+def _was_trained_on(data: DataArgs, trained_data: DataArgs) -> bool:
+    """Return whether a run was trained on some of the files that are scored of `data`."""
     splits = [
-        [_files(each), _validation(each), *(getattr(each, name) for name in SPLITTING if name != "val_path")]
-        for each in (data, trained)
+        [
+            _train_files(item),
+            _val_files(item),
+            *(getattr(item, name) for name in SPLIT_FLAGS if name != "val_path"),
+        ]
+        for item in (data, trained_data)
     ]
     if splits[0] == splits[1]:
         return False
-    return bool((_validation(data) or _files(data)) & _files(trained))
+    return bool((_val_files(data) or _train_files(data)) & _train_files(trained_data))
 
 
-def _as_trained(asked: DataArgs, trained: DataArgs, run: Path) -> DataArgs:
-    """A run's own data, read as asked for; ValueError where that would hold out other examples than the run did."""
-    usual = asdict(RunEvalArgs().data)
-    given = {name: value for name, value in asdict(asked).items() if value != usual[name] and name != "path"}
-    for name in SPLITTING:
-        if name not in given or given[name] == getattr(trained, name):
+def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> DataArgs:
+    """Return a run's data flags, updated with the requested ones. Raise ValueError if these change the held-out examples."""
+    defaults = asdict(RunEvalArgs().data)
+    overrides = {name: value for name, value in asdict(requested).items() if value != defaults[name] and name != "path"}
+    for name in SPLIT_FLAGS:
+        if name not in overrides or overrides[name] == getattr(trained_data, name):
             continue
-        if name == "val_path" and _validation(replace(trained, val_path=given[name])) == _validation(trained):
+        if name == "val_path" and _val_files(replace(trained_data, val_path=overrides[name])) == _val_files(trained_data):
             continue
-        reason = f"{run} held out other examples ({_flag(name, getattr(trained, name))})"
-        raise ValueError(f"{_flag(name, given[name])}: {reason}; leave it out")
-    return replace(trained, **given | {"weights": [], "new_tokens": []})
+        reason = f"{run} held out other examples ({_flag_text(name, getattr(trained_data, name))})"
+        raise ValueError(f"{_flag_text(name, overrides[name])}: {reason}; leave it out")
+    return replace(trained_data, **overrides | {"weights": [], "new_tokens": []})
 
 
-def _flag(name: str, value: Any) -> str:
-    """A flag of the data as it is typed."""
+def _flag_text(name: str, value: Any) -> str:
+    """Return a data flag as it is typed."""
     if value is None:
         return f"without --data.{name}"
     return f"--data.{name} {','.join(value) if isinstance(value, list) else value}"
 
 
 def _run_of(folder: Path) -> Path | None:
-    """The run that has left a model's folder, final/ or one below it."""
+    """Return the run folder that contains a model folder (final/ or checkpoints/step-NNNNNN), or None."""
     folder = folder.resolve()
-    return next((above for above in (folder.parent, folder.parent.parent) if run_dir.is_run(above)), None)
+    return next((parent for parent in (folder.parent, folder.parent.parent) if run_dir.is_run(parent)), None)
 
 
-def _files(data: DataArgs) -> set[str]:
-    """The training files, wherever they are named from: a local one by what it holds."""
+def _train_files(data: DataArgs) -> set[str]:
+    """Return ids of the training files: of local files the digest of their content, independent of their path."""
     if not data.path:
         return set()
     return _digests(locate(data)[0])
 
 
-def _validation(data: DataArgs) -> set[str]:
-    """The validation files, by what they hold."""
+def _val_files(data: DataArgs) -> set[str]:
+    """Return ids of the validation files, see `_train_files`."""
     return _digests(locate(data)[1])
 
 
@@ -127,25 +137,25 @@ def _digests(files: list[File | HubSplit]) -> set[str]:
     return {file.digest() if isinstance(file, File) else file.label for file in files}
 
 
-def _part(data: DataArgs) -> str:
-    """Which part of the data is scored."""
+def _scored_part(data: DataArgs) -> str:
+    """Describe which part of the data is scored."""
     if files := locate(data)[1]:
         return f"scoring its validation examples, {', '.join(file.label for file in files)}"
     if not data.val_fraction:
-        return "nothing was held out, so these are examples that it was trained on"
+        return "nothing was held out, so it was trained on these examples"
     return f"scoring the part that was held out (--data.val_fraction {data.val_fraction}, --data.seed {data.seed})"
 
 
-def scored(data: DataSplits, args: DataArgs) -> Samples:
-    """The held-out part where there is one, else all; ValueError where nothing of a held-out part can be read."""
+def scored_samples(data: DataSplits, args: DataArgs) -> Samples:
+    """Return the held-out samples if there are any, otherwise all. Raise ValueError if no held-out sample can be read."""
     if not len(data.val) and (args.val_fraction or locate(args)[1]):
-        reason = "nothing was held out, or nothing of it lies within the length limit"
+        reason = "nothing was held out, or all held-out examples exceed the length limit"
         raise ValueError(f"{','.join(args.path)}: {reason}; raise --data.max_seq_length, or name other files")
     return data.val if len(data.val) else data.train
 
 
-def compared(args: RunEvalArgs, source: PretrainedFolder) -> list[PretrainedFolder]:
-    """All whose examples are read by a tokenizer or a length of their own: the model's, and what it is held against."""
+def compared_sources(args: RunEvalArgs, source: PretrainedFolder) -> list[PretrainedFolder]:
+    """Return the folders that need their own tokenizer or length limit: the model, and the one it is compared with."""
     if args.against not in (None, "none"):
         return [source, source_of(args.model(args.against))]
     if args.against is None and _adds_tokens(args, source):
@@ -153,8 +163,8 @@ def compared(args: RunEvalArgs, source: PretrainedFolder) -> list[PretrainedFold
     return [source]
 
 
-def same_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataArgs:
-    """The data with the length that fits all models: or each would be scored on other windows of a text."""
+def with_shared_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataArgs:
+    """Return the data flags with the smallest length limit of all models, so that all are scored on the same windows."""
     limits = {length_limit(data.max_seq_length, source.config.max_positions) for source in sources}
     if len(limits) > 1:
         print(f"--data.max_seq_length {min(limits)}, which all models can read", file=sys.stderr)
@@ -162,50 +172,50 @@ def same_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataArgs:
 
 
 def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder]) -> set[Name]:
-    """The examples of which every model's tokenizer leaves something within the length limit; ValueError where none is.
+    """Return the names of the examples that every model can read within the length limit. Raise ValueError if none.
 
-    Says how many they are where some are left out.
+    Print how many there are if some are left out.
     """
     tokenizers = [_tokenizer(source) for source in sources]
-    found = [
-        scored(load_data(args.data, tokenizer, ANY, source.config.max_positions), args.data).names
+    names_by_source = [
+        scored_samples(load_data(args.data, tokenizer, ANY_VOCAB_SIZE, source.config.max_positions), args.data).names
         for source, tokenizer in zip(sources, tokenizers, strict=True)
     ]
-    texts = any(name[0] == 0 for name in found[0])  # whose windows differ with the tokenizer, and are scored all
-    found = [{name for name in names if name[0]} for names in found]
-    shared = set.intersection(*found)
-    if not shared and not texts:
-        raise ValueError(f"{', '.join(args.data.path)}: no example that all models can read; raise --data.max_seq_length")
-    if others := max(map(len, found)) - len(shared):
+    has_texts = any(name[0] == 0 for name in names_by_source[0])  # their windows depend on the tokenizer; all are scored
+    names_by_source = [{name for name in names if name[0]} for names in names_by_source]
+    shared = set.intersection(*names_by_source)
+    if not shared and not has_texts:
+        raise ValueError(f"{', '.join(args.data.path)}: no example can be read by all models; raise --data.max_seq_length")
+    if num_left_out := max(map(len, names_by_source)) - len(shared):
         reason = "whose answers all models read to the same end"
-        print(f"scoring the {len(shared):,} examples {reason}, not {others:,} others", file=sys.stderr)
+        print(f"scoring the {len(shared):,} examples {reason}, not {num_left_out:,} others", file=sys.stderr)
     if len({tokenizer.vocabulary_digest() for tokenizer in tokenizers}) > 1:
-        if texts and args.limit:
-            reason = "models with other tokens would get other parts of the text"
+        if has_texts and args.limit:
+            reason = "models with different tokenizers would be scored on different parts of the text"
             raise ValueError(f"--limit {args.limit}: {reason}; leave it out")
-        print("warning: the tokenizers differ, so losses and perplexities are of different tokens", file=sys.stderr)
+        print("warning: the tokenizers differ, so losses and perplexities are not comparable", file=sys.stderr)
     return shared
 
 
-def warn_of_trained(args: RunEvalArgs, source: PretrainedFolder, names: set[Name]) -> None:
-    """Print how many of the scored examples a run was trained on, as records of another file."""
-    units = {unit for unit, _, _ in names}
-    for run, trained in _runs(args, source).items():
-        data = replace(trained, weights=[], new_tokens=[])
-        learned = load_data(data, _tokenizer(source), ANY, source.config.max_positions).train.names
-        if both := units & {unit for unit, _, _ in learned}:
-            count = f"{len(both):,} of the {len(units):,} scored examples"
-            print(f"warning: {run} was trained on {count}, which its training data has too", file=sys.stderr)
+def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[Name]) -> None:
+    """Print a warning if the training data of a run contains some of the scored examples."""
+    records = {record for record, _, _ in names}
+    for run, trained_data in _training_runs(args, source).items():
+        data = replace(trained_data, weights=[], new_tokens=[])
+        trained_names = load_data(data, _tokenizer(source), ANY_VOCAB_SIZE, source.config.max_positions).train.names
+        if repeated := records & {record for record, _, _ in trained_names}:
+            count = f"{len(repeated):,} of the {len(records):,} scored examples"
+            print(f"warning: {run} was trained on {count}, which its training data contains", file=sys.stderr)
 
 
 def _adds_tokens(args: RunEvalArgs, source: PretrainedFolder) -> bool:
-    """Whether an adapter has tokens that its base knows nothing of: that reads with its own tokenizer."""
+    """Return whether an adapter adds tokens that its base lacks, so that the base needs its own tokenizer."""
     adapter = source.read_adapter()
     if adapter is None or not adapter[0].tokens:
         return False
     base = _tokenizer(source_of(args.model(str(source.base))))
-    names = {token: name for name, token in _tokenizer(source).vocabulary().items()}
-    return any(base.token_id(names[token]) is None for token in adapter[0].tokens)
+    texts = {token: text for text, token in _tokenizer(source).vocabulary().items()}
+    return any(base.token_id(texts[token]) is None for token in adapter[0].tokens)
 
 
 def _tokenizer(source: PretrainedFolder) -> Tokenizer:

@@ -1,4 +1,4 @@
-"""The command `run_eval`: scores of a model and of what it came from, side by side in one table."""
+"""The command `run_eval`: the scores of a model and its base, side by side in one table."""
 
 import json
 import math
@@ -21,79 +21,89 @@ from litft.data.dataset import load_data
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
-from litft.evaluation.examples import Name, chosen_data, compared, readable_by_all, same_length, scored, warn_of_trained
+from litft.evaluation.examples import (
+    Name,
+    compared_sources,
+    readable_by_all,
+    resolve_data,
+    scored_samples,
+    warn_if_trained_on,
+    with_shared_length,
+)
 from litft.inference.generation import Completion
 from litft.inference.session import Session, open_session, source_of
-from litft.run_dir import write_whole
-from litft.training.validation import BLOCK, greedy, summed_loss
+from litft.run_dir import atomic_write
+from litft.training.validation import BLOCK, greedy_request, summed_loss
 
 
 @dataclass
 class ScoredModel:
-    """A model that is scored, as what is found out."""
+    """The scores and answers of one model."""
 
     name: str
     scores: dict[str, float] = field(default_factory=dict)
-    answers: dict[Name, str] = field(default_factory=dict)  # to the examples' prompts
+    answers: dict[Name, str] = field(default_factory=dict)  # by example
     errors: dict[str, float] = field(default_factory=dict)  # standard errors of scores
-    harness: dict[str, Any] = field(default_factory=dict)  # the harness's own results
+    harness: dict[str, Any] = field(default_factory=dict)  # the results as the harness returns them
 
 
 @dataclass(frozen=True)
 class EvalExample:
-    """An example that has an answer."""
+    """An example with an expected answer."""
 
     name: Name
     prompt: list[int]
     expected: str
-    tokens: int  # of the answer
+    tokens: int  # length of the expected answer
 
 
 def run_eval(args: RunEvalArgs) -> None:
-    """Print the table, and answers to look at; write everything to --out."""
-    source = source_of(args.model(args.checkpoint_dir, args.base_dir))  # what is wrong is told before anything is loaded
+    """Print the table of scores and some answers, and write everything to --out."""
+    source = source_of(args.model(args.checkpoint_dir, args.base_dir))  # reports errors before anything is loaded
     if args.against not in (None, "none") and source_of(args.model(args.against)).folder == source.folder:
         raise ValueError(f"--against {args.against} is the model itself; name another one, or none")
     if args.out and Path(args.out).exists() and not Path(args.out).is_file():
-        raise ValueError(f"--out {args.out} is no file; name one")
+        raise ValueError(f"--out {args.out} is not a file; name a file")
     if args.out and not Path(args.out).parent.is_dir():
-        raise ValueError(f"--out {args.out}: there is no folder {Path(args.out).parent}; make it, or name another file")
-    args = replace(args, data=chosen_data(args, source))
-    ask = _harness(args) if args.tasks else None
-    sources, readable = compared(args, source), set()
+        raise ValueError(
+            f"--out {args.out}: the folder {Path(args.out).parent} does not exist; create it, or name another file"
+        )
+    args = replace(args, data=resolve_data(args, source))
+    run_harness = _harness_runner(args) if args.tasks else None
+    sources, readable = compared_sources(args, source), set()
     if args.data.path:
-        args = replace(args, data=same_length(args.data, sources))
+        args = replace(args, data=with_shared_length(args.data, sources))
         readable = readable_by_all(args, sources)
-        warn_of_trained(args, source, readable)
-    subjects, shown = [], {}
-    for subject, session, answering in _subjects(args, apart=len(sources) > 1):
-        with answering:
+        warn_if_trained_on(args, source, readable)
+    subjects, examples = [], {}
+    for subject, session, context in _subjects(args, separate_base=len(sources) > 1):
+        with context:
             if args.data.path:
-                shown |= _measure(subject, session, args, readable)
-            if ask:
-                ask(subject, session)
+                examples |= _score_examples(subject, session, args, readable)
+            if run_harness:
+                run_harness(subject, session)
         subjects.append(subject)
-    _print(subjects, dict(islice(shown.items(), args.show)))
+    _print_results(subjects, dict(islice(examples.items(), args.show)))
     if args.out:
-        write_whole(
-            Path(args.out), json.dumps(_everything(args, subjects, shown), indent=2, ensure_ascii=False, default=str) + "\n"
+        atomic_write(
+            Path(args.out), json.dumps(_as_json(args, subjects, examples), indent=2, ensure_ascii=False, default=str) + "\n"
         )
 
 
-def _subjects(args: RunEvalArgs, apart: bool) -> Iterator[tuple[ScoredModel, Session, AbstractContextManager]]:
-    """What is scored, one after the other: first what the model is held against. Inside the third it answers.
+def _subjects(args: RunEvalArgs, separate_base: bool) -> Iterator[tuple[ScoredModel, Session, AbstractContextManager]]:
+    """Yield (scores to fill, session, context for scoring) of each model. The one to compare with comes first.
 
-    apart: an adapter's base is loaded by itself, since it reads with its own tokens.
+    separate_base: load an adapter's base separately, because it needs its own tokenizer.
     """
-    asked = args.model(args.checkpoint_dir, args.base_dir)
-    source = source_of(asked)
+    model_args = args.model(args.checkpoint_dir, args.base_dir)
+    source = source_of(model_args)
     name = "tuned" if source.adapter and args.against in (None, "none") else source.name
     if args.against not in (None, "none"):
-        other = args.model(args.against)
-        theirs = source_of(other).name
-        yield ScoredModel(theirs if theirs != name else args.against), open_session(other), nullcontext()
-    session = open_session(asked)
-    if source.adapter and args.against is None and apart:
+        other_args = args.model(args.against)
+        other_name = source_of(other_args).name
+        yield ScoredModel(other_name if other_name != name else args.against), open_session(other_args), nullcontext()
+    session = open_session(model_args)
+    if source.adapter and args.against is None and separate_base:
         yield ScoredModel("base"), open_session(args.model(str(source.base))), nullcontext()
     elif source.adapter and args.against is None:
         yield ScoredModel("base"), session, session.as_base()
@@ -101,26 +111,33 @@ def _subjects(args: RunEvalArgs, apart: bool) -> Iterator[tuple[ScoredModel, Ses
 
 
 @torch.no_grad()
-def _measure(subject: ScoredModel, session: Session, args: RunEvalArgs, names: set[Name]) -> dict[Name, tuple[str, str]]:
-    """The scores on --data, of the examples of these names; returns what each asks, and what is expected."""
+def _score_examples(
+    subject: ScoredModel, session: Session, args: RunEvalArgs, names: set[Name]
+) -> dict[Name, tuple[str, str]]:
+    """Score the named examples of --data. Return the prompt and the expected answer of each."""
     model, tokenizer = session.model, session.tokenizer
-    chosen = scored(load_data(args.data, tokenizer, model.config.vocab_size, model.config.max_positions), args.data)
-    of_all = [(name, index) for index, name in enumerate(chosen.names) if name in names or not name[0]][: args.limit]
-    samples = [chosen[index] for _, index in of_all]
-    batches = tqdm(Layout(rows=args.batch_size).in_blocks(samples, BLOCK, 0), f"{subject.name}: loss", disable=None)
+    candidates = scored_samples(
+        load_data(args.data, tokenizer, model.config.vocab_size, model.config.max_positions), args.data
+    )
+    selected = [(name, index) for index, name in enumerate(candidates.names) if name in names or not name[0]][: args.limit]
+    samples = [candidates[index] for _, index in selected]
+    batches = tqdm(Layout(rows=args.batch_size).iter_batches(samples, BLOCK, 0), f"{subject.name}: loss", disable=None)
     loss, count = summed_loss(model, batches, model.device)
     mean = float(loss) / float(count)
     subject.scores |= {"examples": len(samples), "loss": mean, "perplexity": math.exp(min(mean, 700))}
-    named = [(name, sample) for (name, _), sample in zip(of_all, samples, strict=True) if sample.answer]
-    examples = [_example(name, sample, tokenizer) for name, sample in named]
+    answered = [(name, sample) for (name, _), sample in zip(selected, samples, strict=True) if sample.answer]
+    examples = [_example(name, sample, tokenizer) for name, sample in answered]
     if examples:
-        said = _answers(subject.name, session, examples, args)
-        subject.answers = {name: answer.text.strip() for name, answer in said.items()}
-        right = [said[each.name].ended and subject.answers[each.name] == each.expected for each in examples]
-        subject.scores |= {"answers": len(right), "exact_match": sum(right) / len(right)}
+        answers = _answers(subject.name, session, examples, args)
+        subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
+        matches = [answers[example.name].ended and subject.answers[example.name] == example.expected for example in examples]
+        subject.scores |= {"answers": len(matches), "exact_match": sum(matches) / len(matches)}
     elif any(turn for _, turn, _ in names):
-        print(f"{subject.name}: no answer is whole within the length limit, so there is no exact match", file=sys.stderr)
-    return {each.name: (tokenizer.decode(each.prompt, skip_special=False), each.expected) for each in examples}
+        print(
+            f"{subject.name}: no example fits into the length limit with its answer, so exact_match is not computed",
+            file=sys.stderr,
+        )
+    return {example.name: (tokenizer.decode(example.prompt, skip_special=False), example.expected) for example in examples}
 
 
 def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> EvalExample:
@@ -129,39 +146,42 @@ def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> EvalExample:
 
 
 def _answers(name: str, session: Session, examples: list[EvalExample], args: RunEvalArgs) -> dict[Name, Completion]:
-    """Greedy ones, as many at once as --batch_size."""
-    lengths = [args.max_new_tokens or own.tokens + 8 for own in examples]
-    asked = [greedy(session.model, session.tokenizer, own.prompt, most) for own, most in zip(examples, lengths, strict=True)]
-    said = session.generate(asked, args.batch_size, f"{name}: answers")
-    return {example.name: answer for example, answer in zip(examples, said, strict=True)}
+    """Return greedy answers by example, generated --batch_size at once."""
+    lengths = [args.max_new_tokens or example.tokens + 8 for example in examples]
+    requests = [
+        greedy_request(session.model, session.tokenizer, example.prompt, max_tokens)
+        for example, max_tokens in zip(examples, lengths, strict=True)
+    ]
+    answers = session.generate(requests, args.batch_size, f"{name}: answers")
+    return {example.name: answer for example, answer in zip(examples, answers, strict=True)}
 
 
-def _harness(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]:
-    """What has the harness ask a subject, once it is known that it has the tasks."""
-    from litft.evaluation.lm_eval_model import known_tasks, run_tasks  # here, since the package need not be there
+def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]:
+    """Check that the tasks exist, and return the function that scores a model on them."""
+    from litft.evaluation.lm_eval_model import find_tasks, run_tasks  # imported here because the package is optional
 
-    manager = known_tasks(args.tasks, args.include_path)
+    manager = find_tasks(args.tasks, args.include_path)
     settings = {"num_fewshot": args.num_fewshot, "limit": args.limit, "apply_chat_template": args.chat_template}
     settings["log_samples"] = bool(args.out)
 
-    def ask(subject: ScoredModel, session: Session) -> None:
-        found = run_tasks(session, args.tasks, manager, args.batch_size, settings)
-        subject.harness = {name: found[name] for name in ("results", "n-samples", "samples") if name in found}
-        for task, scores in found["results"].items():
-            if task in found["n-samples"]:
-                subject.scores[f"{task}: examples"] = found["n-samples"][task]["effective"]
-            for key, value in scores.items():  # "acc,none": a score, and the filter that answers went through
-                metric, comma, through = key.partition(",")
+    def run(subject: ScoredModel, session: Session) -> None:
+        results = run_tasks(session, args.tasks, manager, args.batch_size, settings)
+        subject.harness = {name: results[name] for name in ("results", "n-samples", "samples") if name in results}
+        for task, scores in results["results"].items():
+            if task in results["n-samples"]:
+                subject.scores[f"{task}: examples"] = results["n-samples"][task]["effective"]
+            for key, value in scores.items():  # "acc,none": the metric, and the filter applied to the answers
+                metric, comma, filter_name = key.partition(",")
                 if comma and "_stderr" not in metric and isinstance(value, (int, float)):
-                    name = f"{task}: {metric}{'' if through == 'none' else f', {through}'}"
-                    subject.scores[name], error = float(value), scores.get(f"{metric}_stderr,{through}")
+                    name = f"{task}: {metric}{'' if filter_name == 'none' else f', {filter_name}'}"
+                    subject.scores[name], error = float(value), scores.get(f"{metric}_stderr,{filter_name}")
                     subject.errors |= {name: error} if isinstance(error, float) else {}
 
-    return ask
+    return run
 
 
-def _print(subjects: list[ScoredModel], shown: dict[Name, tuple[str, str]]) -> None:
-    """A table in Markdown, and below it what was answered."""
+def _print_results(subjects: list[ScoredModel], examples: dict[Name, tuple[str, str]]) -> None:
+    """Print the scores as a Markdown table, and below it the answers."""
     table = Table(box=box.MARKDOWN)
     table.add_column("")
     for subject in subjects:
@@ -172,29 +192,34 @@ def _print(subjects: list[ScoredModel], shown: dict[Name, tuple[str, str]]) -> N
     with console.capture() as captured:
         console.print(table)
     print(*filter(str.strip, captured.get().splitlines()), sep="\n")
-    for example, (prompt, expected) in shown.items():
-        said = {own.name: own.answers[example] for own in subjects if example in own.answers}
-        texts = {"prompt": prompt, "expected": expected} | said
-        wide = max(map(len, texts)) + 2
-        print("", *(f"{name + ':':<{wide}}{json.dumps(text, ensure_ascii=False)}" for name, text in texts.items()), sep="\n")
+    for example, (prompt, expected) in examples.items():
+        answers = {subject.name: subject.answers[example] for subject in subjects if example in subject.answers}
+        texts = {"prompt": prompt, "expected": expected} | answers
+        width = max(map(len, texts)) + 2
+        print(
+            "", *(f"{name + ':':<{width}}{json.dumps(text, ensure_ascii=False)}" for name, text in texts.items()), sep="\n"
+        )
 
 
 def _cell(score: float, error: float | None) -> str:
-    """A number; of a score with its standard error."""
+    """Format a score, with its standard error if there is one."""
     text = f"{score:,}" if isinstance(score, int) else f"{score:.4f}"
     return text if error is None else f"{text} ± {error:.4f}"
 
 
-def _everything(args: RunEvalArgs, subjects: list[ScoredModel], shown: dict[Name, tuple[str, str]]) -> dict[str, Any]:
-    """For --out."""
-    asked = [
-        {"prompt": prompt, "expected": expected} | {own.name: own.answers.get(example) for own in subjects}
-        for example, (prompt, expected) in shown.items()
+def _as_json(args: RunEvalArgs, subjects: list[ScoredModel], examples: dict[Name, tuple[str, str]]) -> dict[str, Any]:
+    """Return the content of --out."""
+    answers = [
+        {"prompt": prompt, "expected": expected} | {subject.name: subject.answers.get(example) for subject in subjects}
+        for example, (prompt, expected) in examples.items()
     ]
-    scores = {own.name: {name: None if math.isnan(v) else v for name, v in own.scores.items()} for own in subjects}
+    scores = {
+        subject.name: {name: None if math.isnan(value) else value for name, value in subject.scores.items()}
+        for subject in subjects
+    }
     return {
         "flags": asdict(args),
         "scores": scores,
-        "answers": asked,
-        "harness": {own.name: own.harness for own in subjects if own.harness},
+        "answers": answers,
+        "harness": {subject.name: subject.harness for subject in subjects if subject.harness},
     }

@@ -1,1 +1,1 @@
-"""Results for others: merged folders, Hugging Face and GGUF exports, model cards, uploads."""
+"""Export of results: merged folders, Hugging Face and GGUF formats, model cards and uploads."""

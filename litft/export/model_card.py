@@ -1,4 +1,4 @@
-"""A model card: what a run was trained on and how, what became of it, and how to load it. https://hf.co/docs/hub/model-cards"""
+"""Model cards: what a run was trained on and how, its results, and how to load it. https://hf.co/docs/hub/model-cards"""
 
 import csv
 import math
@@ -12,194 +12,203 @@ import yaml
 from litft import __version__, run_dir
 from litft.args import FinetuneArgs
 from litft.checkpoints.hub import HubId, fetch, hub_id
-from litft.data.sources import hub_data
+from litft.data.sources import hub_dataset
 from litft.pretrained import PretrainedFolder, resolve
 
-# of the flags those that say how a model was trained, wherever that was; of these groups what was changed, too
-TOLD = ("precision", "quantize", "seed", "train.epochs", "train.global_batch_size", "train.learning_rate", "train.optimizer")
-GROUPS = ("train", "data", "lora", "adapter")
-PLACES = ("path", "val_path", "template", "log_interval", "micro_batch_size")  # not told: of the machine
+# the settings table lists these flags always, and those of LISTED_GROUPS if they differ from their defaults
+ALWAYS_LISTED = (
+    "precision",
+    "quantize",
+    "seed",
+    "train.epochs",
+    "train.global_batch_size",
+    "train.learning_rate",
+    "train.optimizer",
+)
+LISTED_GROUPS = ("train", "data", "lora", "adapter")
+UNLISTED = ("path", "val_path", "template", "log_interval", "micro_batch_size")  # specific to the machine
 TITLES = {"lora": "LoRA", "adapter": "LLaMA-Adapter", "adapter_v2": "LLaMA-Adapter v2", "full": "full fine-tuning"}
 
 
-VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # of its --max-lora-rank
+VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported values of vLLM's --max-lora-rank
 
 
 class CardInfo(NamedTuple):
-    """What a card is about."""
+    """Facts that a model card is written from."""
 
-    repo_id: str  # where it will be
+    repo_id: str  # the repository to upload to
     source: PretrainedFolder
-    run: Path | None  # whose result it is; None: not known
-    trained: FinetuneArgs | None  # the run's flags
-    base: HubId | None  # on the hub
-    config: dict[str, Any]  # adapter_config.json; empty of a whole model
+    run: Path | None  # the run that produced the model; None: unknown
+    args: FinetuneArgs | None  # the run's flags
+    base: HubId | None  # the base model on the hub
+    adapter_config: dict[str, Any]  # adapter_config.json; empty for a full model
     licence: str | None
 
     @property
     def base_folder(self) -> Path:
-        """Where the base is, or was when the run began."""
-        named = Path(self.trained.checkpoint_dir) if self.trained and not self.source.adapter else self.source.base
-        return fetch(wanted)[0] if (wanted := hub_id(named)) and wanted.is_pinned else named
+        """The folder of the base model, as recorded by the run or the adapter."""
+        path = Path(self.args.checkpoint_dir) if self.args and not self.source.adapter else self.source.base
+        return fetch(repo)[0] if (repo := hub_id(path)) and repo.is_pinned else path
 
     @property
     def base_name(self) -> str:
-        """The base as people call it."""
+        """The base's name on the hub, or else the name of its folder."""
         return self.base.name if self.base else self.base_folder.resolve().name
 
     @property
     def method(self) -> str | None:
-        """How it was trained."""
+        """The fine-tuning method of the run, or None if the run is unknown."""
         return run_dir.method(self.run) if self.run else None
 
 
-def model_card(subject: CardInfo) -> str:
-    """The card, Markdown with a head of YAML."""
-    adapter = subject.source.adapter is not None
-    paths = subject.trained.data.path if subject.trained else []
-    head = {
-        "base_model": subject.base and subject.base.name,
-        "base_model_relation": ("adapter" if adapter else "finetune") if subject.base else None,
-        "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(_kind(subject), "litft"),
+def model_card(info: CardInfo) -> str:
+    """Return the card: Markdown with a YAML header."""
+    is_adapter = info.source.adapter is not None
+    paths = info.args.data.path if info.args else []
+    header = {
+        "base_model": info.base and info.base.name,
+        "base_model_relation": ("adapter" if is_adapter else "finetune") if info.base else None,
+        "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(_peft_type(info), "litft"),
         "pipeline_tag": "text-generation",
-        "license": subject.licence,
-        "datasets": [wanted.name for path in paths if (wanted := hub_data(path))] or None,
-        "tags": ["litft", *filter(None, [subject.method])],
+        "license": info.licence,
+        "datasets": [dataset.name for path in paths if (dataset := hub_dataset(path))] or None,
+        "tags": ["litft", *filter(None, [info.method])],
     }
-    given = {name: value for name, value in head.items() if value is not None}
-    title = f"---\n{yaml.safe_dump(given, sort_keys=False)}---\n\n# {subject.repo_id.rpartition('/')[2]}\n"
-    return "\n".join([title, *_about(subject), *_results(subject), *_settings(subject), *_loading(subject)]) + "\n"
+    values = {name: value for name, value in header.items() if value is not None}
+    title = f"---\n{yaml.safe_dump(values, sort_keys=False)}---\n\n# {info.repo_id.rpartition('/')[2]}\n"
+    return "\n".join([title, *_about(info), *_results(info), *_settings(info), *_loading(info)]) + "\n"
 
 
-def _kind(subject: CardInfo) -> str | None:
-    """peft_type, of an adapter."""
-    return str(subject.config.get("peft_type")) if subject.source.adapter else None
+def _peft_type(info: CardInfo) -> str | None:
+    """Return the adapter's peft_type, or None for a full model."""
+    return str(info.adapter_config.get("peft_type")) if info.source.adapter else None
 
 
 def licence_of(base: Path) -> str | None:
-    """What the base's own card says."""
+    """Return the licence in the base's own model card, or None if the card is missing or does not state one."""
     try:
-        _, head, _ = (base / "README.md").read_text("utf-8").split("---", 2)
-        found = yaml.safe_load(head).get("license")
+        _, header, _ = (base / "README.md").read_text("utf-8").split("---", 2)
+        licence = yaml.safe_load(header).get("license")
     except (OSError, ValueError, AttributeError, yaml.YAMLError):
         return None
-    return found if isinstance(found, str) else None
+    return licence if isinstance(licence, str) else None
 
 
-def _about(subject: CardInfo) -> Iterator[str]:
-    base, licence = subject.base, subject.licence
-    link = f"[{base.name}](https://huggingface.co/{base.name})" if base else subject.base_name
-    at = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
-    how = f" by {TITLES[subject.method]}" if subject.method else ""
-    if subject.trained or subject.source.adapter:
-        what = "An adapter of" if subject.source.adapter else "A model made from"
-        yield f"{what} {link}{at}, trained{how} with litft {__version__}.\n"
+def _about(info: CardInfo) -> Iterator[str]:
+    """Yield base, method, licence and data."""
+    base, licence = info.base, info.licence
+    link = f"[{base.name}](https://huggingface.co/{base.name})" if base else info.base_name
+    commit = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
+    method = f" by {TITLES[info.method]}" if info.method else ""
+    if info.args or info.source.adapter:
+        what = "An adapter for" if info.source.adapter else "A model derived from"
+        yield f"{what} {link}{commit}, trained{method} with litft {__version__}.\n"
     elif base:
-        yield f"A model made from {link}{at}.\n"
-    if licence or base or subject.trained:
-        yield f"Licence: {licence or 'that of the base model, which see'}.\n"
-    if subject.trained:
+        yield f"A model derived from {link}{commit}.\n"
+    if licence or base or info.args:
+        yield f"Licence: {licence or 'see the base model'}.\n"
+    if info.args:
         names = [
-            f"{hub_data(path)}" if hub_data(path) else f"`{Path(path).name}` (a file)" for path in subject.trained.data.path
+            f"{hub_dataset(path)}" if hub_dataset(path) else f"`{Path(path).name}` (a file)" for path in info.args.data.path
         ]
         yield f"Data: {', '.join(names)}.\n"
 
 
-def _results(subject: CardInfo) -> Iterator[str]:
-    """Losses and amounts, out of metrics.csv."""
+def _results(info: CardInfo) -> Iterator[str]:
+    """Yield losses and the amount of training, from metrics.csv."""
     try:
-        with (subject.run / "metrics.csv").open(encoding="utf-8") as file:
+        with (info.run / "metrics.csv").open(encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
     except (OSError, TypeError):
         return
-    if subject.source.folder.name == "best":  # the weights of an earlier step
+    if info.source.folder.name == "best":  # its weights are those of an earlier step
         losses = {int(row["step"]): float(row["val_loss"]) for row in rows if row.get("val_loss") and row["step"] != "0"}
         rows = [row for row in rows if int(row["step"]) <= min(losses, key=losses.__getitem__, default=math.inf)]
     steps = [row for row in rows if row.get("loss")]
-    checked = [row for row in rows if row.get("val_loss")]
+    validations = [row for row in rows if row.get("val_loss")]
     if not steps:
         return
     last = steps[-1]
     yield "## Results\n\n| | |\n|---|---|"
     yield f"| steps, samples, tokens | {int(last['step']):,}, {int(last['samples']):,}, {int(last['tokens']):,} |"
     yield f"| training loss, first and last step | {float(steps[0]['loss']):.4f}, {float(last['loss']):.4f} |"
-    if checked:
-        first, best = checked[0], min(checked, key=lambda row: float(row["val_loss"]))
+    if validations:
+        first, best = validations[0], min(validations, key=lambda row: float(row["val_loss"]))
         when = "before training" if first["step"] == "0" else f"after step {first['step']}"
         yield f"| validation loss, {when} | {float(first['val_loss']):.4f} |"
-        yield f"| validation loss, at the end | {float(checked[-1]['val_loss']):.4f} |"
+        yield f"| validation loss, at the end | {float(validations[-1]['val_loss']):.4f} |"
         yield f"| validation loss, lowest | {float(best['val_loss']):.4f} (step {best['step']}) |"
-        if scored := [row for row in checked if row.get("exact_match") and row["step"] == last["step"]]:
+        if scored := [row for row in validations if row.get("exact_match") and row["step"] == last["step"]]:
             yield f"| exact match, at the end | {float(scored[-1]['exact_match']):.1%} |"
     yield ""
 
 
-def _settings(subject: CardInfo) -> Iterator[str]:
-    """The flags that made it what it is."""
-    if subject.trained is None:
+def _settings(info: CardInfo) -> Iterator[str]:
+    """Yield a table of the flags that determine the result."""
+    if info.args is None:
         return
-    went_on = _went_on(subject.trained)
-    given, usual = _flat(asdict(subject.trained)), _flat(asdict(type(subject.trained)()))
+    continued = _continues_adapter(info.args)
+    values, defaults = _flatten(asdict(info.args)), _flatten(asdict(type(info.args)()))
     yield "## Settings\n\n| flag | value |\n|---|---|"
-    for name, value in given.items():
+    for name, value in values.items():
         group, _, leaf = name.rpartition(".")
-        changed = group in GROUPS and value != usual.get(name) and leaf not in PLACES
-        told = name in TOLD or changed or (group == "lora" and leaf in ("r", "alpha", "targets"))
-        if told and value is not None and not (went_on and group == "lora"):
-            yield f"| `--{name}` | {_word(value)} |"
+        is_changed = group in LISTED_GROUPS and value != defaults.get(name) and leaf not in UNLISTED
+        is_listed = name in ALWAYS_LISTED or is_changed or (group == "lora" and leaf in ("r", "alpha", "targets"))
+        if is_listed and value is not None and not (continued and group == "lora"):
+            yield f"| `--{name}` | {_table_text(value)} |"
     yield ""
 
 
-def _went_on(trained: FinetuneArgs) -> bool:
-    """Whether a run went on with an adapter, which has its own ranks and targets."""
-    if hub_id(trained.checkpoint_dir):
+def _continues_adapter(args: FinetuneArgs) -> bool:
+    """Whether a run continued from an adapter, whose ranks and targets replace those of the flags."""
+    if hub_id(args.checkpoint_dir):
         return False
     try:
-        return resolve(trained.checkpoint_dir).adapter is not None
-    except ValueError:  # it is not there any more
+        return resolve(args.checkpoint_dir).adapter is not None
+    except ValueError:  # the folder no longer exists
         return False
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
+def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
     for name, value in values.items():
-        found |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-    return found
+        flat |= _flatten(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+    return flat
 
 
-def _word(value: Any) -> str:
+def _table_text(value: Any) -> str:
     text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def _loading(subject: CardInfo) -> Iterator[str]:
-    """How each program opens it, and only those that do."""
-    here, base, kind = subject.repo_id, subject.base_name, _kind(subject)
+def _loading(info: CardInfo) -> Iterator[str]:
+    """Yield instructions for each program that can load the model."""
+    repo_id, base, kind = info.repo_id, info.base_name, _peft_type(info)
     yield "## Loading\n"
-    yield f"litft:\n\n```bash\nlitft chat --checkpoint_dir {here}\n```\n"
+    yield f"litft:\n\n```bash\nlitft chat --checkpoint_dir {repo_id}\n```\n"
     if kind is None:
         yield _python(
             "transformers",
             "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
-            f'model, tokenizer = (kind.from_pretrained("{here}") for kind in (AutoModelForCausalLM, AutoTokenizer))',
+            f'model, tokenizer = (kind.from_pretrained("{repo_id}") for kind in (AutoModelForCausalLM, AutoTokenizer))',
         )
-        yield f"vLLM:\n\n```bash\nvllm serve {here}\n```\n"
+        yield f"vLLM:\n\n```bash\nvllm serve {repo_id}\n```\n"
     elif kind in ("LORA", "ADAPTION_PROMPT"):
         yield _python(
             "PEFT",
             "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
-            f'tokenizer = AutoTokenizer.from_pretrained("{here}")',
-            f'base = AutoModelForCausalLM.from_pretrained("{base}"{_revision(subject)})',
-            *(["base.resize_token_embeddings(len(tokenizer))"] if _has_tokens(subject) else []),
-            f'model = PeftModel.from_pretrained(base, "{here}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
+            f'base = AutoModelForCausalLM.from_pretrained("{base}"{_revision(info)})',
+            *(["base.resize_token_embeddings(len(tokenizer))"] if _has_new_tokens(info) else []),
+            f'model = PeftModel.from_pretrained(base, "{repo_id}")',
         )
-    plain = kind == "LORA" and _is_plain(subject)
-    if plain:
-        name, rank = here.rpartition("/")[2], _rank(subject)
-        flags = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={here}"
+    is_plain = kind == "LORA" and _is_plain(info)
+    if is_plain:
+        name, rank = repo_id.rpartition("/")[2], _vllm_rank(info)
+        flags = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={repo_id}"
         yield f"vLLM:\n\n```bash\nvllm serve {base} {flags}\n```\n"
     if kind in (None, "LORA"):
-        yield f"llama.cpp and Ollama:\n\n```bash\nlitft convert_to_gguf --checkpoint_dir {here} --out_dir gguf\n```"
+        yield f"llama.cpp and Ollama:\n\n```bash\nlitft convert_to_gguf --checkpoint_dir {repo_id} --out_dir gguf\n```"
 
 
 def _python(title: str, *lines: str) -> str:
@@ -207,22 +216,22 @@ def _python(title: str, *lines: str) -> str:
     return f"{title}:\n\n```python\n{body}\n```\n"
 
 
-def _revision(subject: CardInfo) -> str:
-    return f', revision="{subject.base.revision}"' if subject.base and subject.base.revision else ""
+def _revision(info: CardInfo) -> str:
+    return f', revision="{info.base.revision}"' if info.base and info.base.revision else ""
 
 
-def _has_tokens(subject: CardInfo) -> bool:
-    return bool(subject.config.get("trainable_token_indices"))
+def _has_new_tokens(info: CardInfo) -> bool:
+    return bool(info.adapter_config.get("trainable_token_indices"))
 
 
-def _is_plain(subject: CardInfo) -> bool:
-    """Whether an adapter is LoRA of Linears alone, which vLLM takes."""
-    config = subject.config
-    more = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
-    return not any(config.get(name) for name in more) and config.get("bias", "none") == "none"
+def _is_plain(info: CardInfo) -> bool:
+    """Whether an adapter has nothing but LoRA of Linears, the only kind that vLLM loads."""
+    config = info.adapter_config
+    extras = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
+    return not any(config.get(name) for name in extras) and config.get("bias", "none") == "none"
 
 
-def _rank(subject: CardInfo) -> int:
-    """The adapter's largest rank, rounded up to one that vLLM knows."""
-    rank = max([subject.config.get("r", 8), *(subject.config.get("rank_pattern") or {}).values()])
-    return next((known for known in VLLM_RANKS if known >= rank), rank)
+def _vllm_rank(info: CardInfo) -> int:
+    """Return the adapter's largest rank, rounded up to a value that vLLM supports."""
+    rank = max([info.adapter_config.get("r", 8), *(info.adapter_config.get("rank_pattern") or {}).values()])
+    return next((supported for supported in VLLM_RANKS if supported >= rank), rank)

@@ -1,8 +1,17 @@
-"""The families that litft reads: one file each, found by looking into this folder.
+"""The supported model families, one file each; every file in this folder is imported and registered.
 
-A family file holds MODEL_TYPES (values of `model_type` in config.json), `config(hf) -> Config` and `rules(config)`; where
-they are needed, `text_config(hf)` and `peft_rules(config)`. Where llama.cpp knows the family: GGUF (its architecture and
-transformers' class for each model_type), `gguf_rules(config)` and, for what its files do not say, `gguf_config(hf)`.
+A family file defines:
+
+- `MODEL_TYPES`: values of `model_type` in config.json.
+- `config(hf) -> Config`: read the content `hf` of config.json. Missing fields have transformers' defaults.
+- `rules(config) -> list[Rule]`: map litft's tensors to the checkpoint's and back (see checkpoints/conversion.py).
+- optional `text_config(hf)`: return the language model's part of a multimodal config.json.
+- optional `peft_rules(config)`: rules for modules that PEFT names differently from the checkpoint, such as stacked experts.
+- optional, for GGUF: `GGUF`, which maps a model_type to llama.cpp's architecture and transformers' class,
+  `gguf_rules(config)`, and `gguf_config(hf)`, which adds fields of config.json that are not in GGUF metadata.
+
+The helper functions in llama.py cover most of this. A new field of config.json is also added to the lists below.
+tutorials/add_a_family.md has an example.
 """
 
 import pkgutil
@@ -18,18 +27,18 @@ from litft.model.config import Config, is_positive
 
 @cache
 def families() -> dict[str, ModuleType]:
-    """The family module of every known model_type."""
+    """Return the family module of each supported model_type."""
     modules = [import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     return {model_type: module for module in modules for model_type in module.MODEL_TYPES}
 
 
-# What a field may hold wherever a family reads it. Files from strangers are checked once, here, before any arithmetic.
+# Valid values of config.json fields, for all families. Downloaded files are checked once, here, before any arithmetic.
 _SIZES = (
     "hidden_size intermediate_size num_attention_heads vocab_size max_position_embeddings n_embd "
     "n_head n_positions moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok "
     "decoder_sparse_step query_pre_attn_scalar sliding_window_pattern no_rope_layer_interval"
 ).split()
-_COUNTS = "num_hidden_layers n_layer num_experts num_local_experts".split()  # each makes objects, so few at most
+_COUNTS = "num_hidden_layers n_layer num_experts num_local_experts".split()  # one Python object each, hence a low maximum
 _SIZES_OR_NULL = (
     "num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
     "rotary_dim num_ln_in_parallel_attn"
@@ -47,7 +56,7 @@ _FLAGS = (
 _FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn use_bidirectional_attention".split()
 _TEXTS = "hidden_act model_type activation_function activation".split()
 _LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers".split()
-_LARGEST = 10**9  # of any size: beyond it a file is broken, and memory would run out before a message
+_LARGEST = 10**9  # a larger size means a broken file, and would run out of memory before any error message
 
 
 def _is_size(value: Any) -> bool:
@@ -58,17 +67,18 @@ def _is_size_or_0(value: Any) -> bool:
     return (value == 0 and not isinstance(value, bool)) or _is_size(value)
 
 
-def _or_null(fits: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or fits(value)
+def _or_null(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda value: value is None or is_valid(value)
 
 
-def _is(kind: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, kind)
+def _is(expected_type: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, expected_type)
 
 
+# name of a field -> (whether a value is valid, description of valid values)
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(_SIZES, (_is_size, "a whole number from 1")),
-    **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number from 1, or null")),
+    **dict.fromkeys(_SIZES, (_is_size, "a whole number of at least 1")),
+    **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number of at least 1, or null")),
     "sliding_window": (_or_null(_is_size_or_0), "a whole number, or null"),
     "max_window_layers": (_is_size_or_0, "a whole number"),
     **dict.fromkeys(_POSITIVE, (is_positive, "a number above 0")),
@@ -84,27 +94,27 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 
 def _check_fields(hf: dict[str, Any]) -> None:
-    """ValueError listing every field of a wrong type or range."""
+    """Raise ValueError listing every field with a wrong type or range."""
     problems = [
-        f"config.json: {name} must be {wanted}, found {hf[name]!r}"
-        for name, (fits, wanted) in _CHECKS.items()
-        if name in hf and not fits(hf[name])
+        f"config.json: {name} must be {expected}, found {hf[name]!r}"
+        for name, (is_valid, expected) in _CHECKS.items()
+        if name in hf and not is_valid(hf[name])
     ]
     if problems:
         raise ValueError("\n".join(problems))
 
 
 def family(model_type: str) -> ModuleType:
-    """The module of a model_type; ValueError listing the known ones otherwise."""
+    """Return the module of a model_type; raise ValueError listing the supported ones if it is not among them."""
     if model_type not in families():
-        known = f"known: {', '.join(sorted(families()))}"
-        reason = f"config.json: model_type {model_type!r} is not a family that litft knows"
-        raise ValueError(f"{reason}; {known}; name the folder of one of these, or see tutorials/add_a_family.md")
+        supported = f"supported: {', '.join(sorted(families()))}"
+        reason = f"config.json: model_type {model_type!r} is not supported"
+        raise ValueError(f"{reason}; {supported}; choose a model of these families, or see tutorials/add_a_family.md")
     return families()[model_type]
 
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """The language model's own config.json, where `hf` wraps it in a multimodal model's."""
+    """Return the language model's config.json if `hf` is a multimodal model's, otherwise `hf`."""
     module = families().get(str(hf.get("model_type")))
     if not hasattr(module, "text_config"):
         return hf
@@ -113,19 +123,19 @@ def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     try:
         return module.text_config(hf)
     except KeyError as missing:
-        raise ValueError(f"config.json lacks the field {missing}; is it the whole file?") from None
+        raise ValueError(f"config.json lacks the field {missing}; is the file complete?") from None
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """How PEFT names what it does not call as the checkpoint does, such as stacked experts."""
+    """Return the rules for modules that PEFT names differently from the checkpoint, such as stacked experts."""
     module = family(config.model_type)
     return module.peft_rules(config) if hasattr(module, "peft_rules") else []
 
 
 def read_config(hf: dict[str, Any]) -> Config:
-    """config.json's content as a Config; ValueError naming the field where one is missing or unsupported."""
+    """Convert the content of config.json to a Config; raise ValueError naming missing or unsupported fields."""
     try:
-        module = family(str(hf["model_type"]))  # what is unknown is said alone: its fields may mean other things
+        module = family(str(hf["model_type"]))  # first: fields of an unknown family may have other meanings
         _check_fields(hf)
         return module.config(hf)
     except KeyError as missing:
@@ -133,25 +143,27 @@ def read_config(hf: dict[str, Any]) -> Config:
 
 
 def gguf_architectures() -> dict[str, str]:
-    """llama.cpp's name of the architecture of each model_type that it knows."""
-    return {kind: names[0] for module in families().values() for kind, names in getattr(module, "GGUF", {}).items()}
+    """Return llama.cpp's architecture of each model_type with GGUF support."""
+    return {
+        model_type: names[0] for module in families().values() for model_type, names in getattr(module, "GGUF", {}).items()
+    }
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """How llama.cpp names a family's weights; ValueError where litft does not know that."""
-    if config.model_type not in (known := gguf_architectures()):
+    """Return the rules for llama.cpp's names of a family's weights; raise ValueError without GGUF support."""
+    if config.model_type not in (supported := gguf_architectures()):
         reason = f"GGUF files of {config.model_type!r} are not supported"
-        raise ValueError(f"{reason}; known: {', '.join(sorted(known))}")
+        raise ValueError(f"{reason}; supported: {', '.join(sorted(supported))}")
     return family(config.model_type).gguf_rules(config)
 
 
 def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
-    """config.json's content for one of llama.cpp's architectures, `hf` being what its file says in transformers' words."""
-    kinds = [kind for kind, name in gguf_architectures().items() if name == architecture]
-    if not kinds:
-        known = ", ".join(sorted(set(gguf_architectures().values())))
-        raise ValueError(f"the architecture {architecture!r} is not one that litft knows; known: {known}")
-    kind = architecture if architecture in kinds else kinds[0]  # Mistral's files are Llama's
-    module = family(kind)
-    hf = {"model_type": kind, "architectures": [module.GGUF[kind][1]], **hf}
+    """Return the config.json of a GGUF file with this architecture; hf: the fields that its metadata specifies."""
+    model_types = [model_type for model_type, name in gguf_architectures().items() if name == architecture]
+    if not model_types:
+        supported = ", ".join(sorted(set(gguf_architectures().values())))
+        raise ValueError(f"the GGUF architecture {architecture!r} is not supported; supported: {supported}")
+    model_type = architecture if architecture in model_types else model_types[0]  # llama.cpp has no "mistral"
+    module = family(model_type)
+    hf = {"model_type": model_type, "architectures": [module.GGUF[model_type][1]], **hf}
     return module.gguf_config(hf) if hasattr(module, "gguf_config") else hf

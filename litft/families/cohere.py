@@ -1,4 +1,4 @@
-"""Cohere's Command-R, R+ and R7B, Aya: parallel blocks on one LayerNorm without bias, interleaved rotation."""
+"""Cohere's Command-R, R+ and R7B, Aya: parallel blocks with one bias-free LayerNorm, interleaved RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,18 +11,23 @@ MODEL_TYPES = ("cohere", "cohere2")
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' CohereConfig and Cohere2Config; in the second, full attention has no rotation."""
-    second = hf["model_type"] == "cohere2"
+    """Read config.json; missing fields have the defaults of transformers' CohereConfig and Cohere2Config.
+
+    Cohere2 applies RoPE only in layers with a sliding window.
+    """
+    is_cohere2 = hf["model_type"] == "cohere2"
     hf = {"tie_word_embeddings": True, "max_position_embeddings": 8192, "sliding_window": 4096, **hf}
-    plain = llama.config({**hf, "head_dim": None}, rope_base=1e4 if second else 5e5)
+    base = llama.config({**hf, "head_dim": None}, rope_theta=1e4 if is_cohere2 else 5e5)
     norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5))
-    layers = plain.layers
-    if second:
+    layers = base.layers
+    if is_cohere2:
         pattern = hf.get("sliding_window_pattern", 4)
-        windows = llama.windows(hf, lambda index: (index + 1) % pattern != 0)
-        layers = tuple(replace(plain.layers[0], window=w, rope=plain.layers[0].rope if w else None) for w in windows)
+        windows = llama.layer_windows(hf, lambda index: (index + 1) % pattern != 0)
+        layers = tuple(
+            replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None) for window in windows
+        )
     return replace(
-        plain,
+        base,
         layers=layers,
         norm=norm,
         mlp_bias=False,
@@ -36,6 +41,6 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Plain renames."""
+    """Return the rules for Llama's names, with a single norm per layer."""
     names = llama.ATTENTION | llama.QK_NORMS | llama.MLP | {"attention_norm": "input_layernorm"}
-    return [*llama.ends(config), *llama.named(names)]
+    return [*llama.embedding_and_head(config), *llama.rename_modules(names)]

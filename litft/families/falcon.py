@@ -1,35 +1,35 @@
-"""Falcon 7B, 40B and 180B (arXiv 2311.16867), Falcon 2 11B; Falcon 3 is Llama's family."""
+"""Falcon 7B, 40B and 180B (arXiv 2311.16867), Falcon 2 11B; Falcon 3 uses llama.py."""
 
 from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.conversion import Drop, Rule, Split
 from litft.families import llama
-from litft.families.phi3 import qkv
+from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("falcon",)
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' FalconConfig."""
+    """Read config.json; missing fields have the defaults of transformers' FalconConfig."""
     if hf.get("alibi", False):
-        raise ValueError("config.json: alibi true is not supported; of the Falcons, those with rotary positions are")
-    new, heads = hf.get("new_decoder_architecture", False), hf["num_attention_heads"]
+        raise ValueError("config.json: alibi true is not supported; use a Falcon model with rotary embeddings")
+    is_new_architecture, heads = hf.get("new_decoder_architecture", False), hf["num_attention_heads"]
     kv_heads = hf.get("num_kv_heads") or heads
-    if not new:
+    if not is_new_architecture:
         kv_heads = 1 if hf.get("multi_query", True) else heads
-    hidden = hf.get("ffn_hidden_size") or 4 * hf["hidden_size"]
-    own = dict(num_key_value_heads=kv_heads, intermediate_size=hidden, head_dim=None)
-    plain = llama.config({"hidden_act": hf.get("activation", "gelu"), "tie_word_embeddings": True, **hf, **own})
+    hidden_dim = hf.get("ffn_hidden_size") or 4 * hf["hidden_size"]
+    overrides = dict(num_key_value_heads=kv_heads, intermediate_size=hidden_dim, head_dim=None)
+    base = llama.config({"hidden_act": hf.get("activation", "gelu"), "tie_word_embeddings": True, **hf, **overrides})
     parallel, bias = hf.get("parallel_attn", True), hf.get("bias", False)
-    norms = hf.get("num_ln_in_parallel_attn") or (2 if new else 1)
+    num_norms = hf.get("num_ln_in_parallel_attn") or (2 if is_new_architecture else 1)
     return replace(
-        plain,
+        base,
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
         parallel=parallel,
-        shared_norm=parallel and norms == 1,
+        shared_norm=parallel and num_norms == 1,
         qkv_bias=bias,
         o_bias=bias,
         mlp_bias=bias,
@@ -37,7 +37,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Each key/value head is stored behind the queries that share it."""
+    """Return the rules; in the fused q/k/v, each key/value head follows the query heads that share it."""
     layers, per_group = "transformer.h.{}.", config.n_heads // config.n_kv_heads
     names = {
         "attention.o_proj": "self_attention.dense",
@@ -48,9 +48,9 @@ def rules(config: Config) -> list[Rule]:
     }
     sizes = (per_group * config.head_dim, config.head_dim, config.head_dim)
     fused = [
-        Split(f"{layers}self_attention.query_key_value.{leaf}", qkv(leaf), sizes, config.n_kv_heads)
+        Split(f"{layers}self_attention.query_key_value.{leaf}", qkv_names(leaf), sizes, config.n_kv_heads)
         for leaf in ("weight", "bias")
     ]
     drop = Drop(f"{layers}self_attention.rotary_emb.inv_freq")
-    ends = llama.ends(config, "transformer.", "word_embeddings", "ln_f")
-    return [*ends, *llama.named(names, layers), *fused, drop]
+    outer = llama.embedding_and_head(config, "transformer.", "word_embeddings", "ln_f")
+    return [*outer, *llama.rename_modules(names, layers), *fused, drop]

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.conversion import Drop, Rename, Rule, Split
 from litft.families import llama
-from litft.families.phi3 import qkv
+from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("gpt2",)
@@ -13,18 +13,18 @@ GGUF = {"gpt2": ("gpt2", "GPT2LMHeadModel")}
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' GPT2Config."""
+    """Read config.json; missing fields have the defaults of transformers' GPT2Config."""
     if hf.get("add_cross_attention"):
-        raise ValueError("config.json: add_cross_attention true is not supported; litft reads decoders alone")
-    plain = llama.config(standard_names({"n_positions": 1024, "activation_function": "gelu_new", **hf}))
-    scale = plain.head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
+        raise ValueError("config.json: add_cross_attention true is not supported; use a decoder-only model")
+    base = llama.config(standard_names({"n_positions": 1024, "activation_function": "gelu_new", **hf}))
+    scale = base.head_dim**-0.5 if hf.get("scale_attn_weights", True) else 1.0
     by_depth = hf.get("scale_attn_by_inverse_layer_idx", False)
     layers = tuple(
         replace(layer, rope=None, attention_scale=scale / (depth + 1) if by_depth else scale)
-        for depth, layer in enumerate(plain.layers)
+        for depth, layer in enumerate(base.layers)
     )
     return replace(
-        plain,
+        base,
         layers=layers,
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
@@ -36,7 +36,7 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def standard_names(hf: dict[str, Any]) -> dict[str, Any]:
-    """A config.json in GPT-2's words in everyone else's."""
+    """Return config.json with the field names that `llama.config` reads instead of GPT-2's."""
     return {
         "tie_word_embeddings": True,
         **hf,
@@ -51,39 +51,44 @@ def standard_names(hf: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-LAYERS = "{transformer.|}h.{}."  # files written from the bare model lack the prefix
+LAYERS = "{transformer.|}h.{}."  # files saved from transformers' GPT2Model lack the prefix
 LINEARS = {"attention.o_proj": "attn.c_proj", "mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"}
 NORMS = {"attention_norm": "ln_1", "mlp_norm": "ln_2"}
 
 
-def ends(config: Config) -> list[Rule]:
-    """Embeddings, the last norm, the head, and the masks that old files store."""
-    positions = llama.named({"embed_positions": "{transformer.|}wpe"}, "", "")
+def embedding_and_head(config: Config) -> list[Rule]:
+    """Return the rules outside of layers, and those that drop the causal masks in old files."""
+    positions = llama.rename_modules({"embed_positions": "{transformer.|}wpe"}, "", "")
     masks = [Drop(f"{LAYERS}attn.{name}") for name in ("bias", "masked_bias")]
-    return [*llama.ends(config, "{transformer.|}", "wte", "ln_f"), *positions, *masks]
+    return [*llama.embedding_and_head(config, "{transformer.|}", "wte", "ln_f"), *positions, *masks]
 
 
 def rules(config: Config) -> list[Rule]:
-    """Its Linears are Conv1D, stored (in, out)."""
-    weights = [Rename(f"{LAYERS}{t}.weight", f"blocks.{{}}.{o}.weight", transposed=True) for o, t in LINEARS.items()]
+    """Return the rules; GPT-2's Linears are Conv1D with weights (in, out)."""
+    weights = [
+        Rename(f"{LAYERS}{hf_name}.weight", f"blocks.{{}}.{name}.weight", transposed=True)
+        for name, hf_name in LINEARS.items()
+    ]
     sizes = (config.dim,) * 3
     fused = [
-        Split(f"{LAYERS}attn.c_attn.weight", qkv("weight"), sizes, transposed=True),
-        Split(f"{LAYERS}attn.c_attn.bias", qkv("bias"), sizes),
+        Split(f"{LAYERS}attn.c_attn.weight", qkv_names("weight"), sizes, transposed=True),
+        Split(f"{LAYERS}attn.c_attn.bias", qkv_names("bias"), sizes),
     ]
-    return [*ends(config), *weights, *llama.named(LINEARS | NORMS, LAYERS), *fused]
+    return [*embedding_and_head(config), *weights, *llama.rename_modules(LINEARS | NORMS, LAYERS), *fused]
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """llama.cpp keeps q, k, v in one, and all Linears (out, in)."""
+    """Return the rules for llama.cpp, which fuses q, k and v and stores all Linears as (out, in)."""
     names = {"attention.o_proj": "attn_output", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"} | llama.GGUF_NORMS
-    fused = [Split(f"blk.{{}}.attn_qkv.{leaf}", qkv(leaf), (config.dim,) * 3) for leaf in ("weight", "bias")]
-    return [*llama.named({"embed_positions": "position_embd"}, "", ""), *llama.gguf_names(config, names), *fused]
+    fused = [Split(f"blk.{{}}.attn_qkv.{leaf}", qkv_names(leaf), (config.dim,) * 3) for leaf in ("weight", "bias")]
+    return [*llama.rename_modules({"embed_positions": "position_embd"}, "", ""), *llama.gguf_names(config, names), *fused]
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """In GPT-2's words."""
-    words = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
-    words |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
-    kept = {name: value for name, value in hf.items() if name not in (*words.values(), "num_key_value_heads", "rope_theta")}
-    return {**kept, **{own: hf[name] for own, name in words.items()}, "activation_function": "gelu_new"}
+    """Return config.json with GPT-2's field names."""
+    fields = {"n_embd": "hidden_size", "n_head": "num_attention_heads", "n_layer": "num_hidden_layers"}
+    fields |= {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
+    others = {
+        name: value for name, value in hf.items() if name not in (*fields.values(), "num_key_value_heads", "rope_theta")
+    }
+    return {**others, **{gpt2_name: hf[name] for gpt2_name, name in fields.items()}, "activation_function": "gelu_new"}

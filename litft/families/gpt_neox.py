@@ -5,19 +5,19 @@ from typing import Any
 
 from litft.checkpoints.conversion import Drop, Rule, Split
 from litft.families import llama
-from litft.families.phi3 import qkv
+from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("gpt_neox",)
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' GPTNeoXConfig."""
-    base, fraction = hf.get("rotary_emb_base", 10000.0), hf.get("rotary_pct", 0.25)
-    own = dict(num_key_value_heads=None, partial_rotary_factor=None)  # rotary_pct is what counts here
-    plain = llama.config({"hidden_act": "gelu", **hf, **own}, base, fraction)
+    """Read config.json; missing fields have the defaults of transformers' GPTNeoXConfig."""
+    theta, fraction = hf.get("rotary_emb_base", 10000.0), hf.get("rotary_pct", 0.25)
+    overrides = dict(num_key_value_heads=None, partial_rotary_factor=None)  # the family uses rotary_pct instead
+    base = llama.config({"hidden_act": "gelu", **hf, **overrides}, theta, fraction)
     return replace(
-        plain,
+        base,
         norm=NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True),
         gated=False,
         parallel=hf.get("use_parallel_residual", True),
@@ -28,18 +28,18 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """q, k and v are interleaved head by head; the head is called embed_out on disk and lm_head by PEFT."""
+    """Return the rules; q, k and v are interleaved by head. The output head is embed_out in the files, lm_head in PEFT."""
     layers = "gpt_neox.layers.{}."
     names = {"attention.o_proj": "attention.dense", "mlp.up_proj": "mlp.dense_h_to_4h", "mlp.down_proj": "mlp.dense_4h_to_h"}
     fused = [
-        Split(f"{layers}attention.query_key_value.{leaf}", qkv(leaf), (config.head_dim,) * 3, config.n_heads)
+        Split(f"{layers}attention.query_key_value.{leaf}", qkv_names(leaf), (config.head_dim,) * 3, config.n_heads)
         for leaf in ("weight", "bias")
     ]
-    tables = [Drop(f"{layers}attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
-    ends = llama.ends(config, "gpt_neox.", "embed_in", "final_layer_norm", "{embed_out|lm_head}")
-    return [*ends, *llama.named(names | llama.NORMS, layers), *fused, *tables]
+    buffers = [Drop(f"{layers}attention.{name}") for name in ("bias", "masked_bias", "rotary_emb.inv_freq")]
+    outer = llama.embedding_and_head(config, "gpt_neox.", "embed_in", "final_layer_norm", "{embed_out|lm_head}")
+    return [*outer, *llama.rename_modules(names | llama.NORMS, layers), *fused, *buffers]
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """How PEFT names the head."""
-    return llama.named({"lm_head": "{lm_head|embed_out}"}, "", "")
+    """Return the rule for PEFT's name of the output head."""
+    return llama.rename_modules({"lm_head": "{lm_head|embed_out}"}, "", "")

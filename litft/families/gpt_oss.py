@@ -1,4 +1,4 @@
-"""gpt-oss 20B and 120B (arXiv 2508.10925): attention sinks, alternating windows, clamped experts, MXFP4 on disk."""
+"""gpt-oss 20B and 120B (arXiv 2508.10925): attention sinks, alternating windows, clamped experts, MXFP4 files."""
 
 from dataclasses import replace
 from typing import Any
@@ -15,51 +15,51 @@ YARN = dict(
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' GptOssConfig."""
+    """Read config.json; missing fields have the defaults of transformers' GptOssConfig."""
     defaults = dict(num_key_value_heads=8, head_dim=64, sliding_window=128, rms_norm_eps=1e-5, attention_bias=True)
     hf = {**defaults, "max_position_embeddings": 131072, **hf}
     if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
         hf["rope_parameters"] = {**YARN, "rope_theta": hf.get("rope_theta", 150000.0)}
     if hf.get("swiglu_alpha", 1.702) != 1.702:
-        raise ValueError(f"config.json: swiglu_alpha {hf['swiglu_alpha']!r} is not supported; known: 1.702")
-    plain = llama.config({**hf, "hidden_act": "quick_gelu"}, rope_base=150000.0)
+        raise ValueError(f"config.json: swiglu_alpha {hf['swiglu_alpha']!r} is not supported; it must be 1.702")
+    base = llama.config({**hf, "hidden_act": "quick_gelu"}, rope_theta=150000.0)
     experts = ExpertsConfig(
         hf.get("num_local_experts", 128),
         hf.get("num_experts_per_tok", 4),
-        plain.hidden_dim,
+        base.hidden_dim,
         renormalize=True,
         router_bias=True,
         bias=True,
     )
-    windows = llama.windows(hf, lambda index: index % 2 == 0)
+    windows = llama.layer_windows(hf, lambda index: index % 2 == 0)
     layers = tuple(
-        replace(layer, window=window, experts=experts) for layer, window in zip(plain.layers, windows, strict=True)
+        replace(layer, window=window, experts=experts) for layer, window in zip(base.layers, windows, strict=True)
     )
-    return replace(plain, layers=layers, sinks=True, mlp_bias=False, activation_limit=hf.get("swiglu_limit", 7.0))
+    return replace(base, layers=layers, sinks=True, mlp_bias=False, activation_limit=hf.get("swiglu_limit", 7.0))
 
 
 def rules(config: Config) -> list[Rule]:
-    """The experts are stacks, stored (in, out), or quantized, (out, in); gate and up alternate row by row."""
-    stored = peft_rules(config)
+    """Return the rules; stacked experts are (in, out), or (out, in) if quantized. Rows of gate and up alternate."""
+    expert_rules = peft_rules(config)
     return [
         *llama.rules(config),
-        *llama.named({"mlp.router": "mlp.router"}),
+        *llama.rename_modules({"mlp.router": "mlp.router"}),
         Rename("model.layers.{}.self_attn.sinks", "blocks.{}.attention.sinks"),
-        *stored,
-        *(Dequantize(replace(rule, transposed=False)) for rule in stored if rule.transposed),
+        *expert_rules,
+        *(Dequantize(replace(rule, transposed=False)) for rule in expert_rules if rule.transposed),
     ]
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """How PEFT names the experts: as they are stored."""
-    hf_name, ours = "model.layers.{}.mlp.experts.", "blocks.{}.mlp.experts."
+    """Return the rules for PEFT's names of the experts, which are those of the unquantized files."""
+    hf_prefix, prefix = "model.layers.{}.mlp.experts.", "blocks.{}.mlp.experts."
 
-    def sides(leaf: str) -> tuple[str, str]:
-        return (f"{ours}gate_proj.{leaf}", f"{ours}up_proj.{leaf}")
+    def gate_up_names(leaf: str) -> tuple[str, str]:
+        return (f"{prefix}gate_proj.{leaf}", f"{prefix}up_proj.{leaf}")
 
     return [
-        Split(f"{hf_name}gate_up_proj", sides("weight"), (1, 1), config.hidden_dim, transposed=True),
-        Split(f"{hf_name}gate_up_proj_bias", sides("bias"), (1, 1), config.hidden_dim),
-        Rename(f"{hf_name}down_proj", f"{ours}down_proj.weight", transposed=True),
-        Rename(f"{hf_name}down_proj_bias", f"{ours}down_proj.bias"),
+        Split(f"{hf_prefix}gate_up_proj", gate_up_names("weight"), (1, 1), config.hidden_dim, transposed=True),
+        Split(f"{hf_prefix}gate_up_proj_bias", gate_up_names("bias"), (1, 1), config.hidden_dim),
+        Rename(f"{hf_prefix}down_proj", f"{prefix}down_proj.weight", transposed=True),
+        Rename(f"{hf_prefix}down_proj_bias", f"{prefix}down_proj.bias"),
     ]

@@ -1,4 +1,4 @@
-"""GPT-J 6B (Wang and Komatsuzaki, 2021): parallel attention and MLP, interleaved rotation of a part of each head."""
+"""GPT-J 6B (Wang and Komatsuzaki, 2021): parallel attention and MLP, interleaved RoPE on part of each head."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,12 +11,12 @@ MODEL_TYPES = ("gptj",)
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' GPTJConfig."""
+    """Read config.json; missing fields have the defaults of transformers' GPTJConfig."""
     hf = {"n_positions": 2048, "activation_function": "gelu_new", "tie_word_embeddings": False, **hf}
     head_dim = hf["n_embd"] // hf["n_head"]
-    plain = llama.config(gpt2.standard_names(hf), rope_fraction=(hf.get("rotary_dim", 64) or head_dim) / head_dim)
+    base = llama.config(gpt2.standard_names(hf), rope_fraction=(hf.get("rotary_dim", 64) or head_dim) / head_dim)
     return replace(
-        plain,
+        base,
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),
         gated=False,
         parallel=True,
@@ -28,12 +28,12 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Plain renames."""
+    """Return the rules, which only rename."""
     layers = "transformer.h.{}."
     names = {
-        f"attention.{ours}_proj": f"attn.{hf_name}_proj"
-        for ours, hf_name in zip("qkvo", ["q", "k", "v", "out"], strict=True)
+        f"attention.{name}_proj": f"attn.{hf_name}_proj"
+        for name, hf_name in zip("qkvo", ["q", "k", "v", "out"], strict=True)
     }
     names |= {"mlp.up_proj": "mlp.fc_in", "mlp.down_proj": "mlp.fc_out", "attention_norm": "ln_1"}
-    tables = [Drop(f"{layers}attn.{name}") for name in ("bias", "masked_bias", "embed_positions")]
-    return [*llama.ends(config, "transformer.", "wte", "ln_f"), *llama.named(names, layers), *tables]
+    buffers = [Drop(f"{layers}attn.{name}") for name in ("bias", "masked_bias", "embed_positions")]
+    return [*llama.embedding_and_head(config, "transformer.", "wte", "ln_f"), *llama.rename_modules(names, layers), *buffers]

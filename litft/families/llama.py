@@ -1,4 +1,4 @@
-"""Llama 1 to 3.3 and the many models of its shape (arXiv 2302.13971, 2407.21783); most other families start from it."""
+"""Llama 1 to 3.3 and models with the same architecture (arXiv 2302.13971, 2407.21783); other families build on this file."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,21 +10,25 @@ MODEL_TYPES = ("llama",)
 GGUF = {"llama": ("llama", "LlamaForCausalLM")}
 
 
-def config(hf: dict[str, Any], rope_base: float = 10000.0, rope_fraction: float | None = None) -> Config:
-    """Defaults are those of transformers' LlamaConfig; a family with others puts them into `hf` first."""
-    heads = hf["num_attention_heads"]
-    if not hf.get("head_dim") and hf["hidden_size"] % heads:
-        raise ValueError(f"config.json: a width of {hf['hidden_size']} cannot be shared evenly by {heads} attention heads")
-    head_dim = hf.get("head_dim") or hf["hidden_size"] // heads
-    layer = LayerConfig(rope=RopeConfig.from_hf(hf, head_dim, rope_base, rope_fraction))
+def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float | None = None) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' LlamaConfig.
+
+    A family with other defaults puts them into `hf`; one with another architecture replaces fields of the result.
+    rope_theta, rope_fraction: default base of RoPE, and default share of a head that is rotated (None: all of it).
+    """
+    num_heads = hf["num_attention_heads"]
+    if not hf.get("head_dim") and hf["hidden_size"] % num_heads:
+        raise ValueError(f"config.json: hidden_size {hf['hidden_size']} is not divisible by num_attention_heads {num_heads}")
+    head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
+    layer = LayerConfig(rope=RopeConfig.from_hf(hf, head_dim, rope_theta, rope_fraction))
     return Config(
         model_type=hf["model_type"],
         vocab_size=hf["vocab_size"],
         max_positions=hf.get("max_position_embeddings", 2048),
         dim=hf["hidden_size"],
         hidden_dim=hf["intermediate_size"],
-        n_heads=heads,
-        n_kv_heads=hf.get("num_key_value_heads") or heads,
+        n_heads=num_heads,
+        n_kv_heads=hf.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
         layers=(layer,) * hf["num_hidden_layers"],
         norm=NormConfig("rms", hf.get("rms_norm_eps", 1e-6)),
@@ -36,57 +40,67 @@ def config(hf: dict[str, Any], rope_base: float = 10000.0, rope_fraction: float 
     )
 
 
-def sliding(hf: dict[str, Any], slides: Callable[[int], bool]) -> list[bool]:
-    """Which layers have a window: as `layer_types` says, or by `slides`, the family's rule for files without it."""
-    count = hf["num_hidden_layers"]
-    known = {"full_attention": False, "sliding_attention": True}
+def sliding_layers(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[bool]:
+    """Return which layers have a sliding window: from `layer_types`, or without it from the family's rule `is_sliding`."""
+    num_layers = hf["num_hidden_layers"]
+    supported = {"full_attention": False, "sliding_attention": True}
     types = hf.get("layer_types")
-    if types is not None and (len(types) != count or any(kind not in tuple(known) for kind in types)):
-        raise ValueError(f"config.json: layer_types must be {count} times one of {', '.join(known)}, found {types!r:.300}")
-    return [slides(index) for index in range(count)] if types is None else [known[kind] for kind in types]
+    if types is not None and (len(types) != num_layers or any(layer_type not in tuple(supported) for layer_type in types)):
+        raise ValueError(
+            f"config.json: layer_types must list {num_layers} values from {', '.join(supported)}, found {types!r:.300}"
+        )
+    return [is_sliding(n) for n in range(num_layers)] if types is None else [supported[layer_type] for layer_type in types]
 
 
-def windows(hf: dict[str, Any], slides: Callable[[int], bool]) -> list[int | None]:
-    """Each layer's window, where it has one."""
-    return [(hf.get("sliding_window") or None) if slide else None for slide in sliding(hf, slides)]
+def layer_windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int | None]:
+    """Return the sliding window of each layer, None for full attention. is_sliding: as in `sliding_layers`."""
+    return [(hf.get("sliding_window") or None) if slides else None for slides in sliding_layers(hf, is_sliding)]
 
 
 def ropes_by_type(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """transformers 5's `rope_parameters` by layer type; empty where the file has one rotation for all."""
+    """Return transformers 5's `rope_parameters` by layer type; empty if the file has one set for all layers."""
     nested = {k: v for k, v in (hf.get("rope_parameters") or {}).items() if k in ("full_attention", "sliding_attention")}
-    if odd := [value for value in nested.values() if not isinstance(value, dict | None)]:
-        raise ValueError(f"config.json: rope_parameters of a layer type must be an object, found {odd[0]!r:.200}")
+    if invalid := [value for value in nested.values() if not isinstance(value, dict | None)]:
+        raise ValueError(f"config.json: rope_parameters of a layer type must be an object, found {invalid[0]!r:.200}")
     return nested
 
 
-# ours -> theirs, within a layer
+# litft's module names -> the checkpoint's, within a layer
 ATTENTION = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in "qkvo"}
 QK_NORMS = {f"attention.{n}_norm": f"self_attn.{n}_norm" for n in "qk"}
 MLP = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 
 
-def named(names: dict[str, str], hf_name: str = "model.layers.{}.", ours: str = "blocks.{}.") -> list[Rule]:
-    """Renames of modules, each with its weight and, where there is one, its bias."""
-    return [Rename(f"{hf_name}{t}.{leaf}", f"{ours}{o}.{leaf}") for o, t in names.items() for leaf in ("weight", "bias")]
+def rename_modules(names: dict[str, str], hf_prefix: str = "model.layers.{}.", prefix: str = "blocks.{}.") -> list[Rule]:
+    """Return rules for modules that differ only in name; names maps litft's to the checkpoint's. Biases may be missing."""
+    return [
+        Rename(f"{hf_prefix}{hf_name}.{leaf}", f"{prefix}{name}.{leaf}")
+        for name, hf_name in names.items()
+        for leaf in ("weight", "bias")
+    ]
 
 
-def ends(
+def embedding_and_head(
     config: Config, model: str = "model.", embed: str = "embed_tokens", norm: str = "norm", head: str = "lm_head"
 ) -> list[Rule]:
-    """The embedding, the last norm and the head, whose weight a tied checkpoint may store a second time."""
+    """Return the rules outside of layers: embedding, final norm and head. A tied checkpoint may store the weight twice."""
     tied = [Drop(f"{head}.weight")] if config.tied else []
-    return [*named({"embed": model + embed, "norm": model + norm}, "", ""), *tied, *named({"lm_head": head}, "", "")]
+    return [
+        *rename_modules({"embed": model + embed, "norm": model + norm}, "", ""),
+        *tied,
+        *rename_modules({"lm_head": head}, "", ""),
+    ]
 
 
 def rules(config: Config, model: str = "model.", head: str = "lm_head", norms: dict[str, str] = NORMS) -> list[Rule]:
-    """Plain renames; biases are there or not, as the config says."""
+    """Return the rules for Llama's names. model: prefix of all names except the head's; norms: as in NORMS."""
     layers = f"{model}layers.{{}}."
     drop = Drop(f"{layers}self_attn.rotary_emb.inv_freq")
-    return [*ends(config, model, head=head), *named(ATTENTION | QK_NORMS | MLP | norms, layers), drop]
+    return [*embedding_and_head(config, model, head=head), *rename_modules(ATTENTION | QK_NORMS | MLP | norms, layers), drop]
 
 
-# ours -> llama.cpp's, within a layer
+# litft's module names -> llama.cpp's, within a layer
 GGUF_ATTENTION = {f"attention.{n}_proj": f"attn_{n}" for n in "qkv"} | {"attention.o_proj": "attn_output"}
 GGUF_QK_NORMS = {f"attention.{n}_norm": f"attn_{n}_norm" for n in "qk"}
 GGUF_MLP = {f"mlp.{n}_proj": f"ffn_{n}" for n in ("gate", "up", "down")}
@@ -94,29 +108,33 @@ GGUF_NORMS = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm"}
 
 
 def gguf_names(config: Config, layer: dict[str, str] = GGUF_ATTENTION | GGUF_QK_NORMS | GGUF_MLP | GGUF_NORMS) -> list[Rule]:
-    """llama.cpp's plain renames; what it stores of the rotation is read with the metadata."""
-    return [*ends(config, "", "token_embd", "output_norm", "output"), *named(layer, "blk.{}."), Drop("rope_{*}.weight")]
+    """Return the rules for llama.cpp's names; its rope tensors are dropped, because the metadata is read instead."""
+    return [
+        *embedding_and_head(config, "", "token_embd", "output_norm", "output"),
+        *rename_modules(layer, "blk.{}."),
+        Drop("rope_{*}.weight"),
+    ]
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """llama.cpp rotates neighbours here, so that q and k are stored in another order."""
+    """Return the rules for llama.cpp's names. It rotates neighbouring entries, so rows of q and k are in another order."""
     heads = {"q": config.n_heads, "k": config.n_kv_heads}
-    turned = [
+    interleaved = [
         Interleave(f"blk.{{}}.attn_{n}.{leaf}", f"blocks.{{}}.attention.{n}_proj.{leaf}", count)
         for n, count in heads.items()
         for leaf in ("weight", "bias")
     ]
-    return [*turned, *gguf_names(config)]
+    return [*interleaved, *gguf_names(config)]
 
 
-def language_model(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:
-    """The language model's own config.json, where `hf` is that of the multimodal model around it."""
+def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:
+    """Return the config.json of the language model, given that of the multimodal model around it."""
     shared = "eos_token_id bos_token_id pad_token_id torch_dtype dtype quantization_config tie_word_embeddings".split()
     outer = {name: hf[name] for name in shared if name in hf}
     return {"model_type": model_type, **hf["text_config"], **outer, "architectures": [architecture]}
 
 
-def wrapped_rules(config: Config, norms: dict[str, str] = NORMS) -> list[Rule]:
-    """As `rules`, also where a multimodal folder wraps the language model; what sees is left out."""
+def multimodal_rules(config: Config, norms: dict[str, str] = NORMS) -> list[Rule]:
+    """Return `rules` that also match a multimodal checkpoint, without its vision tensors."""
     model, head = "{model.|language_model.model.|model.language_model.}", "{|language_model.}lm_head"
     return [*rules(config, model, head, norms), Drop("{model.|}{vision_tower|multi_modal_projector}.{*}")]

@@ -11,39 +11,44 @@ MODEL_TYPES = ("mixtral",)
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' MixtralConfig."""
+    """Read config.json; missing fields have the defaults of transformers' MixtralConfig."""
     hf = {"sliding_window": None, "rms_norm_eps": 1e-5, "num_local_experts": 8, "num_experts_per_tok": 2, **hf}
-    plain = mistral.config({**hf, "model_type": "mistral"}, rope_base=1e6)
-    experts = ExpertsConfig(hf["num_local_experts"], hf["num_experts_per_tok"], plain.hidden_dim, renormalize=True)
-    layers = tuple(replace(layer, experts=experts) for layer in plain.layers)
-    return replace(plain, model_type=hf["model_type"], layers=layers)
+    base = mistral.config({**hf, "model_type": "mistral"}, rope_theta=1e6)
+    experts = ExpertsConfig(hf["num_local_experts"], hf["num_experts_per_tok"], base.hidden_dim, renormalize=True)
+    layers = tuple(replace(layer, experts=experts) for layer in base.layers)
+    return replace(base, model_type=hf["model_type"], layers=layers)
 
 
 def rules(config: Config) -> list[Rule]:
-    """Each expert is stored by itself, as w1 (gate), w3 (up) and w2 (down)."""
-    stacks = stacked(config, "model.layers.{}.block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"})
+    """Return the rules; the tensors of each expert are stored separately, as w1 (gate), w3 (up) and w2 (down)."""
+    stacks = stacked_experts(
+        config, "model.layers.{}.block_sparse_moe.experts.{}.", {"gate": "w1", "up": "w3", "down": "w2"}
+    )
     router = Rename("model.layers.{}.block_sparse_moe.gate.weight", "blocks.{}.mlp.router.weight")
     return [*llama.rules(config), router, *stacks]
 
 
-def stacked(config: Config, hf_name: str, names: dict[str, str]) -> list[Rule]:
-    """Experts that are stored one by one."""
+def stacked_experts(config: Config, hf_prefix: str, names: dict[str, str]) -> list[Rule]:
+    """Return rules for experts that are stored separately; names maps gate, up and down to the checkpoint's names."""
     count = next(layer.experts.count for layer in config.layers if layer.experts)
-    return [Stack(f"{hf_name}{t}.weight", f"blocks.{{}}.mlp.experts.{o}_proj.weight", count) for o, t in names.items()]
-
-
-def fused(config: Config, hf_name: str, down: str = "down_proj", gate_up: str = "gate_up_proj") -> list[Rule]:
-    """Experts as transformers 5 holds them in memory, (E, 2 I, C) and (E, C, I): what PEFT's keys name."""
-    experts = next(layer.experts for layer in config.layers if layer.experts)
-    ours = "blocks.{}.mlp.experts."
-    sides = (f"{ours}gate_proj.weight", f"{ours}up_proj.weight")
     return [
-        Split(f"{hf_name}{gate_up}", sides, (experts.hidden_dim,) * 2),
-        Rename(f"{hf_name}{down}", f"{ours}down_proj.weight"),
+        Stack(f"{hf_prefix}{hf_name}.weight", f"blocks.{{}}.mlp.experts.{name}_proj.weight", count)
+        for name, hf_name in names.items()
+    ]
+
+
+def fused_experts(config: Config, hf_prefix: str, down: str = "down_proj", gate_up: str = "gate_up_proj") -> list[Rule]:
+    """Return rules for stacked experts with fused gate and up, as in transformers 5: (E, 2 I, C) and (E, C, I)."""
+    experts = next(layer.experts for layer in config.layers if layer.experts)
+    prefix = "blocks.{}.mlp.experts."
+    gate_up_names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
+    return [
+        Split(f"{hf_prefix}{gate_up}", gate_up_names, (experts.hidden_dim,) * 2),
+        Rename(f"{hf_prefix}{down}", f"{prefix}down_proj.weight"),
     ]
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """How PEFT names the experts and what chooses them."""
+    """Return the rules for PEFT's names of experts and router, which are transformers' names in memory."""
     router = Rename("model.layers.{}.mlp.gate.weight", "blocks.{}.mlp.router.weight")
-    return [router, *fused(config, "model.layers.{}.mlp.experts.")]
+    return [router, *fused_experts(config, "model.layers.{}.mlp.experts.")]

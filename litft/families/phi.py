@@ -1,4 +1,4 @@
-"""Phi-1, 1.5 and 2 (arXiv 2309.05463): parallel attention and MLP on one LayerNorm, partly rotated, biases everywhere."""
+"""Phi-1, 1.5 and 2 (arXiv 2309.05463): parallel attention and MLP with one LayerNorm, partial RoPE, biases."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,11 +11,11 @@ MODEL_TYPES = ("phi",)
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' PhiConfig."""
-    plain = llama.config({"hidden_act": "gelu_new", **hf}, rope_fraction=0.5)
+    """Read config.json; missing fields have the defaults of transformers' PhiConfig."""
+    base = llama.config({"hidden_act": "gelu_new", **hf}, rope_fraction=0.5)
     norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True)
     return replace(
-        plain,
+        base,
         norm=norm,
         gated=False,
         parallel=True,
@@ -29,9 +29,9 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Plain renames."""
+    """Return the rules, which only rename."""
     names = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in "qkv"}
     names |= {"attention.o_proj": "self_attn.dense", "mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}
     names |= {"attention_norm": "input_layernorm"}
     names |= {f"attention.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"}
-    return [*llama.ends(config, norm="final_layernorm"), *llama.named(names)]
+    return [*llama.embedding_and_head(config, norm="final_layernorm"), *llama.rename_modules(names)]

@@ -1,4 +1,4 @@
-"""Phi-3, 3.5, 4 and 4-mini (arXiv 2404.14219, 2412.08905): Llama with fused q/k/v and gate/up, partly rotated in 4-mini."""
+"""Phi-3, 3.5, 4 and 4-mini (arXiv 2404.14219, 2412.08905): Llama with fused q/k/v and gate/up, 4-mini with partial RoPE."""
 
 from dataclasses import replace
 from typing import Any
@@ -12,47 +12,47 @@ GGUF = {"phi3": ("phi3", "Phi3ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' Phi3Config."""
+    """Read config.json; missing fields have the defaults of transformers' Phi3Config."""
     hf = {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5, **hf}
     for field in ("rope_scaling", "rope_parameters"):
         scaling = hf.get(field) or {}
-        kind = scaling.get("rope_type", scaling.get("type"))
-        if kind in ("su", "yarn"):  # what longrope was called in Phi-3's first files
+        rope_type = scaling.get("rope_type", scaling.get("type"))
+        if rope_type in ("su", "yarn"):  # longrope in the first files of Phi-3
             hf[field] = {**scaling, "rope_type": "longrope", "type": "longrope"}
-    plain = llama.config(hf, rope_fraction=1.0)
-    layers = tuple(replace(layer, window=hf.get("sliding_window") or None) for layer in plain.layers)
-    return replace(plain, layers=layers, qkv_bias=False, o_bias=False, mlp_bias=False)
+    base = llama.config(hf, rope_fraction=1.0)
+    layers = tuple(replace(layer, window=hf.get("sliding_window") or None) for layer in base.layers)
+    return replace(base, layers=layers, qkv_bias=False, o_bias=False, mlp_bias=False)
 
 
 def rules(config: Config) -> list[Rule]:
-    """q, k, v and gate, up are concatenated."""
+    """Return the rules for Llama's names, with fused q/k/v and gate/up."""
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     names = {"attention.o_proj": "self_attn.o_proj", "mlp.down_proj": "mlp.down_proj"}
     return [
-        *llama.ends(config),
-        *llama.named(names | llama.NORMS),
-        Split("model.layers.{}.self_attn.qkv_proj.weight", qkv("weight"), (q, kv, kv)),
-        *gate_up(config),
+        *llama.embedding_and_head(config),
+        *llama.rename_modules(names | llama.NORMS),
+        Split("model.layers.{}.self_attn.qkv_proj.weight", qkv_names("weight"), (q, kv, kv)),
+        *gate_up_rules(config),
     ]
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """q, k, v and gate, up are concatenated there too."""
+    """Return the rules for llama.cpp, which fuses q/k/v and gate/up too."""
     q, kv = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
     names = {"attention.o_proj": "attn_output", "mlp.down_proj": "ffn_down"}
     return [
         *llama.gguf_names(config, names | llama.GGUF_NORMS),
-        Split("blk.{}.attn_qkv.weight", qkv("weight"), (q, kv, kv)),
-        *gate_up(config, "blk.{}.ffn_up.weight"),
+        Split("blk.{}.attn_qkv.weight", qkv_names("weight"), (q, kv, kv)),
+        *gate_up_rules(config, "blk.{}.ffn_up.weight"),
     ]
 
 
-def qkv(leaf: str) -> tuple[str, str, str]:
-    """Our names of what a fused q/k/v Linear holds."""
+def qkv_names(leaf: str) -> tuple[str, str, str]:
+    """Return the litft names of the tensors in a fused q/k/v Linear; leaf: weight or bias."""
     return tuple(f"blocks.{{}}.attention.{n}_proj.{leaf}" for n in "qkv")
 
 
-def gate_up(config: Config, hf_name: str = "model.layers.{}.mlp.gate_up_proj.weight") -> list[Rule]:
-    """Gate and up in one Linear, one after the other."""
-    ours = tuple(f"blocks.{{}}.mlp.{n}_proj.weight" for n in ("gate", "up"))
-    return [Split(hf_name, ours, (config.hidden_dim,) * 2)]
+def gate_up_rules(config: Config, hf_name: str = "model.layers.{}.mlp.gate_up_proj.weight") -> list[Rule]:
+    """Return the rule for an MLP Linear in which up follows gate."""
+    names = tuple(f"blocks.{{}}.mlp.{n}_proj.weight" for n in ("gate", "up"))
+    return [Split(hf_name, names, (config.hidden_dim,) * 2)]

@@ -15,15 +15,15 @@ GGUF = {"qwen2": ("qwen2", "Qwen2ForCausalLM"), "qwen3": ("qwen3", "Qwen3ForCaus
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' Qwen2Config and Qwen3Config."""
+    """Read config.json; missing fields have the defaults of transformers' Qwen2Config and Qwen3Config."""
     hf = {"max_position_embeddings": 32768, "max_window_layers": 28, "sliding_window": 4096, **hf}
     if hf["model_type"] == "qwen3":
         hf = {"head_dim": 128, **hf}
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
-    plain = llama.config(hf)
-    windows = llama.windows(hf, lambda index: index >= hf["max_window_layers"])
-    layers = tuple(replace(plain.layers[0], window=window) for window in windows)
+    base = llama.config(hf)
+    windows = llama.layer_windows(hf, lambda index: index >= hf["max_window_layers"])
+    layers = tuple(replace(base.layers[0], window=window) for window in windows)
     if hf["model_type"] == "qwen2":
-        return replace(plain, layers=layers, qkv_bias=True, o_bias=False)
-    return replace(plain, layers=layers, qk_norm=plain.norm)
+        return replace(base, layers=layers, qkv_bias=True, o_bias=False)
+    return replace(base, layers=layers, qk_norm=base.norm)

@@ -24,44 +24,46 @@ DEFAULTS = {
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' Qwen2MoeConfig and Qwen3MoeConfig."""
-    shared = hf["model_type"] == "qwen2_moe"
+    """Read config.json; missing fields have the defaults of transformers' Qwen2MoeConfig and Qwen3MoeConfig."""
+    has_shared_expert = hf["model_type"] == "qwen2_moe"
     hf = {"max_position_embeddings": 32768, "sliding_window": 4096, **DEFAULTS[hf["model_type"]], **hf}
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
-    if not shared:
-        hf["layer_types"] = None  # all its layers are alike
-    plain = llama.config(hf)
-    windows = llama.windows(hf, lambda index: not shared or (index % 2 == 0 and index < hf["max_window_layers"]))
+    if not has_shared_expert:
+        hf["layer_types"] = None  # Qwen 3 MoE has the same attention in all layers
+    base = llama.config(hf)
+    windows = llama.layer_windows(
+        hf, lambda index: not has_shared_expert or (index % 2 == 0 and index < hf["max_window_layers"])
+    )
     experts = ExpertsConfig(
-        hf.get("num_local_experts", hf["num_experts"]),  # transformers 5 writes the first name
+        hf.get("num_local_experts", hf["num_experts"]),  # the name in transformers 5
         hf["num_experts_per_tok"],
         hf["moe_intermediate_size"],
         renormalize=hf.get("norm_topk_prob", False),
-        shared_dim=hf["shared_expert_intermediate_size"] if shared else 0,
-        shared_gate=shared,
+        shared_dim=hf["shared_expert_intermediate_size"] if has_shared_expert else 0,
+        shared_gate=has_shared_expert,
     )
-    dense_weight, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-    sparse = [n not in dense_weight and (n + 1) % step == 0 and experts.count > 0 for n in range(len(windows))]
+    dense_layers, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
+    sparse = [n not in dense_layers and (n + 1) % step == 0 and experts.count > 0 for n in range(len(windows))]
     layers = tuple(
-        replace(layer, window=window, experts=experts if has else None)
-        for layer, window, has in zip(plain.layers, windows, sparse, strict=True)
+        replace(layer, window=window, experts=experts if is_sparse else None)
+        for layer, window, is_sparse in zip(base.layers, windows, sparse, strict=True)
     )
-    if shared:
-        return replace(plain, layers=layers, qkv_bias=hf["qkv_bias"], o_bias=False)
-    return replace(plain, layers=layers, qk_norm=plain.norm)
+    if has_shared_expert:
+        return replace(base, layers=layers, qkv_bias=hf["qkv_bias"], o_bias=False)
+    return replace(base, layers=layers, qk_norm=base.norm)
 
 
 def rules(config: Config) -> list[Rule]:
-    """Each expert is stored by itself."""
+    """Return the rules for Llama's names, with separately stored experts."""
     names = {"mlp.router": "mlp.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
     names |= {f"mlp.shared.{n}_proj": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
-    stored = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+    projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     has_experts = any(layer.experts for layer in config.layers)
-    stacks = mixtral.stacked(config, "model.layers.{}.mlp.experts.{}.", stored) if has_experts else []
-    return [*llama.rules(config), *llama.named(names), *stacks]
+    stacks = mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections) if has_experts else []
+    return [*llama.rules(config), *llama.rename_modules(names), *stacks]
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """How PEFT names the experts."""
+    """Return the rules for PEFT's names of experts and router."""
     return mixtral.peft_rules(config) if any(layer.experts for layer in config.layers) else []

@@ -1,4 +1,4 @@
-"""SmolLM3 (Hugging Face, 2025): Llama with every fourth layer unrotated (NoPE, arXiv 2501.18795)."""
+"""SmolLM3 (Hugging Face, 2025): Llama without RoPE in every fourth layer (NoPE, arXiv 2501.18795)."""
 
 from dataclasses import replace
 from typing import Any
@@ -13,18 +13,20 @@ MODEL_TYPES = ("smollm3",)
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' SmolLM3Config."""
+    """Read config.json; missing fields have the defaults of transformers' SmolLM3Config."""
     hf = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True, **hf}
-    plain = llama.config(hf, rope_base=2e6)
+    base = llama.config(hf, rope_theta=2e6)
     interval = hf.get("no_rope_layer_interval", 4)
-    rotated = hf.get("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(len(plain.layers))]
-    if len(rotated) != len(plain.layers) or any(value not in (0, 1) for value in rotated):
-        raise ValueError(f"config.json: no_rope_layers must be {len(plain.layers)} times 0 or 1, found {rotated!r:.300}")
+    uses_rope = hf.get("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(len(base.layers))]
+    if len(uses_rope) != len(base.layers) or any(value not in (0, 1) for value in uses_rope):
+        raise ValueError(
+            f"config.json: no_rope_layers must list {len(base.layers)} values of 0 or 1, found {uses_rope!r:.300}"
+        )
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
-    windows = llama.windows(hf, lambda index: not rotated[index])
+    windows = llama.layer_windows(hf, lambda index: not uses_rope[index])
     layers = tuple(
-        replace(layer, window=window, rope=layer.rope if turns else None)
-        for layer, window, turns in zip(plain.layers, windows, rotated, strict=True)
+        replace(layer, window=window, rope=layer.rope if has_rope else None)
+        for layer, window, has_rope in zip(base.layers, windows, uses_rope, strict=True)
     )
-    return replace(plain, layers=layers)
+    return replace(base, layers=layers)

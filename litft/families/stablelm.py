@@ -1,4 +1,4 @@
-"""StableLM 3B-4e1t, StableLM Zephyr, StableLM 2, Stable Code (arXiv 2402.17834); StableLM-alpha is GPT-NeoX's family."""
+"""StableLM 3B-4e1t, StableLM Zephyr, StableLM 2, Stable Code (arXiv 2402.17834); StableLM-alpha uses gpt_neox.py."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,11 +11,11 @@ MODEL_TYPES = ("stablelm",)
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Defaults are those of transformers' StableLmConfig."""
+    """Read config.json; missing fields have the defaults of transformers' StableLmConfig."""
     eps, parallel = hf.get("layer_norm_eps", 1e-5), hf.get("use_parallel_residual", False)
-    plain = llama.config({"max_position_embeddings": 4096, **hf}, rope_fraction=0.25)
+    base = llama.config({"max_position_embeddings": 4096, **hf}, rope_fraction=0.25)
     return replace(
-        plain,
+        base,
         norm=NormConfig("layer", eps, bias=True),
         parallel=parallel,
         shared_norm=parallel,
@@ -28,9 +28,9 @@ def config(hf: dict[str, Any]) -> Config:
 
 
 def rules(config: Config) -> list[Rule]:
-    """Plain renames; each head's q/k norm is stored by itself."""
+    """Return the rules, which only rename, except that the q/k norms of each head are stored separately."""
     norms = {"attention_norm": "input_layernorm"} if config.shared_norm else llama.NORMS
-    counts = {"q": config.n_heads, "k": config.n_kv_heads}
+    num_heads = {"q": config.n_heads, "k": config.n_kv_heads}
     hf_name = "model.layers.{{}}.self_attn.{}_layernorm.norms.{{}}.weight"
-    heads = [Stack(hf_name.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count) for n, count in counts.items()]
-    return [*llama.ends(config), *llama.named(llama.ATTENTION | llama.MLP | norms), *heads]
+    qk_norms = [Stack(hf_name.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count) for n, count in num_heads.items()]
+    return [*llama.embedding_and_head(config), *llama.rename_modules(llama.ATTENTION | llama.MLP | norms), *qk_norms]

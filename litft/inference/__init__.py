@@ -1,1 +1,1 @@
-"""Decoding: sampling, speculation, streaming, tensor-parallel decoding, and the commands that generate."""
+"""Inference: sampling, speculative and tensor-parallel decoding, streaming, and the commands `generate` and `chat`."""

@@ -1,6 +1,6 @@
-"""Reading and continuing texts: a network with the keys and values of what it has read.
+"""Decoding with a KV cache: prefill prompts and run decode steps on a batch of rows.
 
-Two functions are worth compiling: reading a piece of a prompt, and one token more of every text.
+Two forward passes are worth compiling: a chunk of a prompt, and one token for every row.
 """
 
 import warnings
@@ -17,201 +17,204 @@ from litft.errors import summary
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
 
-PIECE = 512  # tokens of a prompt that go through the network at once: what it needs besides the cache is bounded
+PREFILL_CHUNK = 512  # prompt tokens in one forward pass; bounds the memory for activations
 NOT_A_NUMBER = "the model's logits are NaN; look for NaN or infinity in its weights"
-PLANNED = ("dynamic", "longrope")  # ropes that turn by the planned length
-BOUND = 256  # a compiled step looks at so many keys, or twice as many, or four times ...
+LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the text
+MIN_BOUND = 256  # compiled code attends to this many keys, doubled until all cached keys fit
 
 # B rows, V vocabulary
 
 
 class BrokenModel(ValueError):
-    """What a network computes is no number."""
+    """The logits of a model are NaN."""
 
 
 class Decoder:
-    """A network and `rows` texts, of up to `capacity` tokens each; what texts have in common is read once."""
+    """A model with a KV cache of `rows` texts, up to `capacity` tokens each; a prefix that texts share is computed once."""
 
     def __init__(self, model: GPT, rows: int = 1, capacity: int | None = None, compiled: bool = False) -> None:
         self.model, self.compiled, self.device = model, compiled, model.device
-        # what a network that is trained, and sharded maybe, gathers in inference mode could not be trained with afterwards
+        # weights that a sharded model gathers in inference mode cannot be used for training afterwards
         trained = any(parameter.requires_grad for parameter in model.parameters())
-        self._quietly = torch.no_grad if trained else torch.inference_mode
-        self.ahead = self.device.type == "cuda"  # whether a step is begun before the host has seen the one before
-        self._make_room(rows, capacity or model.config.max_positions)
-        self.texts: list[list[int]] = [[] for _ in range(rows)]  # the tokens that each row holds
-        self.lengths = [0] * rows  # and how many they are, where the host does not know yet which
+        self._no_grad = torch.no_grad if trained else torch.inference_mode
+        self.async_steps = self.device.type == "cuda"  # launch a step before the host has the tokens of the last one
+        self._allocate(rows, capacity or model.config.max_positions)
+        self.texts: list[list[int]] = [[] for _ in range(rows)]  # the token ids of each row, as far as the host has them
+        self.lengths = [0] * rows  # tokens in the cache of each row, including those the host does not have yet
         ropes = [layer.rope for layer in model.config.layers if layer.rope]
-        self._turning = next((rope for rope in ropes if rope.rope_type in PLANNED), None)
-        self.max_length = [self.capacity] * rows  # how long each text will be: some ropes turn by that
-        self.processed = 0  # tokens that went through the network
-        self._piece, self._token = compile_both(model) if compiled else (model, model)
+        self._length_rope = next((rope for rope in ropes if rope.rope_type in LENGTH_DEPENDENT_ROPES), None)
+        self.max_length = [self.capacity] * rows  # final length of each text, for ropes that depend on it
+        self.processed = 0  # tokens that went through the model
+        self._forward_chunk, self._forward_token = compile_forward(model) if compiled else (model, model)
 
-    def _make_room(self, rows: int, capacity: int) -> None:
+    def _allocate(self, rows: int, capacity: int) -> None:
         self.capacity = min(capacity, self.model.config.max_positions)
-        places = self.model.block_devices
-        self.cache = KVCache(self.model.config, rows, self.capacity, places, self.model.dtype)
+        devices = self.model.block_devices
+        self.cache = KVCache(self.model.config, rows, self.capacity, devices, self.model.dtype)
         self.views = [self.cache.rows(row, row + 1) for row in range(rows)]
-        self._spans = {(row, row + 1): view for row, view in enumerate(self.views)} | {(0, rows): self.cache}
-        # compiled code is made for one place in memory: there prompts are read apart, and what was read is copied
-        apart = self.compiled and rows > 1
-        self.apart = KVCache(self.model.config, 1, self.capacity, places, self.model.dtype) if apart else None
-        for layer in [*self.cache.layers, *(self.apart.layers if apart else ())] if self.compiled else ():
-            torch._dynamo.mark_static_address(layer.keys)  # or no CUDA graph is made of what writes there
+        self._span_views = {(row, row + 1): view for row, view in enumerate(self.views)} | {(0, rows): self.cache}
+        # compiled code is bound to one address: prompts are prefilled in a separate cache and copied from there
+        separate = self.compiled and rows > 1
+        self.prefill_cache = KVCache(self.model.config, 1, self.capacity, devices, self.model.dtype) if separate else None
+        for layer in [*self.cache.layers, *(self.prefill_cache.layers if separate else ())] if self.compiled else ():
+            torch._dynamo.mark_static_address(layer.keys)  # without this, writes to the cache prevent CUDA graphs
             torch._dynamo.mark_static_address(layer.values)
 
     def reserve(self, tokens: int) -> None:
-        """Have room for texts of so many tokens, as far as the context allows; at least twice as much as before."""
+        """Grow the capacity to `tokens`, at least doubling it, up to the model's context length. Cached tokens are kept."""
         if tokens <= self.capacity or self.capacity == self.model.config.max_positions:
             return
-        before = self.cache
-        self._make_room(len(self.texts), max(tokens, 2 * self.capacity))
-        self.cache.copy(before, before.capacity)
+        old_cache = self.cache
+        self._allocate(len(self.texts), max(tokens, 2 * self.capacity))
+        self.cache.copy(old_cache, old_cache.capacity)
 
-    def read(self, row: int, ids: Sequence[int], planned: int | None = None) -> Tensor:
-        """Have a row hold this text, and return the logits (V,) after it, in fp32.
+    def prefill(self, row: int, ids: Sequence[int], max_length: int | None = None) -> Tensor:
+        """Replace the text of a row by `ids` and return the logits (V,) after the last token, in fp32.
 
-        Only what no row has read already goes through the network, and the last token. planned: how long the text will
-        be, default as long as there is room. ValueError for a text that is empty, too long, or not in the vocabulary, and
-        for logits that are no numbers.
+        The longest prefix that any row has cached is copied; the other tokens, at least the last one, go through the model.
+        max_length: final length of the text, default the capacity. Raises ValueError if the text is empty, too long or
+        outside the vocabulary, and BrokenModel if the logits are NaN.
         """
         check_prompt(self.model, ids)
         if len(ids) > self.capacity:
-            raise ValueError(f"the text has {len(ids)} tokens, and there is room for {self.capacity}; shorten it")
-        planned = min(planned or self.capacity, self.capacity)
-        alike = [self._factors(other) == self._factors(planned) for other in self.max_length]
-        common = [common_prefix_length(text, ids) if same else 0 for text, same in zip(self.texts, alike, strict=True)]
-        best = max(range(len(common)), key=lambda other: (common[other], other == row))
-        held = min(common[best], len(ids) - 1)
-        page = self.apart or self.views[row]
-        if page is not self.views[best]:
-            page.copy(self.views[best], held)
-        self.texts[row], self.lengths[row], self.max_length[row] = list(ids[:held]), held, planned
-        for start in range(held, len(ids), PIECE):
-            logits = self.extend(row, ids[start : start + PIECE], page)
-        if page is not self.views[row]:
-            self.views[row].copy(page, len(ids))
+            raise ValueError(f"the text has {len(ids)} tokens and the cache has room for {self.capacity}; shorten it")
+        max_length = min(max_length or self.capacity, self.capacity)
+        shareable = [self._rope_length(other) == self._rope_length(max_length) for other in self.max_length]
+        prefix_lengths = [
+            common_prefix_length(text, ids) if can_share else 0
+            for text, can_share in zip(self.texts, shareable, strict=True)
+        ]
+        source_row = max(range(len(prefix_lengths)), key=lambda other: (prefix_lengths[other], other == row))
+        num_cached = min(prefix_lengths[source_row], len(ids) - 1)
+        cache = self.prefill_cache or self.views[row]
+        if cache is not self.views[source_row]:
+            cache.copy(self.views[source_row], num_cached)
+        self.texts[row], self.lengths[row], self.max_length[row] = list(ids[:num_cached]), num_cached, max_length
+        for start in range(num_cached, len(ids), PREFILL_CHUNK):
+            logits = self.extend(row, ids[start : start + PREFILL_CHUNK], cache)
+        if cache is not self.views[row]:
+            self.views[row].copy(cache, len(ids))
         if logits.isnan().any():
             self.clear(row)
             raise BrokenModel(NOT_A_NUMBER)
         return logits[-1]
 
-    def extend(self, row: int, ids: Sequence[int], page: KVCache | None = None) -> Tensor:
-        """Add tokens to a row's text; returns the logits (T, V) after each; of a page that is read (1, V), the last's."""
+    def extend(self, row: int, ids: Sequence[int], cache: KVCache | None = None) -> Tensor:
+        """Append tokens to a row; return fp32 logits (T, V), or only the last token's (1, V) if `cache` is passed."""
         tokens, length = torch.tensor([ids]).to(self.device), self.lengths[row]
-        logits_to_keep = None if page is None else torch.tensor([[len(ids) - 1]]).to(self.device)
-        page, positions = page or self.views[row], None
-        page.length = length
-        if self._turning is not None:
-            page.max_length = self.max_length[row]
+        logits_to_keep = None if cache is None else torch.tensor([[len(ids) - 1]]).to(self.device)
+        cache, positions = cache or self.views[row], None
+        cache.length = length
+        if self._length_rope is not None:
+            cache.max_length = self.max_length[row]
         if self.compiled:
-            page.bound, positions = self._bound(length + len(ids)), torch.arange(length, length + len(ids))[None]
+            cache.bound, positions = self._bound(length + len(ids)), torch.arange(length, length + len(ids))[None]
             positions = positions.to(self.device)
-        logits = self._through(self._piece, tokens, positions=positions, cache=page, logits_to_keep=logits_to_keep)
+        logits = self._forward(self._forward_chunk, tokens, positions=positions, cache=cache, logits_to_keep=logits_to_keep)
         self.texts[row] += ids
         self.lengths[row] += len(ids)
         self.processed += len(ids)
-        return logits[0].to(torch.float32, copy=True)  # what comes out of inference mode itself cannot be written to
+        return logits[0].to(torch.float32, copy=True)  # a copy can be modified outside inference mode
 
     def clear(self, row: int) -> None:
-        """Have a row forget what is no number: what is not seen yet has the weight 0, and 0 times NaN is NaN."""
+        """Empty a row and zero its cache. Masked keys have weight 0, and 0 times NaN is NaN, so NaN must not stay."""
         self.truncate(row, 0)
-        for page in filter(None, (self.views[row], self.apart)):
-            page.clear()
+        for cache in filter(None, (self.views[row], self.prefill_cache)):
+            cache.clear()
 
     def truncate(self, row: int, length: int) -> None:
-        """Have a row forget all but its first tokens."""
+        """Keep only the first `length` tokens of a row."""
         del self.texts[row][length:]
         self.lengths[row] = length
 
     def step(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
-        """Logits (B, V) after one token (B,) more of each row. Which it was the caller says with `hold`, in active rows.
+        """Run one decode step with tokens (B,) and return the logits (B, V) in fp32.
 
-        Of other rows those within `span` have a place written over: what they hold stays, but for the last token of a row
-        that is full. The rest is not looked at, and has the logits 0.
+        The caller records the tokens of active rows with `append`. Inactive rows within `span` are computed too: the slot
+        behind their text is overwritten, so a full row loses its last token. Rows outside `span` get zeros.
         """
         rows = self.span(active)
         for row in range(rows.start, rows.stop):
             if self.lengths[row] == self.capacity:
                 assert not active[row]
                 self.truncate(row, self.capacity - 1)
-        cache, positions, lengths = self._rows(rows), None, self.lengths[rows]
+        cache, positions, lengths = self._cache_view(rows), None, self.lengths[rows]
         if len(set(lengths)) == 1 and not self.compiled:
             cache.length = lengths[0]
         else:
             positions = torch.tensor(lengths)[:, None].to(self.device, non_blocking=True)
             cache.bound = self._bound(max(lengths) + 1)
-        if self._turning is not None:
+        if self._length_rope is not None:
             cache.max_length = torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
-        logits = self._through(self._token, tokens[rows, None], positions=positions, cache=cache)[:, -1]
-        self.lengths = [length + own for length, own in zip(self.lengths, active, strict=True)]
+        logits = self._forward(self._forward_token, tokens[rows, None], positions=positions, cache=cache)[:, -1]
+        self.lengths = [length + is_active for length, is_active in zip(self.lengths, active, strict=True)]
         self.processed += sum(active)
         if len(lengths) == len(active):
             return logits.to(torch.float32, copy=True)
-        found = torch.zeros(len(active), logits.size(-1), device=self.device)
-        found[rows] = logits
-        return found
+        all_logits = torch.zeros(len(active), logits.size(-1), device=self.device)
+        all_logits[rows] = logits
+        return all_logits
 
     def span(self, active: Sequence[bool]) -> slice:
-        """The rows that a step computes: from the first to the last active one; all in compiled code, made for so many."""
-        found = [row for row, own in enumerate(active) if own]
-        return slice(0, len(active)) if self.compiled or not found else slice(found[0], found[-1] + 1)
+        """Return the rows that a step computes: from the first to the last active one, or all rows in compiled code."""
+        active_rows = [row for row, is_active in enumerate(active) if is_active]
+        return slice(0, len(active)) if self.compiled or not active_rows else slice(active_rows[0], active_rows[-1] + 1)
 
-    def _rows(self, rows: slice) -> KVCache:
-        """A part of the cache."""
+    def _cache_view(self, rows: slice) -> KVCache:
+        """Return a view of some rows of the cache."""
         key = rows.start, rows.stop
-        if key not in self._spans:
-            self._spans[key] = self.cache.rows(*key)
-        return self._spans[key]
+        if key not in self._span_views:
+            self._span_views[key] = self.cache.rows(*key)
+        return self._span_views[key]
 
-    def _through(self, network: Callable, tokens: Tensor, **inputs: Any) -> Tensor:
-        """The network's logits; as it is written, with a warning, where what was compiled fails."""
-        with self._quietly():
+    def _forward(self, forward: Callable, tokens: Tensor, **inputs: Any) -> Tensor:
+        """Run a forward pass; if compiled code fails, warn and continue with the uncompiled model."""
+        with self._no_grad():
             try:
-                return self._known(network(tokens, **inputs))
-            except Exception as error:  # compilers raise many kinds
+                return self._pad_vocab(forward(tokens, **inputs))
+            except Exception as error:  # compilers raise many types of errors
                 if not self.compiled or is_out_of_memory(error):
                     raise
                 warnings.warn(f"decoding runs uncompiled, since torch.compile fails: {summary(error)}", stacklevel=2)
-                self._piece = self._token = self.model
-                return self._known(self.model(tokens, **inputs))
+                self._forward_chunk = self._forward_token = self.model
+                return self._pad_vocab(self.model(tokens, **inputs))
 
-    def _known(self, logits: Tensor) -> Tensor:
-        """Of every token: a base knows none of those that its adapter has added."""
-        missing = self.model.config.vocab_size - logits.size(-1)
-        return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
+    def _pad_vocab(self, logits: Tensor) -> Tensor:
+        """Pad logits to the full vocabulary with -inf: without the adapter, the tokens that it added have no logits."""
+        num_missing = self.model.config.vocab_size - logits.size(-1)
+        return F.pad(logits, (0, num_missing), value=-torch.inf) if num_missing else logits
 
-    def hold(self, row: int, token: int) -> None:
-        """Say which token a row was given."""
+    def append(self, row: int, token: int) -> None:
+        """Record the token that a step added to a row."""
         self.texts[row].append(token)
 
-    def _factors(self, planned: int) -> int:
-        """What ropes turn by, of a text that is planned to be so long; the same for texts whose keys can be shared."""
-        if self._turning is None:
+    def _rope_length(self, max_length: int) -> int:
+        """Return the length that rotary frequencies depend on; texts with equal values can share cached keys."""
+        if self._length_rope is None:
             return 0
-        context = self._turning.original_max_positions
-        return int(planned > context) if self._turning.rope_type == "longrope" else max(planned, context)
+        context = self._length_rope.original_max_positions
+        return int(max_length > context) if self._length_rope.rope_type == "longrope" else max(max_length, context)
 
-    def _bound(self, needed: int) -> int:
-        """How many keys to look at: exactly those there are, or in compiled code, which is made for each number, a few."""
+    def _bound(self, num_keys: int) -> int:
+        """Return how many keys to attend to; rounded up in compiled code, which is specialized for each number."""
         if not self.compiled:
-            return needed
-        bound = BOUND
-        while bound < needed:
+            return num_keys
+        bound = MIN_BOUND
+        while bound < num_keys:
             bound *= 2
         return min(bound, self.capacity)
 
 
-def compile_both(model: GPT) -> tuple[Callable, Callable]:
-    """The network compiled for pieces of any length, and for one token a row; on a GPU that is one CUDA graph."""
+def compile_forward(model: GPT) -> tuple[Callable, Callable]:
+    """Compile the model for chunks of any length, and for one token per row (on a GPU, as one CUDA graph)."""
     on_gpu = model.embed.weight.is_cuda
-    piece = torch.compile(model.forward, dynamic=True)
-    token = torch.compile(model.forward, dynamic=False, mode="reduce-overhead" if on_gpu else None)
-    return piece, token
+    forward_chunk = torch.compile(model.forward, dynamic=True)
+    forward_token = torch.compile(model.forward, dynamic=False, mode="reduce-overhead" if on_gpu else None)
+    return forward_chunk, forward_token
 
 
 def check_prompt(model: GPT, ids: Sequence[int]) -> None:
-    """ValueError for a prompt that is empty, longer than the context, or not in the model's vocabulary."""
+    """Raise ValueError if a prompt is empty, longer than the context, or outside the model's vocabulary."""
     config = model.config
     if not ids:
         raise ValueError("the prompt is empty; give at least one token")
@@ -219,4 +222,4 @@ def check_prompt(model: GPT, ids: Sequence[int]) -> None:
         raise ValueError(f"the prompt has {len(ids)} tokens and the model's context is {config.max_positions}; shorten it")
     if max(ids) >= config.vocab_size:
         reason = f"token id {max(ids)} is outside the model's vocabulary of {config.vocab_size}"
-        raise ValueError(f"{reason}; the tokenizer belongs to another model: copy the right one into the folder")
+        raise ValueError(f"{reason}; the tokenizer belongs to another model; copy the right one into the folder")

@@ -1,4 +1,4 @@
-"""The command `generate`: one prompt's completion on stdout, or those of a file of prompts."""
+"""The command `generate`: complete one prompt, or a file of prompts."""
 
 import json
 import os
@@ -18,118 +18,118 @@ from litft.inference.session import Session, make_drafter, open_session
 
 
 def generate(args: GenerateArgs) -> None:
-    """Complete one prompt on stdout, with speeds on stderr; or a file of prompts, all of them checked first."""
+    """Complete one prompt on stdout, with timings on stderr, or a file of prompts, all checked before the first answer."""
     key = "completion" if args.num_samples == 1 else "completions"
-    found = read_prompts(Path(args.prompts), args.out, key) if args.prompts else [("", {"prompt": args.prompt})]
-    records = [record for _, record in found]
-    done = finished(args, records)
-    if args.prompts and done == len(records):
-        print(f"{args.out} answers all {done} prompts already", file=sys.stderr)
+    located_records = read_prompts(Path(args.prompts), args.out, key) if args.prompts else [("", {"prompt": args.prompt})]
+    records = [record for _, record in located_records]
+    num_done = count_finished(args, records)
+    if args.prompts and num_done == len(records):
+        print(f"{args.out} already has answers to all {num_done} prompts", file=sys.stderr)
         return
     session = open_session(args)
     tokenizer = session.tokenizer
     in_template = args.template == "auto" and bool(tokenizer.own_template)
-    prompts = [_ids(session, where, record, in_template) for where, record in found]
+    prompts = [_encode_prompt(session, where, record, in_template) for where, record in located_records]
     capacity = max(map(len, prompts)) + session.max_new_tokens
     drafter = make_drafter(args, session, capacity)
-    asked = range(done * args.num_samples, len(records) * args.num_samples)
-    rows = 1 if drafter else max(1, min(args.batch_size, len(asked)))
+    numbers = range(num_done * args.num_samples, len(records) * args.num_samples)
+    rows = 1 if drafter else max(1, min(args.batch_size, len(numbers)))
     session.limit_threads(rows)
     decoder = session.decoder(rows, capacity)
-    trimmed = [in_template or bool(record.get("messages")) for record in records]
-    places = ((number, number // args.num_samples) for number in asked)
-    requests = (session.request(prompts[place], number, trimmed[place]) for number, place in places)
-    pieces = generate_batch(decoder, tokenizer, requests, drafter)
+    strip_leading = [in_template or bool(record.get("messages")) for record in records]
+    numbered_prompts = ((number, number // args.num_samples) for number in numbers)
+    requests = (session.request(prompts[index], number, strip_leading[index]) for number, index in numbered_prompts)
+    chunks = generate_batch(decoder, tokenizer, requests, drafter)
     if args.prompts:
-        _write_all(args, records[done:], pieces)
+        _write_all(args, records[num_done:], chunks)
     else:
-        _print_all(args.num_samples, pieces)
+        _print_all(args.num_samples, chunks)
 
 
-def _print_all(samples: int, pieces: Iterator[tuple[int, GenerationChunk]]) -> None:
-    """One answer as it comes; of several each when it is done."""
-    if samples == 1:
+def _print_all(num_samples: int, chunks: Iterator[tuple[int, GenerationChunk]]) -> None:
+    """Print a single answer as it is generated, or several answers one by one as they complete."""
+    if num_samples == 1:
         stats = None
-        for _, piece in pieces:
-            stats = piece.stats
-            print(piece, end="", flush=True)
+        for _, chunk in chunks:
+            stats = chunk.stats
+            print(chunk, end="", flush=True)
         print(flush=True)
         print(stats, file=sys.stderr)
         return
-    for number, text, stats in _in_order(pieces):
-        print(f"--- {number + 1} of {samples}: {stats}", file=sys.stderr, flush=True)
+    for number, text, stats in _completed_in_order(chunks):
+        print(f"--- {number + 1} of {num_samples}: {stats}", file=sys.stderr, flush=True)
         print(text, flush=True)
 
 
-def _write_all(args: GenerateArgs, records: list[dict[str, Any]], pieces: Iterator[tuple[int, GenerationChunk]]) -> None:
-    """The records with their answers, a line each, in their order; every line is there when it is done."""
-    began, tokens, count = time.perf_counter(), 0, args.num_samples
+def _write_all(args: GenerateArgs, records: list[dict[str, Any]], chunks: Iterator[tuple[int, GenerationChunk]]) -> None:
+    """Write the records with their answers, one JSON line each, in order; each line as soon as it is complete."""
+    start, tokens, num_samples = time.perf_counter(), 0, args.num_samples
     mode = "a" if args.resume else "w"
     with open(args.out, mode, encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
         texts: list[str] = []
-        for number, text, stats in _in_order(pieces):
+        for number, text, stats in _completed_in_order(chunks):
             texts.append(text)
             tokens += stats.new_tokens
-            if len(texts) == count:
+            if len(texts) == num_samples:
                 if sys.stderr.isatty():
-                    print(f"\r{number // count + 1} of {len(records)}", end="", file=sys.stderr, flush=True)
-                found = {"completion": texts[0]} if count == 1 else {"completions": texts}
-                print(json.dumps(records[number // count] | found, ensure_ascii=False), file=out, flush=True)
+                    print(f"\r{number // num_samples + 1} of {len(records)}", end="", file=sys.stderr, flush=True)
+                answers = {"completion": texts[0]} if num_samples == 1 else {"completions": texts}
+                print(json.dumps(records[number // num_samples] | answers, ensure_ascii=False), file=out, flush=True)
                 texts = []
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr)
     print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def _in_order(pieces: Iterator[tuple[int, GenerationChunk]]) -> Iterator[tuple[int, str, GenerationStats]]:
-    """Whole answers in the order of their requests: number (from 0), text, speeds."""
+def _completed_in_order(chunks: Iterator[tuple[int, GenerationChunk]]) -> Iterator[tuple[int, str, GenerationStats]]:
+    """Yield complete answers in the order of their requests: index, text, stats."""
     texts: dict[int, str] = {}
     done: dict[int, GenerationStats] = {}
-    following = 0
-    for number, piece in pieces:
-        texts[number] = texts.get(number, "") + piece
-        if piece.finish_reason:
-            done[number] = piece.stats
-        while following in done:
-            yield following, texts.pop(following), done.pop(following)
-            following += 1
+    next_number = 0
+    for number, chunk in chunks:
+        texts[number] = texts.get(number, "") + chunk
+        if chunk.finish_reason:
+            done[number] = chunk.stats
+        while next_number in done:
+            yield next_number, texts.pop(next_number), done.pop(next_number)
+            next_number += 1
 
 
-def finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
-    """How many of the prompts an --out that was begun has answered; ValueError where it is not these prompts'."""
+def count_finished(args: GenerateArgs, records: list[dict[str, Any]]) -> int:
+    """Return how many prompts a partial --out answers. Raise ValueError if it does not belong to these prompts."""
     path = Path(args.out) if args.out else None
     if path is None or not path.exists() or args.overwrite:
         return 0
     if not args.resume:
-        raise ValueError(f"--out {path} exists; --resume goes on with it, --overwrite begins it anew")
-    whole = path.read_bytes().rpartition(b"\n")  # what a crash has cut short is made again
-    lines = whole[0].split(b"\n") if whole[1] else []
+        raise ValueError(f"--out {path} exists; --resume continues it, --overwrite replaces it")
+    complete = path.read_bytes().rpartition(b"\n")  # a line that a crash has cut short is generated again
+    lines = complete[0].split(b"\n") if complete[1] else []
     for number, line in enumerate(lines):
-        if number >= len(records) or not _answers(line, records[number], args.num_samples):
-            reason = f"line {number + 1} of {path} is no answer to {args.prompts} with --num_samples {args.num_samples}"
-            raise ValueError(f"--resume: {reason}; --overwrite begins anew")
-    os.truncate(path, len(whole[0] + whole[1]))
+        if number >= len(records) or not _is_answer(line, records[number], args.num_samples):
+            reason = f"line {number + 1} of {path} does not answer {args.prompts} with --num_samples {args.num_samples}"
+            raise ValueError(f"--resume: {reason}; use --overwrite to start over")
+    os.truncate(path, len(complete[0] + complete[1]))
     return len(lines)
 
 
-def _answers(line: bytes, record: dict[str, Any], samples: int) -> bool:
-    """Whether a line is what this record's answers were written as."""
+def _is_answer(line: bytes, record: dict[str, Any], num_samples: int) -> bool:
+    """Return whether an output line belongs to this record and has `num_samples` answers."""
     try:
-        found = json.loads(line)
-        texts = [found.pop("completion")] if samples == 1 else found.pop("completions")
-        return len(texts) == samples and found == record
+        output_record = json.loads(line)
+        texts = [output_record.pop("completion")] if num_samples == 1 else output_record.pop("completions")
+        return len(texts) == num_samples and output_record == record
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
 
 
 def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[str, Any]]]:
-    """A file's records with a `prompt` or `messages`, and where each stands; ValueError naming one that cannot be answered.
+    """Read records with a `prompt` or `messages`; return (location, record) pairs.
 
-    key: what the answers are written as.
+    key: the field that answers are written to. Raises ValueError with the location of the first invalid record.
     """
     if out and Path(out).exists() and path.exists() and Path(out).samefile(path):
-        raise ValueError(f"--out {out} is the file of the prompts; name another")
+        raise ValueError(f"--out {out} is the prompts file; name another")
     records = []
     for where, record in read_records(path):
         if isinstance(record, ValueError):
@@ -139,17 +139,17 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
         elif not isinstance(record.get("prompt"), str):
             raise ValueError(f"{where}: needs 'prompt' (text) or 'messages' (a list)")
         if key in record:
-            raise ValueError(f"{where}: has a {key!r} of its own, which the answer's would replace; rename that field")
+            raise ValueError(f"{where}: already has a field {key!r}, which the answer would overwrite; rename it")
         try:
             json.dumps(record, ensure_ascii=False).encode()
-        except (TypeError, ValueError) as error:  # a date of Parquet's, half of a surrogate pair
-            raise ValueError(f"{where}: cannot be written beside its answer ({error}); mend it, or leave it out") from None
+        except (TypeError, ValueError) as error:  # a date from Parquet, a lone surrogate
+            raise ValueError(f"{where}: cannot be written as JSON ({error}); fix or remove it") from None
         records.append((where, record))
     return records
 
 
-def _ids(session: Session, where: str, record: dict[str, Any], in_template: bool) -> list[int]:
-    """A record's prompt as the model reads it; ValueError saying where it cannot be read."""
+def _encode_prompt(session: Session, where: str, record: dict[str, Any], in_template: bool) -> list[int]:
+    """Tokenize the prompt of a record. Raise ValueError with its location if the model cannot read it."""
     prompt = record.get("messages") or record["prompt"]
     if in_template and isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]

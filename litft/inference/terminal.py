@@ -1,4 +1,4 @@
-"""What a chat shows and reads: a terminal with line editing and Markdown, or plain lines where there is none."""
+"""Input and output of the chat: a terminal with line editing and Markdown, or plain lines without a terminal."""
 
 import os
 import sys
@@ -8,33 +8,33 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-THOUGHT = ("<think>", "</think>")  # between these a reasoning model thinks (DeepSeek-R1, Qwen 3, QwQ)
+THINK_TAGS = ("<think>", "</think>")  # around the thoughts of reasoning models (DeepSeek-R1, Qwen 3, QwQ)
 
 
 class Screen:
-    """Plain lines: messages on stdin, the answers alone on stdout, and everything else on stderr."""
+    """Plain lines: messages on stdin, answers on stdout, everything else on stderr."""
 
     is_terminal = False
 
     def read(self) -> str | None:
-        """The next message; None at the end."""
+        """Return the next message, or None at the end of the input."""
         line = sys.stdin.readline() if sys.stdin else ""
         return line.strip() if line else None
 
     def notice(self, text: str, terminal_only: bool = False) -> None:
-        """What is not the model's."""
+        """Show a text that is not part of an answer."""
         if not terminal_only:
             print(text, file=sys.stderr, flush=True)
 
     @contextmanager
     def answering(self, thinking: bool) -> Iterator[Callable[[str], None]]:
-        """Inside, an answer is shown piece by piece; thinking: it begins within a thought."""
-        yield lambda piece: print(piece, end="", flush=True)
+        """Yield a function that shows an answer chunk by chunk. thinking: the answer starts inside a thought."""
+        yield lambda chunk: print(chunk, end="", flush=True)
         print(flush=True)
 
 
 class Terminal(Screen):
-    """A terminal: prompt_toolkit reads, rich shows Markdown as it comes, and thoughts dimmed."""
+    """A terminal: prompt_toolkit reads lines; rich streams Markdown, with thoughts dimmed."""
 
     is_terminal = True
 
@@ -59,7 +59,7 @@ class Terminal(Screen):
         )
 
     def read(self) -> str | None:
-        """The next message; Ctrl-C gives up the line, Ctrl-D ends."""
+        """Return the next message, or None at Ctrl-D. Ctrl-C discards the line."""
         while True:
             try:
                 return self.session.prompt("> ").strip()
@@ -69,92 +69,92 @@ class Terminal(Screen):
                 return None
 
     def notice(self, text: str, terminal_only: bool = False) -> None:
-        """Dimmed."""
+        """Show a text dimmed."""
         self.console.print(text, style="dim", markup=False)
 
     @contextmanager
     def answering(self, thinking: bool) -> Iterator[Callable[[str], None]]:
-        """Blocks of Markdown, each printed when it is whole; the last is shown as far as it has come."""
+        """Print each Markdown block when it is complete, and redraw the last one as it grows."""
         from rich.live import Live
 
         live = Live(console=self.console, refresh_per_second=12, transient=True, vertical_overflow="crop")
-        with unechoed(), live:
+        with no_echo(), live:
             blocks = Blocks(thinking)
 
-            def show(piece: str) -> None:
-                for block in blocks.push(piece):
-                    self.console.print(rendered(block))
-                live.update(Tail(rendered(blocks.pending)))
+            def show(chunk: str) -> None:
+                for block in blocks.push(chunk):
+                    self.console.print(render_block(block))
+                live.update(Tail(render_block(blocks.pending)))
 
             try:
                 yield show
             finally:
                 live.update("")
                 for block in blocks.rest():
-                    self.console.print(rendered(block))
+                    self.console.print(render_block(block))
 
 
 @contextmanager
-def unechoed() -> Iterator[None]:
-    """Inside, what is typed is not shown: an echo, a Ctrl-C's too, would move what is drawn."""
-    before = termios.tcgetattr(sys.stdin)
-    quiet = [*before]
-    quiet[3] &= ~termios.ECHO
-    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, quiet)
+def no_echo() -> Iterator[None]:
+    """Within the context, typed characters are not echoed: an echo, even of Ctrl-C, would shift the live display."""
+    saved = termios.tcgetattr(sys.stdin)
+    settings = [*saved]
+    settings[3] &= ~termios.ECHO
+    termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
     try:
         yield
     finally:
-        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, saved)
 
 
 class Blocks:
-    """A text that comes piece by piece, cut where Markdown's blocks end: at empty lines outside code; and at thoughts."""
+    """Split streamed text into blocks: at empty lines outside code, and at the tags around thoughts."""
 
     def __init__(self, thinking: bool) -> None:
         self.thinking, self.text = thinking, ""
 
-    def push(self, piece: str) -> Iterator[tuple[str, bool]]:
-        """The blocks that are whole now."""
-        self.text += piece
+    def push(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Add text and yield the blocks that are complete now, as (text, is a thought)."""
+        self.text += text
         while (cut := self._cut()) is not None:
-            end, following, thinking = cut
-            block, self.text = (self.text[:end], self.thinking), self.text[following:]
+            end, next_start, thinking = cut
+            block, self.text = (self.text[:end], self.thinking), self.text[next_start:]
             if block[0].strip():
                 yield block
             self.thinking = thinking
 
     def _cut(self) -> tuple[int, int, bool] | None:
-        """Where the first block ends, where the next begins, and whether that is a thought."""
-        tag, start = THOUGHT[self.thinking], 0
-        thought = self.text.find(tag)
-        while (at := self.text.find("\n\n", start, thought if thought >= 0 else None)) >= 0:
-            if self.text[:at].count("```") % 2 == 0:
-                return at, at + 2, self.thinking
-            start = at + 2
-        return (thought, thought + len(tag), not self.thinking) if thought >= 0 else None
+        """Return where the first block ends, where the next starts, and whether the next is a thought."""
+        tag, start = THINK_TAGS[self.thinking], 0
+        tag_start = self.text.find(tag)
+        while (end := self.text.find("\n\n", start, tag_start if tag_start >= 0 else None)) >= 0:
+            if self.text[:end].count("```") % 2 == 0:
+                return end, end + 2, self.thinking
+            start = end + 2
+        return (tag_start, tag_start + len(tag), not self.thinking) if tag_start >= 0 else None
 
     @property
     def pending(self) -> tuple[str, bool]:
-        """The last block, as far as it has come."""
+        """The last, incomplete block."""
         return self.text, self.thinking
 
     def rest(self) -> Iterator[tuple[str, bool]]:
-        """The last block."""
+        """Yield the last block, unless it is empty."""
         if self.text.strip():
             yield self.pending
 
 
-def rendered(block: tuple[str, bool]) -> Any:
-    """A block for rich."""
+def render_block(block: tuple[str, bool]) -> Any:
+    """Convert a block to a rich renderable."""
     from rich.markdown import Markdown
     from rich.text import Text
 
-    text, thought = block
-    return Text(text.strip("\n"), style="dim italic") if thought else Markdown(text)
+    text, is_thought = block
+    return Text(text.strip("\n"), style="dim italic") if is_thought else Markdown(text)
 
 
 class Tail:
-    """The end of something, as much as the terminal has room for."""
+    """The last lines of a renderable, as many as fit the terminal."""
 
     def __init__(self, content: Any) -> None:
         self.content = content
@@ -169,17 +169,17 @@ class Tail:
 
 
 def history_file() -> Path:
-    """Where what was typed is kept, by the XDG base directory specification; readable by its owner alone."""
-    state = os.environ.get("XDG_STATE_HOME")
-    folder = (Path(state) if state else Path.home() / ".local" / "state") / "litft"
+    """Return the file of the input history, in the XDG state directory; readable only by its owner."""
+    state_home = os.environ.get("XDG_STATE_HOME")
+    folder = (Path(state_home) if state_home else Path.home() / ".local" / "state") / "litft"
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "chat_history"
     path.touch(mode=0o600)
     return path
 
 
-def screen() -> Screen:
-    """A terminal where both ends are one."""
+def make_screen() -> Screen:
+    """Return a Terminal if stdin and stdout are one, else a plain Screen."""
     if sys.stdin is None:  # closed
         return Screen()
     sys.stdin.reconfigure(errors="replace")

@@ -1,7 +1,7 @@
-"""Processes that decode together: the first does what was asked for, and tells the others each call of its decoders.
+"""Tensor-parallel decoding: rank 0 runs the command and broadcasts each call of its decoders to the other ranks.
 
-All hold a part of the network, and a pass needs all of them. So the others make the first one's calls again, and throw away
-what comes out.
+Every rank holds a shard of the model, and a forward pass needs all of them. So the other ranks repeat rank 0's calls and
+discard the results.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from litft.args.processes import counted, local_rank, started_by
+from litft.args.processes import local_rank, process_counts, started_by
 from litft.distributed.devices import is_out_of_memory, make_inference_fabric
 from litft.distributed.process_group import end_children, launch, peer_failure
 from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
@@ -31,178 +31,179 @@ from litft.methods.mixins import disabled, mixins
 from litft.model.config import Config
 from litft.model.transformer import GPT
 from litft.pretrained import PretrainedFolder
-from litft.signals import held_back
+from litft.signals import defer_signal
 
-MEETING = "10m"  # how long the processes wait for each other at the start, and within a pass
-LEADER = "LITFT_LEADER"  # the environment's name for the process that has started the others
-IDLE = timedelta(days=365)  # and the others for the first one, which may wait for a person
+TIMEOUT = "10m"  # timeout at the start and within a forward pass
+LEADER_VARIABLE = "LITFT_LEADER"  # environment variable with the process id of rank 0
+IDLE_TIMEOUT = timedelta(days=365)  # timeout between calls: rank 0 may wait for the user
 
 # B rows, V vocabulary
 
 
 class TensorParallelDecoder:
-    """The processes; ValueError where there cannot be so many."""
+    """The processes that decode together. Raises ValueError if the devices are not available."""
 
     def __init__(self, devices: int, accelerator: str, config: Config) -> None:
         if local_rank() == "0":
-            os.environ[LEADER] = str(os.getpid())
-        elif LEADER in os.environ:
-            _end_with(int(os.environ[LEADER]))
-        elif started_by() is None:  # torchrun and srun end whom they have started
+            os.environ[LEADER_VARIABLE] = str(os.getpid())
+        elif LEADER_VARIABLE in os.environ:
+            _exit_with(int(os.environ[LEADER_VARIABLE]))
+        elif started_by() is None:  # torchrun and srun end the processes that they have started
             reason = f"LOCAL_RANK is {os.environ['LOCAL_RANK']!r}, and no launcher has started this process"
             raise RankError(f"{reason}; unset it")
         self.fabric = make_inference_fabric(accelerator, devices)
-        launch(self.fabric, MEETING)
+        launch(self.fabric, TIMEOUT)
         self.rank, self.device = self.fabric.global_rank, self.fabric.device
-        self.slices = TensorParallelPlacement(config, self.rank, devices)
-        self._group = distributed.new_group(backend="gloo", timeout=IDLE)
-        self._numbers, self._waiting, self._inside = count(), [], False  # calls that are told with the next one
+        self.placement = TensorParallelPlacement(config, self.rank, devices)
+        self._group = distributed.new_group(backend="gloo", timeout=IDLE_TIMEOUT)
+        # pending calls are sent with the next one
+        self._decoder_numbers, self._pending_calls, self._in_call = count(), [], False
 
-    def begin(self, model: GPT) -> None:
-        """Return in the first process, at whose end the others end too."""
+    def start(self, model: GPT) -> None:
+        """Return in rank 0; the other ranks follow its calls and exit when it exits."""
         if self.rank:
-            self._follow(model)
-        atexit.register(self._end)
+            self._follow_leader(model)
+        atexit.register(self._shut_down)
 
     @contextmanager
     def disabled(self, model: GPT) -> Iterator[None]:
-        """As the function, in every process."""
-        self.later(0, "turn", False)
+        """Within the context, adapters are disabled on all ranks."""
+        self.defer(0, "turn", False)
         try:
             with disabled(model):
                 yield
         finally:
-            self.later(0, "turn", True)
+            self.defer(0, "turn", True)
 
     @contextmanager
     def call(self, number: int, name: str, *inputs: Any) -> Iterator[None]:
-        """Inside, the others make the same call of the decoder of this number; Ctrl-C waits for its end."""
-        if self._inside:  # of a call that they make themselves
+        """Within the context, the other ranks make the same call of decoder `number`; Ctrl-C is held back until it ends."""
+        if self._in_call:  # part of an outer call, which the other ranks repeat as a whole
             yield
             return
-        self.later(number, name, *inputs)
-        self._inside = True
+        self.defer(number, name, *inputs)
+        self._in_call = True
         try:
-            with held_back(signal.SIGINT):
-                self._tell()
+            with defer_signal(signal.SIGINT):
+                self._send_calls()
                 yield
         except RuntimeError as error:
-            if is_out_of_memory(error) or not (reason := peer_failure(error, MEETING)):
+            if is_out_of_memory(error) or not (reason := peer_failure(error, TIMEOUT)):
                 raise
             end_children(self.fabric)
             raise PeerLost(f"{reason}; start again") from None
         finally:
-            self._inside = False
+            self._in_call = False
 
-    def later(self, number: int, name: str, *inputs: Any) -> None:
-        """Have the others make this call before the next one that needs them."""
-        self._waiting.append((number, name, *inputs))
+    def defer(self, number: int, name: str, *inputs: Any) -> None:
+        """Have the other ranks make this call before the next one that needs them."""
+        self._pending_calls.append((number, name, *inputs))
 
-    def note(self, number: int, name: str, *inputs: Any) -> None:
-        """The same, but for what a call that they make too does by itself."""
-        if not self._inside:
-            self.later(number, name, *inputs)
+    def defer_outside_call(self, number: int, name: str, *inputs: Any) -> None:
+        """Defer a call, unless it is part of an outer call, which the other ranks repeat as a whole."""
+        if not self._in_call:
+            self.defer(number, name, *inputs)
 
     def decoder(self, model: GPT, rows: int, capacity: int, compiled: bool) -> "LeadingDecoder":
-        """A decoder in every process."""
-        return LeadingDecoder(self, next(self._numbers), model, rows, capacity, compiled)
+        """Create a decoder on every rank."""
+        return LeadingDecoder(self, next(self._decoder_numbers), model, rows, capacity, compiled)
 
-    def _tell(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        text = torch.frombuffer(bytearray(json.dumps(waiting).encode()), dtype=torch.uint8)
-        distributed.broadcast(torch.tensor([len(text)]), 0, group=self._group)
-        distributed.broadcast(text, 0, group=self._group)
+    def _send_calls(self) -> None:
+        calls, self._pending_calls = self._pending_calls, []
+        payload = torch.frombuffer(bytearray(json.dumps(calls).encode()), dtype=torch.uint8)
+        distributed.broadcast(torch.tensor([len(payload)]), 0, group=self._group)
+        distributed.broadcast(payload, 0, group=self._group)
 
-    def _end(self) -> None:
-        self.later(0, "end")
-        with suppress(RuntimeError):  # they have ended already
-            self._tell()
-        distributed.destroy_process_group()  # or gloo's threads may abort
+    def _shut_down(self) -> None:
+        self.defer(0, "end")
+        with suppress(RuntimeError):  # the other ranks have exited already
+            self._send_calls()
+        distributed.destroy_process_group()  # without this, gloo's threads may abort
 
-    def _follow(self, model: GPT) -> NoReturn:
-        """Make the first process's calls until it ends."""
+    def _follow_leader(self, model: GPT) -> NoReturn:
+        """Repeat rank 0's calls until it exits."""
         decoders: dict[int, Decoder] = {}
         try:
             while True:
-                for number, name, *inputs in self._told():
+                for number, name, *inputs in self._receive_calls():
                     if name == "end":
-                        os._exit(0)  # at a usual exit gloo's threads may abort
-                    self._repeat(model, decoders, number, name, inputs)
+                        os._exit(0)  # at a normal exit gloo's threads may abort
+                    self._repeat_call(model, decoders, number, name, inputs)
         except RuntimeError as error:
-            if is_out_of_memory(error) or not peer_failure(error, MEETING):
+            if is_out_of_memory(error) or not peer_failure(error, TIMEOUT):
                 raise
-            os._exit(0)  # the first process has ended
+            os._exit(0)  # rank 0 has exited
 
-    def _repeat(self, model: GPT, decoders: dict[int, Decoder], number: int, name: str, inputs: list[Any]) -> None:
-        """One call of the first process."""
+    def _repeat_call(self, model: GPT, decoders: dict[int, Decoder], number: int, name: str, inputs: list[Any]) -> None:
+        """Repeat one call of rank 0."""
         if name == "open":
             decoders[number] = Decoder(model, *inputs)
         elif name == "close":
             del decoders[number]
         elif name == "turn":
-            for part in mixins(model):
-                part.turn(*inputs)
+            for mixin in mixins(model):
+                mixin.turn(*inputs)
         else:
             decoder = decoders[number]
             if name == "step":
                 tokens = torch.empty(len(decoder.texts), dtype=torch.long, device=self.device)
                 distributed.broadcast(tokens, 0)
                 inputs = [tokens, *inputs]
-            with suppress(ValueError):  # which the first process raises too, and says
+            with suppress(ValueError):  # rank 0 raises and reports the same error
                 getattr(decoder, name)(*inputs)
 
-    def _told(self) -> list[list[Any]]:
-        """The next calls."""
+    def _receive_calls(self) -> list[list[Any]]:
+        """Receive the next calls."""
         size = torch.empty(1, dtype=torch.long)
         distributed.broadcast(size, 0, group=self._group)
-        text = torch.empty(int(size), dtype=torch.uint8)
-        distributed.broadcast(text, 0, group=self._group)
-        return json.loads(bytes(text.tolist()))
+        payload = torch.empty(int(size), dtype=torch.uint8)
+        distributed.broadcast(payload, 0, group=self._group)
+        return json.loads(bytes(payload.tolist()))
 
 
 class LeadingDecoder(Decoder):
-    """A Decoder whose calls are made in all processes."""
+    """The Decoder of rank 0, whose calls the other ranks repeat."""
 
     def __init__(
-        self, team: TensorParallelDecoder, number: int, model: GPT, rows: int, capacity: int, compiled: bool
+        self, tp_decoder: TensorParallelDecoder, number: int, model: GPT, rows: int, capacity: int, compiled: bool
     ) -> None:
-        self.team, self.number = team, number
-        with team.call(number, "open", rows, capacity, compiled):
+        self.tp_decoder, self.number = tp_decoder, number
+        with tp_decoder.call(number, "open", rows, capacity, compiled):
             super().__init__(model, rows, capacity, compiled)
-        weakref.finalize(self, team.later, number, "close")
+        weakref.finalize(self, tp_decoder.defer, number, "close")
 
     def reserve(self, tokens: int) -> None:
-        with self.team.call(self.number, "reserve", tokens):
+        with self.tp_decoder.call(self.number, "reserve", tokens):
             super().reserve(tokens)
 
-    def read(self, row: int, ids: Sequence[int], planned: int | None = None) -> Tensor:
-        with self.team.call(self.number, "read", row, list(ids), planned):
-            return super().read(row, ids, planned)
+    def prefill(self, row: int, ids: Sequence[int], max_length: int | None = None) -> Tensor:
+        with self.tp_decoder.call(self.number, "prefill", row, list(ids), max_length):
+            return super().prefill(row, ids, max_length)
 
-    def extend(self, row: int, ids: Sequence[int], *page: Any) -> Tensor:
-        with self.team.call(self.number, "extend", row, list(ids)):
-            return super().extend(row, ids, *page)
+    def extend(self, row: int, ids: Sequence[int], *cache: Any) -> Tensor:
+        with self.tp_decoder.call(self.number, "extend", row, list(ids)):
+            return super().extend(row, ids, *cache)
 
     def clear(self, row: int) -> None:
-        with self.team.call(self.number, "clear", row):
+        with self.tp_decoder.call(self.number, "clear", row):
             super().clear(row)
 
     def truncate(self, row: int, length: int) -> None:
-        self.team.note(self.number, "truncate", row, length)
+        self.tp_decoder.defer_outside_call(self.number, "truncate", row, length)
         super().truncate(row, length)
 
     def step(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
-        with self.team.call(self.number, "step", list(active)):
+        with self.tp_decoder.call(self.number, "step", list(active)):
             distributed.broadcast(tokens, 0)
             return super().step(tokens, active)
 
-    def hold(self, row: int, token: int) -> None:
-        self.team.note(self.number, "hold", row, token)
-        super().hold(row, token)
+    def append(self, row: int, token: int) -> None:
+        self.tp_decoder.defer_outside_call(self.number, "append", row, token)
+        super().append(row, token)
 
 
-def _end_with(leader: int) -> None:
-    """Have this process end, without a word, when the one that started it has ended; Ctrl-C is left to that one."""
+def _exit_with(leader: int) -> None:
+    """Exit this process silently when the one that started it has exited, and leave Ctrl-C to that one."""
 
     def watch() -> None:
         if hasattr(os, "pidfd_open"):
@@ -213,22 +214,24 @@ def _end_with(leader: int) -> None:
                 time.sleep(0.2)
         os._exit(0)
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # which a terminal sends to all
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
     threading.Thread(target=watch, daemon=True).start()
 
 
-def join_team(devices: int, accelerator: str, source: PretrainedFolder) -> TensorParallelDecoder | None:
-    """The processes that --devices asks for, or torchrun has started; None: this one alone.
+def make_tp_decoder(devices: int, accelerator: str, source: PretrainedFolder) -> TensorParallelDecoder | None:
+    """Start or join the processes that --devices or torchrun asks for; return None for a single process.
 
-    ValueError where a network cannot be cut so.
+    Raises ValueError if the model cannot be sharded over this many devices.
     """
-    devices, nodes = counted(devices, 1)
+    devices, nodes = process_counts(devices, 1)
     if nodes > 1:
-        raise ValueError(f"the network is cut within a machine, and this is started on {nodes}; start it on one of them")
+        raise ValueError(
+            f"tensor-parallel decoding needs a single machine, but was started on {nodes}; start it on one of them"
+        )
     if devices == 1:
         return None
     check_divides(source.config, devices)
     if source.checkpoint.is_quantized:
-        reason = "its weights are quantized already, and each device would quantize its part"
+        reason = "its weights are quantized already, but each device would quantize its own shard"
         raise ValueError(f"--devices {devices}: {source.base}: {reason}; use one device, or the unquantized folder")
     return TensorParallelDecoder(devices, accelerator, source.config)

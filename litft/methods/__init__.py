@@ -1,7 +1,8 @@
-"""Methods: what each adds to the network, which parameters are its own, and how they are saved.
+"""Fine-tuning methods: what each adds to the network, which parameters it trains, and how they are saved.
 
-A method gives a module a class that mixes a part over the type it has (`parts.py`): base weight names never change, no
-`forward` is copied, and it works alike on nn.Linear and on what derives from it. A method is a class with `Method`'s face.
+A method is a subclass of `Method` (base.py). It changes a module by mixing a class over the module's own type (mixins.py):
+the names of the base's weights never change, no `forward` is copied, and subclasses of nn.Linear work like nn.Linear. To add
+a method, write its class, and add it to METHODS under its flags and, if it saves adapters, to SAVED.
 """
 
 from pathlib import Path
@@ -16,25 +17,29 @@ from litft.methods.mixins import detach, disabled
 
 __all__ = ["Adapter", "AdapterV2", "Full", "LoRA", "Method", "Values", "detach", "disabled"]
 
+# the flags of a fine-tuning command -> its method
 METHODS = {
     LoRAFinetuneArgs: lambda args: LoRA(args.lora),
     AdapterFinetuneArgs: lambda args: Adapter(args.adapter),
     AdapterV2FinetuneArgs: lambda args: AdapterV2(args.adapter),
     FullFinetuneArgs: Full,
 }
-SAVED = (LoRA, Adapter, AdapterV2)
+SAVED = (LoRA, Adapter, AdapterV2)  # methods that save adapters and have a `read`
 
 
 def method_of(args: FinetuneArgs) -> Method:
-    """The method that a fine-tuning command stands for."""
+    """Return the method of a fine-tuning command."""
     return METHODS[type(args)](args)
 
 
 def read_method(folder: Path, source: BaseFolder) -> tuple[Method, Values]:
-    """The method of an adapter folder, litft's or PEFT's, and what it has learned; ValueError where none is known."""
-    kind = read_adapter_config(folder).get("peft_type")
+    """Read an adapter folder written by litft or PEFT: the method and its learned values.
+
+    Raise ValueError if the folder's `peft_type` is not supported.
+    """
+    peft_type = read_adapter_config(folder).get("peft_type")
     for method in SAVED:
-        if kind in method.peft_types:
+        if peft_type in method.peft_types:
             return method.read(folder, source)
-    known = ", ".join(name for method in SAVED for name in method.peft_types)
-    raise ValueError(f"{folder / ADAPTER_CONFIG}: peft_type {kind!r} is not supported; litft reads {known}")
+    supported = ", ".join(name for method in SAVED for name in method.peft_types)
+    raise ValueError(f"{folder / ADAPTER_CONFIG}: peft_type {peft_type!r} is not supported; litft reads {supported}")

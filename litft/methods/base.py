@@ -1,4 +1,4 @@
-"""The face that every method shows to the loop, to files and to checkpoints."""
+"""The base class of all methods: the interface that training, checkpoints and export use."""
 
 from collections.abc import Iterable
 from fnmatch import fnmatch
@@ -10,151 +10,176 @@ from torch import Tensor, nn
 
 from litft.checkpoints.conversion import Rule, mappings_to_hf
 from litft.methods.mixins import mixins
-from litft.methods.new_tokens import ROWS, add_tokens, grown
+from litft.methods.new_tokens import ROWS, add_tokens, extend_table
 from litft.model.config import Config
 from litft.model.placement import UNSHARDED, WeightPlacement, summon_full
 from litft.model.transformer import GPT
 
-Values = dict[str, Tensor]  # what a method has learned, by our names: what files and checkpoints hold of it
+Values = dict[str, Tensor]  # the learned tensors of a method, by litft name, as stored in checkpoints and adapter files
 
 
 class BaseFolder(Protocol):
-    """What a method asks of the base model's folder (`folder.PretrainedFolder`)."""
+    """What a method needs from the base model's folder; implemented by `litft.pretrained.PretrainedFolder`."""
 
     @property
     def adapter_rules(self) -> list[Rule]:
-        """How an adapter's files name its modules."""
+        """The rules that map litft names to the names in PEFT's adapter files."""
 
     def meta_model(self) -> GPT:
-        """The network without weights."""
+        """Return the network on the meta device."""
 
     def tensor(self, name: str) -> Tensor:
-        """The base's tensor of one of our names."""
+        """Return the base's tensor with a litft name."""
 
 
 class Method:
-    """What the loop, files and checkpoints ask of a method.
+    """Interface of a fine-tuning method. A subclass must implement `inject` and `parameters`.
 
-    `choose` looks at a network without weights and says what will be trained; `attach` does it to one with weights;
-    `parameters` are the method's own: those it saves, counts and loads, of which those that require gradients are trained.
-    `values` are these as tensors by their names. `tokens`: the ids of new tokens, each with the ids of its text's pieces.
+    A method that saves adapters also implements `write`, a classmethod `read(folder, source) -> (method, values)`, and sets
+    `peft_types`. By default, `merged` replaces a base tensor by the learned one of the same name.
+
+    Order of calls in a training run:
+
+    1. `choose` selects what to train, on a meta model. When training continues from an adapter, `read` and `update_args`
+       replace it. The caller then sets `tokens` and `frozen`.
+    2. The network is built in the dtype `storage(precision)`, and quantized except for `unquantized_modules`. `attach` adds
+       the method's modules, then `compute_in` sets the compute dtype.
+    3. The network is sharded and filled, and `reset_parameters` initializes what `attach` has added.
+    4. The optimizer updates the `parameters` that require gradients, at the learning rate times `lr_multiplier`.
+    5. `values` are saved: by `write` as an adapter, or tensor by tensor by `merged` as a full model.
+
+    A saved adapter is opened by `read`, then `load`.
     """
 
-    name: ClassVar[str]  # the group of its flags
-    title: ClassVar[str]  # what a person calls it, and its run's folder
-    peft_types: ClassVar[tuple[str, ...]] = ()  # what adapter_config.json calls its folders
-    changeable: ClassVar[tuple[str, ...]] = ()  # flags that may differ where an adapter is gone on with
-    saves_full_model: ClassVar[bool] = False  # what it leaves is a model's folder, not an adapter's
+    name: ClassVar[str]  # the group of its flags, as in --lora.r
+    title: ClassVar[str]  # its name in messages and in the run folder
+    peft_types: ClassVar[tuple[str, ...]] = ()  # values of peft_type in adapter_config.json that `read` accepts
+    changeable: ClassVar[tuple[str, ...]] = ()  # flags that may change when training continues from an adapter
+    saves_full_model: ClassVar[bool] = False  # whether it saves a full model rather than an adapter
 
     def __init__(self, args: Any) -> None:
         self.args = args
-        self.tokens: dict[int, list[int]] = {}
-        self.frozen: set[str] = set()  # parameters of the method's own that are left alone, and saved all the same
+        self.tokens: dict[int, list[int]] = {}  # id of a new token -> ids that its text was encoded as before
+        self.frozen: set[str] = set()  # names of `parameters` that are not trained (--train.freeze), but saved
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
-        """Find what the flags name; ValueError where they name nothing."""
+        """Select what to train from the flags; raise ValueError if they select nothing.
+
+        model: on the meta device. rules: map litft names to the names in PEFT's adapter files.
+        """
 
     def storage(self, precision: str) -> str:
-        """The dtype that the base's weights are kept in, for a network that computes in `precision`."""
+        """Return the dtype in which the base's weights are stored when the network computes in `precision`."""
         return precision
 
     def unquantized_modules(self) -> set[str]:
-        """The modules whose own weight is trained: of a quantized base they are not quantized."""
+        """Return the names of modules that are not quantized with the base because their own weight is trained."""
         return set()
 
     def attach(self, model: GPT, keep: bool = True) -> None:
-        """Change `model`, and freeze what is not trained.
+        """Add the method to `model` and freeze what is not trained.
 
-        keep: hold the base's values of what is trained, for `disabled` and `detach`.
+        keep: keep the base's values of trained parameters, which `disabled` and `detach` need.
         """
         self.inject(model, keep)
         if not model.embed.weight.is_meta:
             self.reset_parameters(model)
 
     def inject(self, model: GPT, keep: bool) -> None:
-        """Give `model` what the method adds, without values."""
+        """Add the method's parameters to `model`, uninitialized, and set which parameters require gradients.
+
+        To support new tokens, also call `attach_tokens`, and include `token_rows` in `parameters`.
+        """
         raise NotImplementedError
 
     @torch.no_grad()
     def reset_parameters(self, model: GPT) -> None:
-        """The first values of what `attach` has added to a network without weights; of a sharded one, module by module."""
+        """Initialize what `attach` has added. The model has its weights; a sharded one is gathered module by module."""
         for module in mixins(model):
             with summon_full(module, *(() if module.reads_weight else ("weight",))):
                 module.reset_parameters()
 
     def compute_in(self, model: GPT, precision: str) -> None:
-        """Make the network compute in `precision`, where its weights are kept in another."""
+        """Make the network compute in `precision` if its weights are stored in another dtype."""
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
-        """The method's own parameters."""
+        """Return the parameters that the method saves and counts, by name; those that require gradients are trained."""
         raise NotImplementedError
 
     def lr_multiplier(self, name: str) -> float:
-        """By what a parameter's learning rate is multiplied."""
+        """Return the factor of a parameter's learning rate."""
         return 1.0
 
     def values(self, model: GPT) -> Values:
-        """What the method has learned so far."""
+        """Return the current values of `parameters`, detached but not copied."""
         return {name: parameter.detach() for name, parameter in self.parameters(model).items()}
 
     def load(self, model: GPT, values: Values, placement: WeightPlacement = UNSHARDED) -> None:
-        """Attach the method with these values."""
+        """Attach the method and fill its parameters with `values`."""
         self.attach(model)
         for name, parameter in self.parameters(model).items():
             placement.copy_in(name, parameter, values[name].__getitem__)
 
     def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
-        """Write the folder to open; `record` goes into adapter_config.json beside the method's own fields."""
+        """Write an adapter folder; `record` is added to the method's fields in adapter_config.json."""
         raise NotImplementedError
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """The base's tensor `name` as the method has changed it; `check_merge` says where no tensor can say that."""
-        return self.with_tokens(name, values.get(name, weight), values)
+        """Return the merged tensor of `name`, given the base's tensor `weight`. Call `check_merge` first."""
+        return self.add_token_rows(name, values.get(name, weight), values)
 
     def check_merge(self, names: list[str], values: Values) -> None:
-        """ValueError where the base's parameters, of these names, cannot take what was learned."""
+        """Raise ValueError if the learned values cannot be merged into base parameters with these names."""
 
-    def go_on(self, args: Any) -> None:
-        """Take from the command's flags what may change where an adapter is trained further."""
+    def update_args(self, args: Any) -> None:
+        """Take the `changeable` flags from a command that continues training an adapter."""
 
-    def unties(self) -> bool:
-        """Whether embedding and head, one tensor in the base, are two once merged."""
+    def unties_head(self) -> bool:
+        """Return whether an embedding and a head that are tied in the base are two tensors in the merged model."""
         return False
 
     def vocab_size(self, config: Config) -> int:
-        """The base's, with the new tokens."""
+        """Return the vocabulary size of the base extended by the new tokens."""
         return max([config.vocab_size, *(token + 1 for token in self.tokens)])
 
     def attach_tokens(self, model: GPT) -> None:
-        """Give the model rows for the new tokens."""
+        """Add trained rows for the new tokens to embedding and head."""
         if self.tokens:
             add_tokens(model, list(self.tokens), list(self.tokens.values()))
 
     def token_rows(self, model: GPT) -> dict[str, nn.Parameter]:
-        """The rows of new tokens: one set where the head is tied."""
+        """Return the rows of new tokens by name: one parameter if the head is tied, otherwise two."""
         names = ROWS[: 1 if model.config.tied else 2] if self.tokens else ()
         return {name: model.get_parameter(name) for name in names}
 
-    def with_tokens(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """A merged tensor with the rows of new tokens, where it has any."""
+    def add_token_rows(self, name: str, weight: Tensor, values: Values) -> Tensor:
+        """Insert the rows of new tokens into a merged embedding or head; return other tensors unchanged."""
         if not self.tokens or name not in ("embed.weight", "lm_head.weight", "lm_head.bias"):
             return weight
         rows = values.get(f"{name.partition('.')[0]}.token_rows", values[ROWS[0]])
-        return grown(weight, list(self.tokens), None if name.endswith("bias") else rows)
+        return extend_table(weight, list(self.tokens), None if name.endswith("bias") else rows)
 
 
-def matching(patterns: Iterable[str], theirs: dict[str, str]) -> dict[str, list[str]]:
-    """The names that each pattern means, of those given with what the checkpoint calls them."""
-    return {pattern: [ours for ours, name in theirs.items() if means(pattern, ours, name)] for pattern in patterns}
+def match_patterns(patterns: Iterable[str], hf_names: dict[str, str]) -> dict[str, list[str]]:
+    """Return the litft names that each pattern matches; hf_names maps litft names to the checkpoint's names."""
+    return {
+        pattern: [name for name, hf_name in hf_names.items() if pattern_matches(pattern, name, hf_name)]
+        for pattern in patterns
+    }
 
 
-def means(target: str, ours: str, theirs: str) -> bool:
-    """Whether a text of the command line means a module: its name's last part, its whole path, or a pattern."""
-    names = (ours, theirs)
-    whole_or_last = (*names, *(name.rpartition(".")[2] for name in names))
-    return any(fnmatch(name, target) for name in whole_or_last) or any(name.endswith(f".{target}") for name in names)
+def pattern_matches(pattern: str, name: str, hf_name: str) -> bool:
+    """Return whether a pattern from a flag matches a module, by its litft name or its name in the checkpoint.
+
+    A pattern is a full name, its last components (`q_proj`, `attention.q_proj`), or a shell pattern (`blocks.1?.mlp.*`).
+    """
+    names = (name, hf_name)
+    full_or_last = (*names, *(candidate.rpartition(".")[2] for candidate in names))
+    return any(fnmatch(candidate, pattern) for candidate in full_or_last) or any(
+        candidate.endswith(f".{pattern}") for candidate in names
+    )
 
 
-def siblings(rules: list[Rule], names: Iterable[str]) -> list[str]:
-    """These of our parameters and all that lie in one tensor of the checkpoint with one of them."""
+def with_fused(rules: list[Rule], names: Iterable[str]) -> list[str]:
+    """Return these parameters and all parameters that the checkpoint stores in the same tensor as one of them."""
     return list(dict.fromkeys(source for mapping in mappings_to_hf(rules, names) for source in mapping.sources))

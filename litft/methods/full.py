@@ -1,4 +1,4 @@
-"""Full fine-tuning: the whole network is the method's own."""
+"""Full fine-tuning: all parameters of the network are trained."""
 
 import torch
 import torch.nn.functional as F
@@ -6,40 +6,40 @@ from torch import Tensor, nn
 
 from litft.methods.base import Method, Values
 from litft.methods.mixins import train_parameters
-from litft.methods.new_tokens import first_rows
+from litft.methods.new_tokens import initial_rows
 from litft.model.placement import summon_full
 from litft.model.transformer import GPT
 
 
 class Full(Method):
-    """Every parameter trained: in fp32 where the network computes in bf16, or in bf16 itself (`bf16-true`)."""
+    """Train every parameter, stored in fp32 even if the network computes in bf16, or in bf16 with `bf16-true`."""
 
     name, title = "full", "full"
     saves_full_model = True
 
     def storage(self, precision: str) -> str:
-        """fp32 wherever trained weights would lose updates; `optim.StochasticRounding` keeps them in bf16."""
+        """Return bf16 for bf16-true, where the optimizer rounds stochastically; else fp32, as bf16 loses small updates."""
         return "bf16" if precision == "bf16-true" else "fp32"
 
     def inject(self, model: GPT, keep: bool) -> None:
-        """Train all of `model`."""
+        """Extend embedding and head by the new tokens' rows, and make all parameters trainable."""
         if self.tokens:
-            self._grow(model)
+            self._extend_vocabulary(model)
         model.requires_grad_(True)
 
     @torch.no_grad()
     def reset_parameters(self, model: GPT) -> None:
-        """The rows of new tokens; all else is the base's."""
+        """Initialize the rows of new tokens; all other parameters keep the base's values."""
         super().reset_parameters(model)
         ids, pieces = list(self.tokens), list(self.tokens.values())
         for module in ([model.embed] if model.config.tied else [model.embed, model.lm_head]) if ids else ():
             with summon_full(module):
-                module.weight[ids] = first_rows(module.weight[: self.known], pieces).to(module.weight.dtype)
+                module.weight[ids] = initial_rows(module.weight[: self.base_vocab_size], pieces).to(module.weight.dtype)
                 if (bias := getattr(module, "bias", None)) is not None:
-                    bias[self.known :] = 0
+                    bias[self.base_vocab_size :] = 0
 
     def compute_in(self, model: GPT, precision: str) -> None:
-        """bf16 with fp32 masters: these are rounded for each use, and what is frozen needs no master."""
+        """For bf16, keep trained parameters in fp32 and round them at each use; frozen parameters are stored in bf16."""
         if precision == "bf16":
             names = [name for name, _ in model.named_parameters() if name not in self.frozen]
             train_parameters(model, names, torch.bfloat16, keep=False)
@@ -47,21 +47,21 @@ class Full(Method):
                 model.get_parameter(name).data = model.get_parameter(name).data.bfloat16()
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
-        """All there are; a tied head's weight once."""
+        """Return all parameters of the network; a tied head's weight appears once."""
         return dict(model.named_parameters())
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """What it has become; what is frozen is the base's own, which training may have rounded."""
+        """Return the trained tensor; a frozen one comes from the base, because training may have rounded it."""
         return weight if name in self.frozen else values[name]
 
-    def _grow(self, model: GPT) -> None:
-        """Lengthen embedding and head by the new tokens' rows."""
-        head, self.known = model.lm_head, model.embed.weight.size(0)
-        behind = max(0, max(self.tokens) + 1 - self.known)
+    def _extend_vocabulary(self, model: GPT) -> None:
+        """Append rows for the new tokens to embedding and head."""
+        head, self.base_vocab_size = model.lm_head, model.embed.weight.size(0)
+        num_new = max(0, max(self.tokens) + 1 - self.base_vocab_size)
         for module in [model.embed] if model.config.tied else [model.embed, head]:
-            module.weight = nn.Parameter(F.pad(module.weight.detach(), (0, 0, 0, behind)))
+            module.weight = nn.Parameter(F.pad(module.weight.detach(), (0, 0, 0, num_new)))
         if head.bias is not None:
-            head.bias = nn.Parameter(F.pad(head.bias.detach(), (0, behind)))
+            head.bias = nn.Parameter(F.pad(head.bias.detach(), (0, num_new)))
         model.tie()
         model.embed.num_embeddings = head.out_features = head.weight.size(0)
         model.set_vocabulary(head.weight.size(0))

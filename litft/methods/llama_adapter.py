@@ -1,4 +1,4 @@
-"""LLaMA-Adapter v1 (arXiv 2303.16199) and v2 (2304.15010): learned prefixes that attention sees, and affine Linears."""
+"""LLaMA-Adapter v1 (arXiv 2303.16199) and v2 (2304.15010): learned prefixes in attention, and scaled and shifted Linears."""
 
 from pathlib import Path
 from typing import Any, ClassVar
@@ -30,33 +30,33 @@ from litft.model.transformer import GPT
 
 
 class PrefixAttention(Mixin):
-    """Attention whose queries also see a learned prefix, by a softmax of its own and through a gate that begins at zero.
+    """Attention whose output adds attention to a learned prefix, with a separate softmax, times a gate.
 
-    The prefix's keys and values are made by the layer's own projections, and not rotated. Its share is added before
-    `o_proj`. This is PEFT's AdaptionPrompt: one scalar gate a layer, without the tanh of the paper's code.
+    Keys and values of the prefix come from the layer's own projections, without rotation; the sum is the input of `o_proj`.
+    This is PEFT's AdaptionPrompt: one scalar gate per layer, without the tanh of the paper's code.
     """
 
     def add_prefix(self, length: int) -> None:
-        """Register the prompt (1, P, C), standard normal, and the gate (1,), in fp32."""
+        """Register the prefix (1, P, C) and the gate (1,), in fp32."""
         weight = self.q_proj.weight
         self.adaption_prompt = nn.Parameter(torch.empty(1, length, self.q_proj.in_features, device=weight.device))
         self.adaption_gate = nn.Parameter(torch.empty(1, device=weight.device))
 
     def reset_parameters(self) -> None:
-        """As in the paper: the gate is shut."""
+        """Initialize the prefix from a standard normal distribution and, as in the paper, the gate to zero."""
         super().reset_parameters()
         nn.init.normal_(self.adaption_prompt)
         nn.init.zeros_(self.adaption_gate)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
-        """What the queries see of the tokens, and the gate's part of what they see of the prefix."""
+        """Attend to the tokens and to the prefix; shapes as in `Attention.attend`."""
         y = super().attend(q, k, v, documents, cache)
-        if not self.on:
+        if not self.enabled:
             return y
         keys, values = self.keys_values(self.adaption_prompt.to(q.dtype))  # (1, K, P, D)
-        everything = torch.ones(1, keys.size(2), dtype=torch.bool, device=q.device)
-        seen = eager_attention(q, keys, values, everything, self.softcap, scale=self.scale)
-        return y + (self.adaption_gate * seen).to(y.dtype)
+        mask = torch.ones(1, keys.size(2), dtype=torch.bool, device=q.device)  # every query sees the whole prefix
+        prefix_output = eager_attention(q, keys, values, mask, self.softcap, scale=self.scale)
+        return y + (self.adaption_gate * prefix_output).to(y.dtype)
 
     def remove(self) -> None:
         """Undo `add_prefix`."""
@@ -64,10 +64,10 @@ class PrefixAttention(Mixin):
 
 
 class AffineLinear(Mixin):
-    """A Linear whose outputs are scaled and shifted: s * (W x + b + bias), s beginning at one and bias at zero."""
+    """A Linear whose outputs are shifted and scaled: scale * (W x + b + bias)."""
 
     def add_affine(self, bias: bool) -> None:
-        """Register scale and bias, (out,) or (E, out) of experts, in fp32."""
+        """Register the scale and, if `bias`, the bias, in fp32; (out,), or (E, out) for experts."""
         shape = (self.count, self.out_features) if isinstance(self, ExpertLinear) else (self.out_features,)
         self.adapter_scale = nn.Parameter(torch.empty(shape, device=self.weight.device))
         self.register_parameter(
@@ -75,7 +75,7 @@ class AffineLinear(Mixin):
         )
 
     def reset_parameters(self) -> None:
-        """The Linear as it is."""
+        """Initialize the scale to one and the bias to zero, which leaves the output unchanged."""
         super().reset_parameters()
         nn.init.ones_(self.adapter_scale)
         if self.adapter_bias is not None:
@@ -83,10 +83,10 @@ class AffineLinear(Mixin):
 
     def forward(self, x: Tensor, *grouping: Grouping) -> Tensor:
         y = super().forward(x, *grouping)
-        if not self.on:
+        if not self.enabled:
             return y
         scale, bias = self.adapter_scale, self.adapter_bias
-        if grouping:  # of experts: rows (N, out) sorted by expert
+        if grouping:  # experts: y (N, out) has its rows sorted by expert
             scale = by_expert(scale, *grouping)
             bias = bias if bias is None else by_expert(bias, *grouping)
         return (scale * (y if bias is None else y + bias)).to(y.dtype)
@@ -97,7 +97,7 @@ class AffineLinear(Mixin):
 
 
 class Adapter(Method):
-    """LLaMA-Adapter v1: a prefix in every layer from `start_layer` on."""
+    """LLaMA-Adapter v1: a learned prefix in the attention of every layer from `start_layer` on."""
 
     name, title = "adapter", "adapter"
     peft_types = ("ADAPTION_PROMPT", "LITFT_ADAPTER")
@@ -108,30 +108,30 @@ class Adapter(Method):
         self.layers = range(0)
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
-        """The layers that get a prefix; ValueError where there are not so many."""
-        count, start = len(model.blocks), self.args.start_layer
-        if self.args.prompt_length and start >= count:
-            raise ValueError(f"--adapter.start_layer {start}: this model has {count} layers, so none would have a prefix")
-        self.layers = range(start, count) if self.args.prompt_length else range(0)
+        """Select the layers with a prefix; raise ValueError if `start_layer` is beyond the last layer."""
+        num_layers, start = len(model.blocks), self.args.start_layer
+        if self.args.prompt_length and start >= num_layers:
+            raise ValueError(f"--adapter.start_layer {start}: this model has {num_layers} layers; choose a smaller number")
+        self.layers = range(start, num_layers) if self.args.prompt_length else range(0)
 
     def inject(self, model: GPT, keep: bool) -> None:
-        """Add the prefixes to `model` and freeze everything else."""
+        """Add the prefixes to `model` and freeze all other parameters."""
         model.requires_grad_(False)
         for index in self.layers:
             PrefixAttention.mix_over(model.blocks[index].attention).add_prefix(self.args.prompt_length)
-        self.arrange_besides(model, keep)
+        self.inject_extra(model, keep)
         self.attach_tokens(model)
 
-    def arrange_besides(self, model: GPT, keep: bool) -> None:
-        """What is trained besides prefixes and tokens."""
+    def inject_extra(self, model: GPT, keep: bool) -> None:
+        """Add what a subclass trains in addition to prefixes and new tokens."""
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
-        """Prompts and gates, and rows of new tokens."""
+        """Return prefixes, gates and rows of new tokens."""
         names = [f"blocks.{n}.attention.{leaf}" for n in self.layers for leaf in PREFIX]
         return {name: model.get_parameter(name) for name in names} | self.token_rows(model)
 
     def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
-        """PEFT's two files where PEFT computes the same, else ours under a `peft_type` that PEFT refuses."""
+        """Write PEFT's two files, or, if PEFT would compute another output, files with a `peft_type` that PEFT rejects."""
         config: dict[str, Any] = {
             "peft_type": self.peft_types[-1],
             "task_type": "CAUSAL_LM",
@@ -139,7 +139,7 @@ class Adapter(Method):
             "adapter_layers": len(self.layers),
             "inference_mode": True,
         }
-        if "ADAPTION_PROMPT" in self.peft_types and is_pefts(source.meta_model().config) and not self.tokens:
+        if "ADAPTION_PROMPT" in self.peft_types and is_peft_compatible(source.meta_model().config) and not self.tokens:
             config |= {"peft_type": "ADAPTION_PROMPT", "target_modules": "self_attn"}
             values = {_to_peft(name): value for name, value in values.items()}
         if self.tokens:
@@ -148,39 +148,41 @@ class Adapter(Method):
 
     @classmethod
     def read(cls, folder: Path, source: BaseFolder) -> tuple["Adapter", Values]:
-        """From a folder of litft's, or of PEFT's AdaptionPrompt."""
+        """Read a folder of litft or of PEFT's AdaptionPrompt; raise ValueError if it does not fit the base model."""
         config, values = read_adapter_config(folder), {_from_peft(n): v.float() for n, v in read_tensors(folder).items()}
         model = source.meta_model()
-        length, count, tokens = config.get("adapter_len"), config.get("adapter_layers"), read_token_ids(config, folder)
-        if not (all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in (length, count)) and count <= len(model.blocks)):
-            raise ValueError(f"{folder / ADAPTER_CONFIG}: adapter_len {length!r} and adapter_layers {count!r} do not fit")
-        method = cls(cls.flags(prompt_length=length, start_layer=len(model.blocks) - count))
-        method.layers = range(len(model.blocks) - count, len(model.blocks))
+        length, layers, tokens = config.get("adapter_len"), config.get("adapter_layers"), read_token_ids(config, folder)
+        if not (all(type(n) is int and 0 <= n <= LARGEST_SIZE for n in (length, layers)) and layers <= len(model.blocks)):
+            raise ValueError(
+                f"{folder / ADAPTER_CONFIG}: adapter_len {length!r} and adapter_layers {layers!r} do not fit the base model"
+            )
+        method = cls(cls.flags(prompt_length=length, start_layer=len(model.blocks) - layers))
+        method.layers = range(len(model.blocks) - layers, len(model.blocks))
         method.tokens = {token: [] for token in tokens}
-        method.recognize(model, values)
+        method.select_extra(model, values)
         method.attach(model)
         expected = {name: tuple(p.shape) for name, p in method.parameters(model).items()}
-        found = {name: tuple(value.shape) for name, value in values.items()}
-        if expected != found:
-            odd = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))[0]
-            reason = f"{odd} should be {expected.get(odd)}, is {found.get(odd)}"
+        stored = {name: tuple(value.shape) for name, value in values.items()}
+        if expected != stored:
+            name = sorted(name for name in expected.keys() | stored.keys() if expected.get(name) != stored.get(name))[0]
+            reason = f"{name} should have shape {expected.get(name)}, found {stored.get(name)}"
             raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {reason}")
-        if odd := [name for name, value in values.items() if not value.isfinite().all()]:
-            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {odd[0]} holds NaN or infinity")
+        if non_finite := [name for name, value in values.items() if not value.isfinite().all()]:
+            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {non_finite[0]} contains NaN or infinity")
         return method, values
 
-    def recognize(self, model: GPT, values: Values) -> None:
-        """What is trained besides prefixes and tokens, told by the names that a folder holds."""
+    def select_extra(self, model: GPT, values: Values) -> None:
+        """Infer from the names in an adapter file what a subclass trains in addition to prefixes and new tokens."""
 
     def check_merge(self, names: list[str], values: Values) -> None:
-        """ValueError where a gate is open: a prefix is no change of any weight."""
+        """Raise ValueError if a gate is not zero: a prefix cannot be expressed as a change of weights."""
         if any(value.any() for key, value in values.items() if key.endswith(".adaption_gate")):
-            reason = "its prefixes are seen by attention, and no weights of the base model can say that"
+            reason = "its prefixes change attention, which no weights of the base model can express"
             raise ValueError(f"this adapter cannot be merged: {reason}; open it with its base model instead")
 
 
 class AdapterV2(Adapter):
-    """LLaMA-Adapter v2: v1, and scale and bias on every Linear, and trained norms."""
+    """LLaMA-Adapter v2: v1 with a scale and bias on every Linear, and trained norms."""
 
     name, title = "adapter", "adapter_v2"
     peft_types = ("LITFT_ADAPTER_V2",)
@@ -192,26 +194,26 @@ class AdapterV2(Adapter):
         self.norms: list[str] = []
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
-        """As v1's; every Linear, and every norm."""
+        """Select the layers with a prefix as in v1, all Linears and all norms."""
         super().choose(model, rules)
-        kinds = (nn.Linear, ExpertLinear)
-        self.linears = [name for name, module in model.named_modules() if isinstance(module, kinds)]
+        linear_types = (nn.Linear, ExpertLinear)
+        self.linears = [name for name, module in model.named_modules() if isinstance(module, linear_types)]
         self.norms = norm_names(model)
 
-    def arrange_besides(self, model: GPT, keep: bool) -> None:
-        """Scales, biases and norms."""
+    def inject_extra(self, model: GPT, keep: bool) -> None:
+        """Add scales and biases, and make the norms trainable."""
         for name in self.linears:
             AffineLinear.mix_over(model.get_submodule(name)).add_affine(self.args.bias)
         train_parameters(model, self.norms, keep=keep)
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
-        """v1's, scales and biases, norms."""
+        """Return v1's parameters, scales, biases and norms."""
         leaves = ("adapter_scale", "adapter_bias") if self.args.bias else ("adapter_scale",)
         names = [*(f"{name}.{leaf}" for name in self.linears for leaf in leaves), *self.norms]
         return super().parameters(model) | {name: model.get_parameter(name) for name in names}
 
-    def recognize(self, model: GPT, values: Values) -> None:
-        """Everything, and biases where the folder has some."""
+    def select_extra(self, model: GPT, values: Values) -> None:
+        """Select all Linears and norms; train biases if the adapter file has any."""
         layers = self.layers
         self.args.bias = any(name.endswith(".adapter_bias") for name in values)
         self.args.start_layer = min(self.args.start_layer, len(model.blocks) - 1)
@@ -219,39 +221,42 @@ class AdapterV2(Adapter):
         self.layers = layers
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """s W and s (b + bias), in fp32."""
+        """Return scale * W or scale * (b + bias), in fp32; norms are replaced."""
         module, _, leaf = name.rpartition(".")
         if (scale := values.get(f"{module}.adapter_scale")) is not None:
             shift = 0 if leaf == "weight" else values.get(f"{module}.adapter_bias", 0)
-            before, weight = weight, (weight.float() + shift) * (scale[..., None] if leaf == "weight" else scale)
-            if name == "lm_head.bias":  # a new token's logit is made beside the scaled head, with the bias it had
-                ids = [token for token in self.tokens if token < len(before)]
-                weight[ids] = before.float()[ids]
+            base_weight, weight = weight, (weight.float() + shift) * (scale[..., None] if leaf == "weight" else scale)
+            if name == "lm_head.bias":  # the logit of a new token is not scaled and keeps the base's bias
+                ids = [token for token in self.tokens if token < len(base_weight)]
+                weight[ids] = base_weight.float()[ids]
         return super().merged(name, weight, values)
 
     def check_merge(self, names: list[str], values: Values) -> None:
-        """ValueError where a bias has no place among the base's parameters `names`."""
+        """Raise ValueError as in v1, or if a Linear with a learned bias has no bias among the parameters `names`."""
         super().check_merge(names, values)
         for key, value in values.items():
             module = key.removesuffix(".adapter_bias")
             if module != key and value.any() and f"{module}.bias" not in names:
-                reason = f"{module} has no bias in this family's files, and the adapter gave it one"
+                reason = f"it has a bias for {module}, but Linears of this model family are stored without one"
                 raise ValueError(f"this adapter cannot be merged: {reason}; train with --adapter.bias false to merge")
 
-    def unties(self) -> bool:
-        """The head is scaled, the embedding is not."""
+    def unties_head(self) -> bool:
+        """Return True: the head is scaled, the embedding is not."""
         return True
 
 
 PREFIX = ("adaption_prompt", "adaption_gate")
 
 
-def is_pefts(config: Config) -> bool:
-    """Whether PEFT knows the family and computes as we do: one size of heads and width, no norms, scales or bias between."""
+def is_peft_compatible(config: Config) -> bool:
+    """Return whether PEFT's AdaptionPrompt supports the architecture and computes the same output.
+
+    It does for Llama and Mistral without q/k norms, softcap, clipping, attention scales or an output bias.
+    """
     plain = config.qk_norm is None and config.attention_softcap is None and config.qkv_clip is None and not config.o_bias
-    layers = all(layer.attention_scale is None and layer.rope and not layer.rope.query_beta for layer in config.layers)
+    plain_layers = all(layer.attention_scale is None and layer.rope and not layer.rope.query_beta for layer in config.layers)
     square = config.n_heads * config.head_dim == config.dim
-    return config.model_type in ("llama", "mistral") and plain and layers and square
+    return config.model_type in ("llama", "mistral") and plain and plain_layers and square
 
 
 def _to_peft(name: str) -> str:

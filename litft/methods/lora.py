@@ -1,4 +1,4 @@
-"""LoRA (arXiv 2106.09685) and its kin: rsLoRA, DoRA, LoRA+, PiSSA, OLoRA; on Linears, embeddings and experts."""
+"""LoRA (arXiv 2106.09685) and its variants rsLoRA, DoRA, LoRA+, PiSSA and OLoRA, for Linears, embeddings and experts."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -15,66 +15,70 @@ from litft.checkpoints.peft_format import (
     LoraAdapter,
     LoraWeights,
     PeftTarget,
-    adaptable,
+    adaptable_modules,
     peft_targets,
     read_adapter,
     write_adapter,
 )
-from litft.methods.base import BaseFolder, Method, Values, matching, means, siblings
+from litft.methods.base import BaseFolder, Method, Values, match_patterns, pattern_matches, with_fused
 from litft.methods.mixins import Mixin, train_parameters
 from litft.methods.new_tokens import ROWS
-from litft.model.mlp import CHOOSERS, ExpertLinear, Grouping, by_expert, expert_linear
+from litft.model.mlp import ROUTERS, ExpertLinear, Grouping, by_expert, expert_linear
 from litft.model.quantization import KINDS, dense_weight, is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
 
-# E experts, R rank
+# C channels, V vocabulary, E experts, N rows of expert inputs, R rank
 
 
+# parameters of a LoRA module: A, B, DoRA's magnitudes, and the initial A and B of PiSSA and OLoRA
 LEAVES = ("lora_a", "lora_b", "lora_m", "lora_a0", "lora_b0")
 
 
 class LoRALinear(Mixin):
-    """A Linear y = W x with a low-rank update beside it: y + scale * B A x (arXiv 2106.09685, section 4.1).
+    """A Linear y = W x with a low-rank update: y + scale * B A x (arXiv 2106.09685, section 4.1).
 
-    DoRA (2402.09353) makes each row of W + scale * B A as long as `lora_m` says. PiSSA (2404.02948) and OLoRA (2406.01775)
-    begin with factors of W itself; what they begin with, `lora_a0` and `lora_b0`, is taken off again, so that W stays.
+    DoRA (2402.09353) rescales each row of W + scale * B A to the norm `lora_m`. PiSSA (2404.02948) and OLoRA (2406.01775)
+    initialize A and B from W. The initial product, of `lora_a0` and `lora_b0`, is subtracted, so that W is unchanged.
     """
 
     def add_factors(self, r: int, scale: float, dropout: float, dora: bool = False, init: str = "default") -> None:
-        """Register A (R, in) and B (out, R) in fp32 on the weight's device; by default PEFT's uniform A, and B zero."""
-        *stack, height, width = self.stack_shape()
-        self.lora_scale, self.lora_dropout, self.init, self.squares = scale, dropout, init, None
+        """Register A (R, in) and B (out, R) in fp32 on the weight's device.
 
-        def room(*shape: int, trained: bool = True) -> nn.Parameter:
+        dora: also register magnitudes (out,). init: default, pissa or olora.
+        """
+        *stack, out_dim, in_dim = self.weight_shape()
+        self.lora_scale, self.lora_dropout, self.init, self.base_row_squares = scale, dropout, init, None
+
+        def empty_parameter(*shape: int, trained: bool = True) -> nn.Parameter:
             return nn.Parameter(torch.empty(*stack, *shape, device=self.weight.device), requires_grad=trained)
 
-        self.lora_a, self.lora_b = room(r, width), room(height, r)
-        again = init != "default"  # what they begin with is taken off
-        self.register_parameter("lora_a0", room(r, width, trained=False) if again else None)
-        self.register_parameter("lora_b0", room(height, r, trained=False) if again else None)
-        self.register_parameter("lora_m", room(height) if dora else None)
-        self.reads_weight |= dora or again
+        self.lora_a, self.lora_b = empty_parameter(r, in_dim), empty_parameter(out_dim, r)
+        from_weight = init != "default"  # then the initial product is not zero, and is subtracted
+        self.register_parameter("lora_a0", empty_parameter(r, in_dim, trained=False) if from_weight else None)
+        self.register_parameter("lora_b0", empty_parameter(out_dim, r, trained=False) if from_weight else None)
+        self.register_parameter("lora_m", empty_parameter(out_dim) if dora else None)
+        self.reads_weight |= dora or from_weight
 
     def reset_parameters(self) -> None:
-        """Draw the factors; DoRA's lengths are the rows' own."""
+        """Initialize A and B; DoRA's magnitudes are the norms of the rows."""
         super().reset_parameters()
         nn.init.zeros_(self.lora_b)
-        self.draw()
+        self.init_factors()
         if self.lora_a0 is not None:
             self.lora_a0.copy_(self.lora_a)
             self.lora_b0.copy_(self.lora_b)
         if self.lora_m is not None:
-            self.squares = self.matrix().float().square().sum(-1)  # (out,), of the frozen rows
-            self.lora_m.copy_(self.lengths())
+            self.base_row_squares = self.weight_matrix().float().square().sum(-1)  # (out,), of the frozen rows
+            self.lora_m.copy_(self.row_norms())
 
-    def draw(self) -> None:
-        """Where the factors begin."""
-        if not self.lora_a.numel():  # DoRA's lengths alone, of a Linear beside others in one tensor
+    def init_factors(self) -> None:
+        """Initialize A and, for PiSSA and OLoRA, B; B is already zero. The default is PEFT's uniform A."""
+        if not self.lora_a.numel():  # rank 0: only DoRA's magnitudes, see `_unadapted_linears`
             return
         if self.init == "default":
             nn.init.kaiming_uniform_(self.lora_a.data.view(-1, self.lora_a.size(-1)), a=math.sqrt(5))
             return
-        r, weight = self.lora_a.size(-2), self.matrix().float()
+        r, weight = self.lora_a.size(-2), self.weight_matrix().float()
         if self.init == "olora":
             q, upper = torch.linalg.qr(weight)
             b, a = q[..., :r], upper[..., :r, :]
@@ -85,50 +89,50 @@ class LoRALinear(Mixin):
         self.lora_b.copy_(b)
         self.lora_a.copy_(a)
 
-    def stack_shape(self) -> tuple[int, ...]:
-        """(out, in); the weight itself may be packed."""
+    def weight_shape(self) -> tuple[int, ...]:
+        """Return (out, in); the stored weight has another shape if it is quantized."""
         return (self.out_features, self.in_features)
 
-    def matrix(self) -> Tensor:
-        """The base's weight as (out, in)."""
+    def weight_matrix(self) -> Tensor:
+        """Return the base's weight (out, in), dequantized if necessary."""
         return dense_weight(self)
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "LoRALinear":
-        """DoRA's lengths of the frozen rows go where these go; in fp32."""
+        """Move `base_row_squares` with the weight, without changing its dtype."""
         super()._apply(fn, recurse)
-        if getattr(self, "squares", None) is not None:
-            self.squares = self.squares.to(self.weight.device)
+        if getattr(self, "base_row_squares", None) is not None:
+            self.base_row_squares = self.base_row_squares.to(self.weight.device)
         return self
 
     def remove(self) -> None:
         """Undo `add_factors`."""
-        del self.lora_scale, self.lora_dropout, self.init, self.squares
+        del self.lora_scale, self.lora_dropout, self.init, self.base_row_squares
         for name in LEAVES:
             delattr(self, name)
 
     def forward(self, x: Tensor, *grouping: Grouping) -> Tensor:
         y = super().forward(x, *grouping)
-        if not self.on:
+        if not self.enabled:
             return y
-        y = self.updated(y, x, *grouping)
+        y = self.add_update(y, x, *grouping)
         if self.lora_m is None:
             return y
-        # where the lengths have not changed it stays what it is, to the bit; beside 1 a small change would be rounded off
-        change = self.by_row(ratios(self.lora_m, self.lengths()) - 1, *grouping).to(y.dtype)
+        # y + y * (ratio - 1): a ratio of 1 leaves y bitwise unchanged, and a ratio close to 1 is not rounded to 1
+        change = self.broadcast_rows(norm_ratios(self.lora_m, self.row_norms()) - 1, *grouping).to(y.dtype)
         bias = getattr(self, "bias", None)
-        return torch.addcmul(y, y if bias is None else y - self.by_row(bias, *grouping), change)
+        return torch.addcmul(y, y if bias is None else y - self.broadcast_rows(bias, *grouping), change)
 
-    def updated(self, y: Tensor, x: Tensor) -> Tensor:
-        """y (..., out) with what the factors add, which is summed in fp32 and rounded with y: a small one is not lost."""
+    def add_update(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return y (..., out) plus the update, rounded once: `addmm` accumulates in fp32, so that a small update is kept."""
         a, b = self.factors(x.dtype)
-        low = F.linear(F.dropout(x, self.lora_dropout, self.training), a)
-        return torch.addmm(y.flatten(0, -2), low.flatten(0, -2), b.mT).view_as(y)
+        projected = F.linear(F.dropout(x, self.lora_dropout, self.training), a)  # (..., R)
+        return torch.addmm(y.flatten(0, -2), projected.flatten(0, -2), b.mT).view_as(y)
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """A and scale * B, rounded to what the product is made in.
+        """Return A and scale * B in `dtype`.
 
-        Of PiSSA and OLoRA scale * (B A - B0 A0) = scale * (B (A - A0) + (B - B0) A0), of twice the rank: the differences
-        are made in fp32, where rounding A and A0 would leave little of them.
+        For PiSSA and OLoRA the update has twice the rank: scale * (B A - B0 A0) = scale * (B (A - A0) + (B - B0) A0). The
+        differences are computed in fp32; after rounding A and A0 little of them would be left.
         """
         a, b = self.lora_a, self.lora_b
         if self.lora_a0 is not None:
@@ -136,95 +140,99 @@ class LoRALinear(Mixin):
         return a.to(dtype), (b * self.lora_scale).to(dtype)
 
     @torch.no_grad()
-    def lengths(self) -> Tensor:
-        """The 2-norm (out,) of each row of W + scale * B A; a constant to the gradient (arXiv 2402.09353, section 4.3).
+    def row_norms(self) -> Tensor:
+        """Return the 2-norm (out,) of each row of W + scale * B A, as a constant (arXiv 2402.09353, section 4.3).
 
-        |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b^T: no matrix of W's size is made but a quantized W's numbers.
+        |w + s b A|^2 = |w|^2 + 2 s (w A^T) b + s^2 b (A A^T) b^T needs no matrix of W's size, except a dequantized W.
         """
-        a, b, s = self.lora_a, self.lora_b, self.lora_scale
+        a, b, scale = self.lora_a, self.lora_b, self.lora_scale
         if self.lora_a0 is not None:
             a, b = torch.cat((a, self.lora_a0), dim=-2), torch.cat((b, -self.lora_b0), dim=-1)
-        weight = self.matrix()
+        weight = self.weight_matrix()
         cross = (weight @ a.to(weight.dtype).mT).to(a.dtype)
-        squares = self.squares.to(b.device) + 2 * s * (cross * b).sum(-1) + s * s * ((b @ (a @ a.mT)) * b).sum(-1)
-        return self.summed(squares).clamp(min=0).sqrt()
+        squares = (
+            self.base_row_squares.to(b.device)
+            + 2 * scale * (cross * b).sum(-1)
+            + scale * scale * ((b @ (a @ a.mT)) * b).sum(-1)
+        )
+        return self.sum_over_ranks(squares).clamp(min=0).sqrt()
 
-    def summed(self, squares: Tensor) -> Tensor:
-        """Of each whole row (out,): the seam of a network whose rows are cut."""
+    def sum_over_ranks(self, squares: Tensor) -> Tensor:
+        """Return the squared norms (out,) of full rows; overridden for tensor parallelism, where rows are sharded."""
         return squares
 
-    def by_row(self, values: Tensor) -> Tensor:
-        """Values (out,) to multiply an output (..., out) with."""
+    def broadcast_rows(self, values: Tensor) -> Tensor:
+        """Return values (out,) in a shape that broadcasts to the output (..., out)."""
         return values
 
 
 class LoRAExpertLinear(LoRALinear):
-    """The same beside each expert of an ExpertLinear: A (E, R, in), B (E, out, R)."""
+    """LoRA for each expert of an ExpertLinear: A (E, R, in), B (E, out, R)."""
 
     def factors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """As above; of a rank with zeros behind that makes it a multiple of 8, which grouped_mm wants of rows on a GPU."""
+        """Return A and scale * B, with the rank padded to a multiple of 8, which grouped_mm requires on a GPU."""
         a, b = super().factors(dtype)
-        behind = -a.size(-2) % 8
-        return (F.pad(a, (0, 0, 0, behind)), F.pad(b, (0, behind))) if behind else (a, b)
+        padding = -a.size(-2) % 8
+        return (F.pad(a, (0, 0, 0, padding)), F.pad(b, (0, padding))) if padding else (a, b)
 
-    def stack_shape(self) -> tuple[int, ...]:
-        """(E, out, in)"""
+    def weight_shape(self) -> tuple[int, ...]:
+        """Return (E, out, in)."""
         return (self.count, self.out_features, self.in_features)
 
-    def updated(self, y: Tensor, x: Tensor, grouping: Grouping) -> Tensor:
-        """y (N, out) of rows sorted by expert, with what each expert's factors add."""
-        if not self.lora_a.numel():  # DoRA's lengths alone
+    def add_update(self, y: Tensor, x: Tensor, grouping: Grouping) -> Tensor:
+        """Return y (N, out), its rows sorted by expert, plus each expert's update."""
+        if not self.lora_a.numel():  # rank 0: only DoRA's magnitudes
             return y
         a, b = self.factors(x.dtype)
-        low = expert_linear(F.dropout(x, self.lora_dropout, self.training), a, None, grouping)
-        return y + expert_linear(low, b, None, grouping)
+        projected = expert_linear(F.dropout(x, self.lora_dropout, self.training), a, None, grouping)  # (N, R)
+        return y + expert_linear(projected, b, None, grouping)
 
-    def by_row(self, values: Tensor, grouping: Grouping) -> Tensor:
-        """Values (E, out) to the rows (N, out)."""
+    def broadcast_rows(self, values: Tensor, grouping: Grouping) -> Tensor:
+        """Return the values (E, out) of each row's expert, (N, out)."""
         return by_expert(values, grouping)
 
 
 class LoRAEmbedding(LoRALinear):
-    """The same beside an embedding, as a Linear on one-hot tokens: A (R, V), zero at first, and B (C, R)."""
+    """LoRA for an embedding, seen as a Linear with one-hot inputs: A (R, V), initially zero, and B (C, R)."""
 
-    def stack_shape(self) -> tuple[int, ...]:
-        """(C, V)"""
+    def weight_shape(self) -> tuple[int, ...]:
+        """Return (C, V), the transpose of the stored weight's shape."""
         return (self.embedding_dim, self.num_embeddings)
 
-    def matrix(self) -> Tensor:
-        """(C, V)"""
+    def weight_matrix(self) -> Tensor:
+        """Return the weight as (C, V)."""
         return self.weight.detach().mT
 
-    def draw(self) -> None:
-        """As PEFT: A zero and B normal."""
+    def init_factors(self) -> None:
+        """Initialize A to zero and B from a normal distribution, like PEFT."""
         nn.init.zeros_(self.lora_a)
         nn.init.normal_(self.lora_b)
 
-    def updated(self, y: Tensor, tokens: Tensor) -> Tensor:
-        """y (..., C) with what the factors add; dropping parts of a one-hot would drop words, so there is no dropout."""
+    def add_update(self, y: Tensor, tokens: Tensor) -> Tensor:
+        """Return y (..., C) plus the update. Dropout is not applied: on one-hot inputs it would drop whole tokens."""
         tokens = tokens.clamp(max=self.num_embeddings - 1)
         return (y + F.linear(F.embedding(tokens, self.lora_a.mT), self.lora_b) * self.lora_scale).to(y.dtype)
 
 
 class LoraSpec(NamedTuple):
-    """The size of one module's update."""
+    """Rank and scale of one module's update."""
 
     r: int
-    scale: float
+    scale: float  # multiplies B A
 
 
 def lora_class(module: nn.Module) -> type[LoRALinear]:
-    """The class that puts factors beside a module's weight."""
+    """Return the mixin that adds LoRA to a module."""
     if isinstance(module, nn.Embedding):
         return LoRAEmbedding
     return LoRAExpertLinear if isinstance(module, ExpertLinear) else LoRALinear
 
 
 class LoRA(Method):
-    """Low-rank factors beside chosen weights; `sites` maps a module's name to its factors' size once the model is known.
+    """LoRA: the update of selected weights is a product of two low-rank matrices.
 
-    `trained` are the base's own parameters trained besides (`modules_to_save`, biases), `tokens` the ids of new tokens with
-    the ids of their texts' pieces. `rules` are `Source.adapter_rules`: how PEFT and the checkpoint name the modules.
+    After `choose` or `read`, `specs` maps the name of each adapted module to its rank and scale, and `trained` lists base
+    parameters that are trained in full: those of `modules_to_save`, and biases.
     """
 
     name, title = "lora", "lora"
@@ -233,196 +241,209 @@ class LoRA(Method):
 
     def __init__(self, args: LoRAArgs) -> None:
         super().__init__(args)
-        self.sites: dict[str, LoraSpec] = {}
+        self.specs: dict[str, LoraSpec] = {}
         self.trained: list[str] = []
-        self.apart = False  # whether a tied embedding and its head are trained as two: PEFT's adapters may be
+        self.untied = False  # whether a trained embedding is separate from its tied head, as in some adapters from PEFT
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
-        """Find what `targets` and `modules_to_save` name; ValueError where one names nothing."""
-        theirs = {name: slot.name for name, slot in peft_targets(model, rules).items()}
-        whole = self._modules_to_save(model, rules)
-        taken = whole | ({"lm_head"} if model.config.tied and "embed" in whole else set())  # the same weight
-        chosen: dict[str, None] = {}
-        for target, hits in matching(self.args.targets, theirs).items():
-            hits = [name for name in theirs if is_inner_linear(model, name)] if target == "all-linear" else hits
-            if not hits:
-                known = ", ".join(sorted({n.rpartition(".")[2] for n in theirs}))
-                raise ValueError(f"--lora.targets {target}: no Linear of this model has that name; known: {known}")
-            chosen |= dict.fromkeys(hits)
-        chosen = {name: None for name in theirs if name in chosen and name not in taken}
-        if not chosen:
-            raise ValueError(f"--lora.targets {','.join(self.args.targets)}: all of it is in --lora.modules_to_save already")
-        self._check_patterns({name: theirs[name] for name in chosen})
-        self.sites = {name: self._site(name, theirs[name], model) for name in chosen}
-        self.trained = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in whole]
+        """Select the modules of `targets` and `modules_to_save`; raise ValueError if a pattern matches nothing."""
+        hf_names = {name: target.name for name, target in peft_targets(model, rules).items()}
+        saved_modules = self._modules_to_save(model, rules)
+        # a tied head has the weight of the embedding
+        excluded = saved_modules | ({"lm_head"} if model.config.tied and "embed" in saved_modules else set())
+        adapted: dict[str, None] = {}
+        for pattern, matches in match_patterns(self.args.targets, hf_names).items():
+            matches = [name for name in hf_names if is_inner_linear(model, name)] if pattern == "all-linear" else matches
+            if not matches:
+                available = ", ".join(sorted({n.rpartition(".")[2] for n in hf_names}))
+                raise ValueError(f"--lora.targets {pattern}: no Linear of this model has that name; choose from {available}")
+            adapted |= dict.fromkeys(matches)
+        adapted = {name: None for name in hf_names if name in adapted and name not in excluded}
+        if not adapted:
+            raise ValueError(
+                f"--lora.targets {','.join(self.args.targets)}: all of them are in --lora.modules_to_save; name others"
+            )
+        self._check_patterns({name: hf_names[name] for name in adapted})
+        self.specs = {name: self._spec(name, hf_names[name], model) for name in adapted}
+        self.trained = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in saved_modules]
         biases = [name for name, _ in model.named_parameters() if name.endswith(".bias")]
         if self.args.bias == "lora":
-            biases = siblings(rules, [name for name in biases if name.removesuffix(".bias") in self.sites])
+            biases = with_fused(rules, [name for name in biases if name.removesuffix(".bias") in self.specs])
         if self.args.bias != "none":
             self.trained = list(dict.fromkeys([*self.trained, *biases]))
 
     def _modules_to_save(self, model: GPT, rules: list[Rule]) -> set[str]:
-        """The modules that are trained whole, with all that share a tensor of the checkpoint with them."""
-        theirs = _their_modules(model, rules) | ({"lm_head": "lm_head"} if model.config.tied else {})
-        names = matching(self.args.modules_to_save, theirs)
-        if missing := [pattern for pattern, hits in names.items() if not hits]:
-            known = ", ".join(sorted({owner.rpartition(".")[2] for owner in theirs}))
-            raise ValueError(f"--lora.modules_to_save {missing[0]}: no module of this model has that name; known: {known}")
-        chosen = {"embed" if hit == "lm_head" and model.config.tied else hit for hits in names.values() for hit in hits}
-        own = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in chosen]
-        return {name.rpartition(".")[0] for name in siblings(rules, own)}
+        """Return the names of modules trained in full, including modules fused with one of them in the checkpoint."""
+        hf_names = _hf_module_names(model, rules) | ({"lm_head": "lm_head"} if model.config.tied else {})
+        by_pattern = match_patterns(self.args.modules_to_save, hf_names)
+        if unmatched := [pattern for pattern, matches in by_pattern.items() if not matches]:
+            available = ", ".join(sorted({module.rpartition(".")[2] for module in hf_names}))
+            raise ValueError(
+                f"--lora.modules_to_save {unmatched[0]}: no module of this model has that name; choose from {available}"
+            )
+        modules = {
+            "embed" if name == "lm_head" and model.config.tied else name for names in by_pattern.values() for name in names
+        }
+        parameters = [name for name, _ in model.named_parameters() if name.rpartition(".")[0] in modules]
+        return {name.rpartition(".")[0] for name in with_fused(rules, parameters)}
 
     def _check_patterns(self, adapted: dict[str, str]) -> None:
-        """ValueError for a pattern that means nothing that is adapted."""
+        """Raise ValueError if a pattern matches no adapted module; adapted maps litft names to checkpoint names."""
         for flag in ("rank_pattern", "alpha_pattern"):
-            given = {text.rpartition("=")[0]: text for text in getattr(self.args, flag)}
-            for pattern, hits in matching(given, adapted).items():
-                if not hits:
-                    reason = f"nothing that is adapted has that name, such as {next(iter(adapted))}"
-                    raise ValueError(f"--lora.{flag} {given[pattern]}: {reason}")
+            flag_values = {text.rpartition("=")[0]: text for text in getattr(self.args, flag)}
+            for pattern, matches in match_patterns(flag_values, adapted).items():
+                if not matches:
+                    reason = f"no adapted module has that name; an example of one is {next(iter(adapted))}"
+                    raise ValueError(f"--lora.{flag} {flag_values[pattern]}: {reason}")
 
-    def _site(self, ours: str, theirs: str, model: GPT) -> LoraSpec:
-        """The rank and scale of one module: the first pattern that means it, or the flags for all."""
-        r = int(_by_pattern(self.args.rank_pattern, ours, theirs, self.args.r))
-        alpha = _by_pattern(self.args.alpha_pattern, ours, theirs, self.args.alpha)
-        module = model.get_submodule(ours)
+    def _spec(self, name: str, hf_name: str, model: GPT) -> LoraSpec:
+        """Return rank and scale of one module: from the first pattern that matches it, otherwise from --lora.r and alpha."""
+        r = int(_by_pattern(self.args.rank_pattern, name, hf_name, self.args.r))
+        alpha = _by_pattern(self.args.alpha_pattern, name, hf_name, self.args.alpha)
+        module = model.get_submodule(name)
         if self.args.init != "default" and not isinstance(module, nn.Embedding):
-            largest = min(module.in_features, module.out_features)
-            if r > largest:
-                raise ValueError(f"--lora.r {r}: --lora.init {self.args.init} takes {largest} ranks at most from {ours}")
+            max_rank = min(module.in_features, module.out_features)
+            if r > max_rank:
+                raise ValueError(f"--lora.r {r}: --lora.init {self.args.init} allows at most rank {max_rank} for {name}")
         return LoraSpec(r, alpha / (math.sqrt(r) if self.args.rslora else r))
 
     def unquantized_modules(self) -> set[str]:
-        """What is trained whole."""
+        """Return the modules whose weight is trained in full."""
         return {name.removesuffix(".weight") for name in self.trained if name.endswith(".weight")}
 
     def inject(self, model: GPT, keep: bool) -> None:
-        """Add the factors to `model` and freeze everything else."""
+        """Add A and B to the adapted modules, make `trained` trainable, and freeze all other parameters."""
         model.requires_grad_(False)
-        train_parameters(model, self.trained, keep=keep, apart=self.apart)
-        for name, site in self.sites.items():
+        train_parameters(model, self.trained, keep=keep, untied=self.untied)
+        for name, spec in self.specs.items():
             module = model.get_submodule(name)
             init = "default" if isinstance(module, nn.Embedding) else self.args.init
-            lora_class(module).mix_over(module).add_factors(*site, self.args.dropout, self.args.dora, init)
+            lora_class(module).mix_over(module).add_factors(*spec, self.args.dropout, self.args.dora, init)
         self.attach_tokens(model)
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
-        """Factors, the base's parameters that are trained besides, rows of new tokens."""
-        leaves = ((f"{site}.{leaf}", getattr(model.get_submodule(site), leaf)) for site in self.sites for leaf in LEAVES)
+        """Return A, B and magnitudes of the adapted modules, `trained` base parameters, and rows of new tokens."""
+        leaves = ((f"{name}.{leaf}", getattr(model.get_submodule(name), leaf)) for name in self.specs for leaf in LEAVES)
         factors = {name: parameter for name, parameter in leaves if parameter is not None}
         return factors | {name: model.get_parameter(name) for name in self.trained} | self.token_rows(model)
 
     def lr_multiplier(self, name: str) -> float:
-        """LoRA+ (arXiv 2402.12354): B learns faster than A."""
+        """Return `lr_ratio` for B, otherwise 1: LoRA+ (arXiv 2402.12354) trains B at a higher learning rate than A."""
         return self.args.lr_ratio if name.endswith(".lora_b") else 1.0
 
-    def factors(self, site: str, values: Values) -> LoraWeights:
-        """The update of one site; what PiSSA and OLoRA began with is taken off by as many ranks again."""
-        a, b, m, a0, b0 = (values.get(f"{site}.{leaf}") for leaf in LEAVES)
+    def factors(self, name: str, values: Values) -> LoraWeights:
+        """Return the update of one module; PiSSA and OLoRA subtract the initial product, which doubles the rank."""
+        a, b, m, a0, b0 = (values.get(f"{name}.{leaf}") for leaf in LEAVES)
         if a0 is not None:
             a, b = torch.cat((a, a0), dim=-2), torch.cat((b, -b0), dim=-1)
-        return LoraWeights(a, b, self.sites[site].scale, m)
+        return LoraWeights(a, b, self.specs[name].scale, m)
 
     def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
-        """PEFT's two files."""
+        """Write PEFT's two files, adapter_config.json and adapter_model.safetensors."""
         values = {name: value.cpu() for name, value in values.items()}
-        model, factors = source.meta_model(), {site: self.factors(site, values) for site in self.sites}
+        model, factors = source.meta_model(), {name: self.factors(name, values) for name in self.specs}
         if self.args.dora:
-            known, own = peft_targets(model, source.adapter_rules).values(), record.get("litft", {})
-            factors |= _unchanged_parts(factors, known, source, own)
+            targets, run_record = peft_targets(model, source.adapter_rules).values(), record.get("litft", {})
+            factors |= _unadapted_linears(factors, targets, source, run_record)
         rows = {name: values[name] for name in ROWS if name in values}
         trained = {name: values[name] for name in self.trained}
-        adapter = LoraAdapter(factors, trained, list(self.tokens), rows, apart=self.apart)
+        adapter = LoraAdapter(factors, trained, list(self.tokens), rows, untied=self.untied)
         settings = {"lora_dropout": self.args.dropout, "use_dora": self.args.dora, "bias": _PEFT_BIAS[self.args.bias]}
         write_adapter(folder, model, source.adapter_rules, adapter, settings | record)
 
     @classmethod
     def read(cls, folder: Path, source: BaseFolder) -> tuple["LoRA", Values]:
-        """From PEFT's two files, litft's or PEFT's own."""
+        """Read PEFT's two files, written by litft or by PEFT."""
         model = source.meta_model()
         adapter = read_adapter(folder, model, source.adapter_rules)
-        bias = {theirs: ours for ours, theirs in _PEFT_BIAS.items()}[adapter.bias]
-        method = cls(LoRAArgs(dora=any(f.m is not None for f in adapter.factors.values()), bias=bias))
+        bias = {peft_value: value for value, peft_value in _PEFT_BIAS.items()}[adapter.bias]
+        method = cls(LoRAArgs(dora=any(weights.m is not None for weights in adapter.factors.values()), bias=bias))
         method.tokens = {token: [] for token in adapter.tokens}
-        method.trained, method.apart = list(adapter.trained), adapter.apart
-        method.sites = {n: LoraSpec(f.a.size(-2), f.scale) for n in adaptable(model) if (f := adapter.factors.get(n))}
-        leaves = {f"{n}.{leaf}": getattr(adapter.factors[n], leaf[-1]) for n in method.sites for leaf in LEAVES[:3]}
+        method.trained, method.untied = list(adapter.trained), adapter.untied
+        method.specs = {
+            name: LoraSpec(weights.a.size(-2), weights.scale)
+            for name in adaptable_modules(model)
+            if (weights := adapter.factors.get(name))
+        }
+        leaves = {f"{name}.{leaf}": getattr(adapter.factors[name], leaf[-1]) for name in method.specs for leaf in LEAVES[:3]}
         leaves = {name: value for name, value in leaves.items() if value is not None}
         return method, leaves | adapter.trained | adapter.token_rows
 
-    def go_on(self, args: LoRAArgs) -> None:
-        """Dropout and LoRA+'s ratio; ranks, scales and targets are the adapter's own."""
+    def update_args(self, args: LoRAArgs) -> None:
+        """Take dropout and LoRA+'s ratio from `args`; ranks, scales and targets remain the adapter's."""
         self.args.dropout, self.args.lr_ratio = args.dropout, args.lr_ratio
 
     def merged(self, name: str, weight: Tensor, values: Values) -> Tensor:
-        """W + scale * B A, each row as long as DoRA says, in fp32."""
-        site, _, leaf = name.rpartition(".")
+        """Return W + scale * B A for the weight of an adapted module, with DoRA's row norms, in fp32."""
+        module_name, _, leaf = name.rpartition(".")
         weight = values.get(name, weight)
-        if site in self.sites and leaf == "weight":
-            turned = site in ("embed", "embed_positions")
-            weight = merged_weight(weight.mT if turned else weight, self.factors(site, values))
-            weight = weight.mT if turned else weight
-        return self.with_tokens(name, weight, values)
+        if module_name in self.specs and leaf == "weight":
+            transposed = module_name in ("embed", "embed_positions")  # LoRA sees an embedding as a Linear (C, V)
+            weight = merged_weight(weight.mT if transposed else weight, self.factors(module_name, values))
+            weight = weight.mT if transposed else weight
+        return self.add_token_rows(name, weight, values)
 
-    def unties(self) -> bool:
-        """Where just one of the two uses of the embedding has factors, or they differ."""
-        return self.apart or "embed" in self.sites or "lm_head" in self.sites
+    def unties_head(self) -> bool:
+        """Return whether the embedding or the head is changed without the other."""
+        return self.untied or "embed" in self.specs or "lm_head" in self.specs
 
 
+# --lora.bias -> PEFT's `bias`
 _PEFT_BIAS = {"none": "none", "lora": "lora_only", "all": "all"}
 
 
 def merged_weight(weight: Tensor, factors: LoraWeights) -> Tensor:
-    """W + scale * B A, in fp32; W (out, in) or (E, out, in). With magnitudes, rows of their length."""
+    """Return W + scale * B A in fp32, for W (out, in) or (E, out, in). With magnitudes, rows are scaled to these norms."""
     weight = weight.float() + (factors.b.float() @ factors.a.float()) * factors.scale
     if factors.m is None:
         return weight
-    return weight * ratios(factors.m.float(), weight.norm(dim=-1))[..., None]
+    return weight * norm_ratios(factors.m.float(), weight.norm(dim=-1))[..., None]
 
 
-def ratios(wanted: Tensor, lengths: Tensor) -> Tensor:
-    """By what rows of these lengths are multiplied to have the wanted ones; a row of zeros stays what it is."""
-    return torch.where(lengths == 0, 1.0, wanted / torch.where(lengths == 0, 1.0, lengths))
+def norm_ratios(target_norms: Tensor, norms: Tensor) -> Tensor:
+    """Return the factors that scale rows from `norms` to `target_norms`; 1 for a row of zeros."""
+    return torch.where(norms == 0, 1.0, target_norms / torch.where(norms == 0, 1.0, norms))
 
 
 def is_inner_linear(model: nn.Module, name: str) -> bool:
-    """What `all-linear` means: every Linear and every expert's but the head and what chooses experts."""
-    return not isinstance(model.get_submodule(name), nn.Embedding) and name != "lm_head" and not name.endswith(CHOOSERS)
+    """Return whether `all-linear` selects a module: all Linears, also of experts, except the head and routers."""
+    return not isinstance(model.get_submodule(name), nn.Embedding) and name != "lm_head" and not name.endswith(ROUTERS)
 
 
-def _by_pattern(patterns: list[str], ours: str, theirs: str, default: float) -> float:
-    """The number of the first NAME=NUMBER that means a module."""
+def _by_pattern(patterns: list[str], name: str, hf_name: str, default: float) -> float:
+    """Return the number of the first NAME=NUMBER whose NAME matches a module."""
     pairs = (pattern.rpartition("=") for pattern in patterns)
-    return next((float(number) for name, _, number in pairs if means(name, ours, theirs)), default)
+    return next((float(number) for pattern, _, number in pairs if pattern_matches(pattern, name, hf_name)), default)
 
 
-def _unchanged_parts(
-    factors: dict[str, LoraWeights], known: Iterable[PeftTarget], source: BaseFolder, run: dict[str, Any]
+def _unadapted_linears(
+    factors: dict[str, LoraWeights], targets: Iterable[PeftTarget], source: BaseFolder, run_record: dict[str, Any]
 ) -> dict[str, LoraWeights]:
-    """Linears without factors that lie in one tensor with some that have: in a DoRA file they need their own lengths.
+    """Return rank-0 updates, with magnitudes, for Linears without LoRA that are fused with an adapted one in the checkpoint.
 
-    run: what the run says of itself: the lengths are those of the base as it was quantized then.
+    In a DoRA file, a fused tensor needs the magnitudes of all its rows. run_record: entries of the run in
+    adapter_config.json; the magnitudes are the row norms of the base as it was quantized in that run.
     """
-    found, model = {}, source.meta_model()
-    kind, dtype = run.get("quantize"), torch.bfloat16 if run.get("precision") == "bf16" else torch.float32
-    for slot in known:
-        own = [factors[name] for name in slot.linears if name in factors]
-        for name in slot.linears if own else ():
+    unadapted, model = {}, source.meta_model()
+    kind, dtype = run_record.get("quantize"), torch.bfloat16 if run_record.get("precision") == "bf16" else torch.float32
+    for target in targets:
+        adapted = [factors[name] for name in target.linears if name in factors]
+        for name in target.linears if adapted else ():
             if name in factors:
                 continue
             weight = source.tensor(f"{name}.weight").float()
             if kind in KINDS and is_quantizable(f"{name}.weight", model):
                 weight = quantize_dequantize(weight, kind, dtype)
-            *stack, height, width = weight.shape
-            a, b = weight.new_zeros((*stack, 0, width)), weight.new_zeros((*stack, height, 0))
-            found[name] = LoraWeights(a, b, own[0].scale, weight.norm(dim=-1))
-    return found
+            *stack, out_dim, in_dim = weight.shape
+            a, b = weight.new_zeros((*stack, 0, in_dim)), weight.new_zeros((*stack, out_dim, 0))
+            unadapted[name] = LoraWeights(a, b, adapted[0].scale, weight.norm(dim=-1))
+    return unadapted
 
 
-def _their_modules(model: GPT, rules: list[Rule]) -> dict[str, str]:
-    """Every module with parameters of its own, and what the checkpoint (or PEFT) calls it."""
-    found = {}
+def _hf_module_names(model: GPT, rules: list[Rule]) -> dict[str, str]:
+    """Return the name in the checkpoint (or in PEFT) of each module that has parameters."""
+    hf_names = {}
     for name, _ in model.named_parameters():
         rule, numbers = rule_of(rules, name)
-        found.setdefault(name.rpartition(".")[0], hf_module_name(rule, numbers))
-    return found
+        hf_names.setdefault(name.rpartition(".")[0], hf_module_name(rule, numbers))
+    return hf_names

@@ -1,4 +1,4 @@
-"""How a method changes a network: classes mixed over a module's own, and parameters of the base that are trained."""
+"""How a method changes a network: classes mixed over a module's type, and base parameters that are trained."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -16,90 +16,95 @@ from litft.model.transformer import GPT
 
 
 @cache
-def mixed(part: type, base: type) -> type:
-    """The class of a module of type `base` with `part` mixed over it."""
-    return type(f"{part.__name__}_{base.__name__}", (part, base), {})
+def mixin_class(mixin: type, base: type) -> type:
+    """Return a subclass of `mixin` and `base`, in this order; the same class for the same arguments."""
+    return type(f"{mixin.__name__}_{base.__name__}", (mixin, base), {})
 
 
 class Mixin(nn.Module):
-    """A class that a method mixes over a module's own, as PyTorch's fully_shard does."""
+    """Base of the classes that a method mixes over a module's type, as PyTorch's fully_shard does.
 
-    on = True
-    reads_weight = False  # whether `begin` has to see the module's own weight
+    A subclass registers parameters on the module in a method of its own, overrides `reset_parameters` and `remove`, and
+    overrides `forward` (or `Attention.attend`), which calls `super()` and returns its result unchanged if not `enabled`.
+    """
+
+    enabled = True
+    reads_weight = False  # whether the mixin reads the module's weight, which is then gathered in `reset_parameters`
 
     @classmethod
     def mix_over(cls, module: nn.Module) -> Any:
-        """Give `module` this class over its own."""
-        module.__class__ = mixed(cls, type(module))
+        """Change the type of `module` to one that puts this class before its current type; return the module."""
+        module.__class__ = mixin_class(cls, type(module))
         return module
 
     def reset_parameters(self) -> None:
-        """Give what the part has registered its first values; the base's are there."""
+        """Initialize the parameters that the mixin has registered; the module's own weights are already loaded."""
 
-    def turn(self, on: bool) -> None:
-        """Let the module compute with the method, or as the base does."""
-        self.on = on
+    def set_enabled(self, enabled: bool) -> None:
+        """Compute with the method if `enabled`, otherwise like the base."""
+        self.enabled = enabled
 
     def remove(self) -> None:
-        """Delete what the part has registered; its class goes next."""
+        """Delete what the mixin has registered; `detach` then restores the type."""
         raise NotImplementedError
 
 
 def mixins(model: nn.Module) -> list[Mixin]:
-    """Every module that a method has changed."""
+    """Return all modules that a method has changed."""
     return [module for module in model.modules() if isinstance(module, Mixin)]
 
 
 @contextmanager
 def disabled(model: nn.Module) -> Iterator[None]:
-    """Inside, `model` computes as its base does."""
+    """Within the context, `model` computes like its base."""
     changed = mixins(model)
     for module in changed:
-        module.turn(False)
+        module.set_enabled(False)
     try:
         yield
     finally:
         for module in changed:
-            module.turn(True)
+            module.set_enabled(True)
 
 
 def detach(model: nn.Module) -> None:
-    """Take the method off again: classes and parameters are the base's."""
+    """Remove the method: restore the base's classes and parameters."""
     for module in mixins(model):
         while isinstance(module, Mixin):
-            part, base = type(module).__bases__  # (the part, the type it was mixed over)
-            part.remove(module)
+            mixin, base = type(module).__bases__
+            mixin.remove(module)
             module.__class__ = base
 
 
 class TrainedWeight(Mixin):
-    """A module of which some parameters of its own are trained, in fp32; the base's wait in `others`.
+    """A module with parameters of the base that are trained, in fp32.
 
-    It computes in the dtype that it had before: the fp32 copies are rounded for each use, and gradients arrive in fp32.
-    What needs no class beneath rounds them itself: norms, attention with its sinks, quantized Linears with their bias.
+    It computes in the dtype that it had before: the fp32 parameters are rounded at each use, and their gradients are fp32.
+    Norms, attention (its sinks) and quantized Linears (their bias) round them in their own `forward`; other modules need a
+    subclass. `inactive` has, by leaf name, the base's parameters, or the trained ones while the mixin is disabled.
     """
 
     def replace_leaf(self, leaf: str, trained: nn.Parameter, dtype: torch.dtype, keep: bool) -> None:
-        """Put a trained parameter in the place of the base's, which is kept or forgotten."""
-        if "others" not in self.__dict__:
-            self.others, self.dtype = {}, dtype
+        """Replace the parameter `leaf` by a trained one. keep: store the base's parameter for `set_enabled` and `remove`."""
+        if "inactive" not in self.__dict__:
+            self.inactive, self.dtype = {}, dtype
         if keep:
-            self.others[leaf] = getattr(self, leaf)
+            self.inactive[leaf] = getattr(self, leaf)
         setattr(self, leaf, trained)
 
-    def turn(self, on: bool) -> None:
-        """Exchange what is trained and the base's."""
-        if on != self.on:
-            for leaf, other in self.others.items():
-                self.others[leaf] = getattr(self, leaf)
-                setattr(self, leaf, other)
-        super().turn(on)
+    def set_enabled(self, enabled: bool) -> None:
+        """Swap the trained parameters and the base's."""
+        if enabled != self.enabled:
+            for leaf, parameter in self.inactive.items():
+                self.inactive[leaf] = getattr(self, leaf)
+                setattr(self, leaf, parameter)
+        super().set_enabled(enabled)
 
     def remove(self) -> None:
-        """Back to the base's own parameters."""
-        for leaf, frozen in self.others.items():
-            setattr(self, leaf, frozen)
-        del self.others, self.dtype
+        """Restore the base's parameters."""
+        for leaf, parameter in self.inactive.items():
+            setattr(self, leaf, parameter)
+        del self.inactive, self.dtype
 
 
 class TrainedLinear(TrainedWeight):
@@ -108,7 +113,7 @@ class TrainedLinear(TrainedWeight):
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))
 
-    forward.is_plain = True  # of a head: the loss may take its weight and bias as they are
+    forward.is_plain = True  # for an output head: the loss may use weight and bias directly
 
 
 class TrainedExpertLinear(TrainedWeight):
@@ -127,35 +132,35 @@ class TrainedEmbedding(TrainedWeight):
 
 
 def trained_class(module: nn.Module) -> type[TrainedWeight]:
-    """The class that trains a module's own parameters."""
+    """Return the mixin that trains a module's parameters."""
     if isinstance(module, QuantizedModule):
         return TrainedWeight
     by_type = {nn.Linear: TrainedLinear, ExpertLinear: TrainedExpertLinear, nn.Embedding: TrainedEmbedding}
-    return next((part for base, part in by_type.items() if isinstance(module, base)), TrainedWeight)
+    return next((mixin for base, mixin in by_type.items() if isinstance(module, base)), TrainedWeight)
 
 
 def train_parameters(
-    model: GPT, names: Iterable[str], dtype: torch.dtype | None = None, keep: bool = True, apart: bool = False
+    model: GPT, names: Iterable[str], dtype: torch.dtype | None = None, keep: bool = True, untied: bool = False
 ) -> None:
-    """Train the base's parameters of these names, in fp32.
+    """Make the base parameters with these names trainable, in fp32.
 
-    dtype: what the network computes in, default the parameter's own. keep: hold the base's for `disabled` and `detach`.
-    apart: a tied head does not follow its embedding.
+    dtype: compute dtype of the network; None: the parameter's dtype. keep: keep the base's values for `disabled` and
+    `detach`. untied: a tied head keeps the base's weight when the embedding is trained.
     """
     for name in names:
-        owner, _, leaf = name.rpartition(".")
-        module = model.get_submodule(owner)
+        module_name, _, leaf = name.rpartition(".")
+        module = model.get_submodule(module_name)
         frozen = getattr(module, leaf)
         data = frozen.detach().float()
         trained = nn.Parameter(data.clone() if keep and data.dtype == frozen.dtype else data)
-        heads = [model.lm_head] if name == "embed.weight" and model.config.tied and not apart else []
-        for each in [module, *heads]:  # a tied head stays the same parameter
-            if not isinstance(each, TrainedWeight):
-                trained_class(each).mix_over(each)
-            each.replace_leaf(leaf, trained, dtype or frozen.dtype, keep)
+        heads = [model.lm_head] if name == "embed.weight" and model.config.tied and not untied else []
+        for owner in [module, *heads]:  # a tied head keeps sharing the embedding's parameter
+            if not isinstance(owner, TrainedWeight):
+                trained_class(owner).mix_over(owner)
+            owner.replace_leaf(leaf, trained, dtype or frozen.dtype, keep)
 
 
 def norm_names(model: nn.Module) -> list[str]:
-    """The parameters of every norm."""
+    """Return the names of all parameters of norms."""
     norms = ((name, module) for name, module in model.named_modules() if isinstance(module, Norm))
     return [f"{name}.{leaf}" for name, module in norms for leaf, _ in module.named_parameters(recurse=False)]

@@ -1,7 +1,7 @@
-"""New tokens: rows of their own beside the embedding and the head, which stay as they are.
+"""New tokens: trained rows in addition to the embedding and the head, which stay frozen.
 
-The ids may lie behind the base's vocabulary or in the padding at its end; the row of an id takes the place of the base's.
-PEFT calls the same trainable tokens.
+An id may be beyond the base's vocabulary or in the padding at its end; its trained row replaces the base's. PEFT calls this
+trainable tokens.
 """
 
 from collections.abc import Iterable
@@ -15,25 +15,25 @@ from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, V vocabulary, N new tokens
 
-ROWS = ("embed.token_rows", "lm_head.token_rows")  # the second only where the head is not tied
+ROWS = ("embed.token_rows", "lm_head.token_rows")  # the second exists only if the head is not tied
 
 
 class TokenRows(Mixin):
-    """A module with `token_rows` (N, C), each of which begins at the mean of the rows that its text had."""
+    """A module with trained `token_rows` (N, C), initialized as in `initial_rows`."""
 
     reads_weight = True
 
     def reset_parameters(self) -> None:
-        """The rows of the texts' `pieces`, in fp32."""
+        """Initialize the rows from the weight and `pieces`, in fp32."""
         super().reset_parameters()
-        self.token_rows.copy_(first_rows(self.weight, self.pieces))
+        self.token_rows.copy_(initial_rows(self.weight, self.pieces))
 
 
 class TokenEmbedding(TokenRows):
-    """An embedding that takes the rows of some ids from `token_rows` (N, C)."""
+    """An embedding that takes the rows of new tokens from `token_rows` (N, C)."""
 
     def add_rows(self, ids: Tensor, pieces: list[list[int]], rows: nn.Parameter) -> None:
-        """Register the rows of `ids` (N,)."""
+        """Register `rows` (N, C) for `ids` (N,); pieces: as in `add_tokens`."""
         self.token_rows, self.pieces = rows, pieces
         row_of = torch.full((max(self.num_embeddings, int(ids.max()) + 1),), -1)
         row_of[ids] = torch.arange(len(ids))
@@ -41,9 +41,9 @@ class TokenEmbedding(TokenRows):
 
     def forward(self, tokens: Tensor) -> Tensor:
         y = super().forward(tokens.clamp(max=self.num_embeddings - 1))
-        if not self.on:
+        if not self.enabled:
             return y
-        row = self.row_of[tokens]  # (B, T), -1 where the base's own is used
+        row = self.row_of[tokens]  # (B, T), -1 for tokens that use the base's row
         return torch.where((row >= 0)[..., None], F.embedding(row.clamp(min=0), self.token_rows).to(y.dtype), y)
 
     def remove(self) -> None:
@@ -52,62 +52,65 @@ class TokenEmbedding(TokenRows):
 
 
 class TokenHead(TokenRows):
-    """A head whose logits of some ids come from `token_rows` (N, C); ids beyond its own rows have no bias."""
+    """A head that computes the logits of new tokens from `token_rows` (N, C). Ids beyond its weight have no bias."""
 
     def add_rows(self, ids: Tensor, pieces: list[list[int]], rows: nn.Parameter) -> None:
-        """Register the rows of `ids` (N,)."""
+        """Register `rows` (N, C) for `ids` (N,); pieces: as in `add_tokens`."""
         self.token_rows, self.pieces = rows, pieces
         self.register_buffer("token_ids", ids if rows.is_meta else ids.to(rows.device), persistent=False)
-        self.beyond = max(0, int(ids.max()) + 1 - self.out_features)
+        self.num_beyond = max(0, int(ids.max()) + 1 - self.out_features)
 
     def forward(self, x: Tensor) -> Tensor:
         logits = super().forward(x)  # (..., V)
-        if not self.on:
+        if not self.enabled:
             return logits
-        new = F.linear(x, self.token_rows.to(x.dtype))
+        new_logits = F.linear(x, self.token_rows.to(x.dtype))  # (..., N)
         if self.bias is not None:
-            new = new + F.pad(self.bias, (0, self.beyond))[self.token_ids].to(x.dtype)
-        return F.pad(logits, (0, self.beyond)).index_copy(-1, self.token_ids, new.to(logits.dtype))
+            new_logits = new_logits + F.pad(self.bias, (0, self.num_beyond))[self.token_ids].to(x.dtype)
+        return F.pad(logits, (0, self.num_beyond)).index_copy(-1, self.token_ids, new_logits.to(logits.dtype))
 
     def remove(self) -> None:
         """Undo `add_rows`."""
-        del self.token_rows, self.pieces, self.token_ids, self.beyond
+        del self.token_rows, self.pieces, self.token_ids, self.num_beyond
 
 
-def first_rows(table: Tensor, pieces: list[list[int]]) -> Tensor:
-    """Where the rows begin: at the mean of the rows that the token's text had before it was a token, in fp32.
+def initial_rows(table: Tensor, pieces: list[list[int]]) -> Tensor:
+    """Return initial rows (N, C) in fp32: the mean of the rows of `table` (V, C) that `pieces` lists for each token.
 
-    A text of no known piece begins at the mean of all rows (Hewitt 2021, "Initializing New Word Embeddings").
+    A token without pieces gets the mean of all rows (Hewitt 2021, "Initializing New Word Embeddings").
     """
-    everything = table.float().mean(0)
-    return torch.stack([table[piece].float().mean(0) if piece else everything for piece in pieces])
+    mean_row = table.float().mean(0)
+    return torch.stack([table[ids].float().mean(0) if ids else mean_row for ids in pieces])
 
 
-def untrained(table: Tensor, ids: Iterable[int]) -> list[int]:
-    """Those of `ids` whose rows look as if no text ever held them: next to nothing, or the same as another token's."""
-    lengths = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)  # (V,), without a copy of the table
-    least = 0.01 * lengths.median()
+def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
+    """Return those of `ids` whose rows of `table` (V, C) look untrained: almost zero, or equal to another token's row."""
+    row_norms = torch.linalg.vector_norm(table, dim=1, dtype=torch.float32)  # (V,), without a copy of the table
+    min_norm = 0.01 * row_norms.median()
 
-    def has_twin(token: int) -> bool:
-        return (table[lengths == lengths[token]] == table[token]).all(1).sum() > 1
+    def has_duplicate(token: int) -> bool:
+        return (table[row_norms == row_norms[token]] == table[token]).all(1).sum() > 1
 
-    return sorted(token for token in ids if lengths[token] < least or has_twin(token))
+    return sorted(token for token in ids if row_norms[token] < min_norm or has_duplicate(token))
 
 
 def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]]) -> None:
-    """Give the model rows for `ids`; `pieces`: the ids of each one's text before it was a token."""
-    at, tied = torch.tensor(ids), model.config.tied
+    """Add trained rows for the tokens `ids`. pieces: the ids that each token's text was encoded as before."""
+    id_tensor, tied = torch.tensor(ids), model.config.tied
     table = model.embed.weight
     rows = [nn.Parameter(table.new_empty(len(ids), table.size(1), dtype=torch.float32)) for _ in range(1 if tied else 2)]
-    TokenEmbedding.mix_over(model.embed).add_rows(at, pieces, rows[0])
-    TokenHead.mix_over(model.lm_head).add_rows(at, pieces, rows[-1])
+    TokenEmbedding.mix_over(model.embed).add_rows(id_tensor, pieces, rows[0])
+    TokenHead.mix_over(model.lm_head).add_rows(id_tensor, pieces, rows[-1])
     model.set_vocabulary(max(model.config.vocab_size, max(ids) + 1))
 
 
-def grown(table: Tensor, ids: list[int], rows: Tensor | None) -> Tensor:
-    """A table (V, ...) that has a row for each of `ids`, these rows in their places; None: as they are, and zeros behind."""
-    longer = max(0, max(ids) + 1 - table.size(0))
-    out = torch.cat((table.float(), table.new_zeros((longer, *table.shape[1:]), dtype=torch.float32)))
+def extend_table(table: Tensor, ids: list[int], rows: Tensor | None) -> Tensor:
+    """Return `table` (V, ...) in fp32, extended with zero rows to contain all `ids`, and with `rows` (N, ...) written there.
+
+    rows: None leaves the values unchanged.
+    """
+    num_new = max(0, max(ids) + 1 - table.size(0))
+    out = torch.cat((table.float(), table.new_zeros((num_new, *table.shape[1:]), dtype=torch.float32)))
     if rows is not None:
         out[torch.tensor(ids)] = rows.float()
     return out

@@ -1,1 +1,1 @@
-"""The network alone: architecture, layers, loss, quantized Linears, and which part of a tensor a process holds."""
+"""The network: architecture, layers, loss, quantized Linears, and the placement of weights on processes."""

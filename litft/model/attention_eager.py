@@ -1,4 +1,4 @@
-"""Attention in its plain form: the mask, and the softmax written out."""
+"""Eager attention: the attention mask, and attention without a fused kernel."""
 
 import torch
 from torch import Tensor
@@ -8,9 +8,9 @@ from litft.model.packed_sequences import PackedSequences
 
 
 def attention_mask(q: Tensor, k: Tensor, documents: PackedSequences | None, window: int | None) -> Tensor:
-    """Which keys a query sees: booleans of shape (T, S), or (B, 1, T, S) where documents differ by row."""
-    rows = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[None]
-    mask = causal_mask(rows, k.size(2), window)[0, 0]
+    """Return which keys each query sees: booleans (T, S), or (B, 1, T, S) with documents, which differ by row."""
+    positions = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[None]
+    mask = causal_mask(positions, k.size(2), window)[0, 0]
     if documents is not None:
         mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])
     return mask
@@ -25,7 +25,7 @@ def eager_attention(
     sinks: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Attention written out, softmax in fp32: for what the fused kernels lack, and the reference in the tests."""
+    """Compute attention without a fused kernel, softmax in fp32: for softcaps and sinks, and as the reference in tests."""
     groups = q.size(1) // k.size(1)
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
     scores = (q @ k.transpose(-2, -1)).float() * (scale or q.size(-1) ** -0.5)  # (B, H, T, S)

@@ -1,8 +1,8 @@
-"""Keys and values of the tokens already seen, so that decoding runs each token through the network once.
+"""The KV cache: keys and values of previous tokens, so that decoding runs each token through the network once.
 
-A cache is memory of a fixed size with a row a text. Where all rows have come equally far, `length` says how far, and new
-tokens go behind. Where they have not, the caller says each token's position, which is its place here too, and what lies at
-later places is not seen: so rows of different lengths need no padding, and what was a wrong guess is written over.
+A cache has a fixed size and one row per text. If all rows have the same length, `length` is that length and new tokens are
+appended. Otherwise the caller passes the position of each token, which is also its index in the cache. A token does not see
+entries at later positions. So rows of different lengths need no padding, and rejected draft tokens are overwritten.
 """
 
 from typing import NamedTuple
@@ -16,12 +16,12 @@ from litft.model.config import Config
 
 
 class Call(NamedTuple):
-    """Where the tokens of one forward pass go."""
+    """Cache positions and attention masks of one forward pass."""
 
     start: int
     end: int
-    positions: Tensor | None  # (B, T); None: from start to end, in every row
-    masks: dict[int | None, Tensor | None]  # by window: what they see; empty: every key, or each what came before it
+    positions: Tensor | None  # (B, T); None: start to end in every row
+    masks: dict[int | None, Tensor | None]  # by window; empty: the attention kernel needs no mask tensor
 
 
 class LayerCache:
@@ -31,87 +31,94 @@ class LayerCache:
         self.cache, self.keys, self.values = cache, keys, values
 
     def update(self, keys: Tensor, values: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Take in (B, K, T, D); returns the keys and values to look at, (B, K, S, D), and a mask where one is needed."""
+        """Store (B, K, T, D); return all keys and values to attend to, (B, K, S, D), and a mask if one is needed."""
         start, end, positions, masks = self.cache.call
         if positions is None:
             self.keys[:, :, start:end], self.values[:, :, start:end] = keys, values
         else:
-            end, places = self.cache.bound, positions.to(keys.device)[:, None, :, None].expand_as(keys)
-            self.keys.scatter_(2, places, keys)
-            self.values.scatter_(2, places, values)
+            end, index = self.cache.bound, positions.to(keys.device)[:, None, :, None].expand_as(keys)
+            self.keys.scatter_(2, index, keys)
+            self.values.scatter_(2, index, values)
         mask = masks.get(window)
         return self.keys[:, :, :end], self.values[:, :, :end], mask if mask is None else mask.to(keys.device)
 
 
 class KVCache:
-    """A LayerCache a layer, passed to `model(tokens, cache=cache)`; `capacity` is the planned length in tokens."""
+    """One LayerCache per layer, passed to `model(tokens, cache=cache)`; `capacity` is the maximum length in tokens."""
 
     def __init__(
         self,
         config: Config,
         batch: int,
         capacity: int,
-        device: torch.device | str | list[torch.device] = "cpu",  # or one a layer
+        device: torch.device | str | list[torch.device] = "cpu",  # or one per layer
         dtype: torch.dtype = torch.float32,
     ) -> None:
         shape = (batch, config.n_kv_heads, capacity, config.head_dim)
-        # zeros, since what is not seen yet has the weight 0, and 0 times NaN is NaN; two tensors, since the compiler goes
-        # wrong where both are parts of one (torch 2.13, sizes not known)
+        # zeros, since masked entries get weight 0 and 0 * NaN is NaN; two tensors, since torch.compile gives wrong results
+        # for two views of one (torch 2.13, dynamic sizes)
         devices = device if isinstance(device, list) else [device] * len(config.layers)
-        memory = [tuple(torch.zeros(shape, device=place, dtype=dtype) for _ in range(2)) for place in devices]
-        self._fill(memory, config)
+        storage = [tuple(torch.zeros(shape, device=layer_device, dtype=dtype) for _ in range(2)) for layer_device in devices]
+        self._set_storage(storage, config)
 
-    def _fill(self, memory: list[tuple[Tensor, ...]], config: Config) -> None:
-        self.config, self.capacity = config, memory[0][0].size(2)
-        self.layers = [LayerCache(self, *layer) for layer in memory]
-        self.length = 0  # tokens that have gone through every layer, where that is the same for all rows
-        self.max_length: int | Tensor = self.capacity  # length, by which some ropes turn; of rows (B, 1, 1, 1)
-        self.bound = self.capacity  # where positions are given: keys beyond are not looked at
+    def _set_storage(self, storage: list[tuple[Tensor, ...]], config: Config) -> None:
+        self.config, self.capacity = config, storage[0][0].size(2)
+        self.layers = [LayerCache(self, *layer) for layer in storage]
+        self.length = 0  # cached tokens, if equal for all rows
+        self.max_length: int | Tensor = (
+            self.capacity
+        )  # final length, on which some rope types depend; per row as (B, 1, 1, 1)
+        self.bound = self.capacity  # with positions: only this many keys are attended to
         self.call = Call(0, 0, None, {})
 
     @staticmethod
     def token_bytes(config: Config, dtype: torch.dtype) -> int:
-        """What a token of a row takes."""
+        """Return the bytes that one token takes in all layers."""
         return 2 * len(config.layers) * config.n_kv_heads * config.head_dim * dtype.itemsize
 
     def rows(self, start: int, stop: int) -> "KVCache":
-        """Some of the rows, in the same memory."""
+        """Return a view of some rows, which shares this cache's memory."""
         view = KVCache.__new__(KVCache)
-        view._fill([(layer.keys[start:stop], layer.values[start:stop]) for layer in self.layers], self.config)
+        view._set_storage([(layer.keys[start:stop], layer.values[start:stop]) for layer in self.layers], self.config)
         return view
 
     def copy(self, other: "KVCache", length: int) -> None:
-        """Hold the first `length` tokens of another cache with as many rows."""
-        for layer, own in zip(self.layers, other.layers, strict=True):
-            layer.keys[:, :, :length], layer.values[:, :, :length] = own.keys[:, :, :length], own.values[:, :, :length]
+        """Copy the first `length` tokens of another cache with the same number of rows."""
+        for layer, source in zip(self.layers, other.layers, strict=True):
+            layer.keys[:, :, :length], layer.values[:, :, :length] = source.keys[:, :, :length], source.values[:, :, :length]
 
     def clear(self) -> None:
-        """Hold zeros again."""
+        """Set all keys and values to zero."""
         for layer in self.layers:
             layer.keys.zero_()
             layer.values.zero_()
 
     def begin(self, tokens: Tensor, positions: Tensor | None) -> None:
-        """Make room for a call's tokens (B, T), behind those held or at positions (B, T)."""
+        """Prepare for new tokens (B, T), appended or at positions (B, T); raise ValueError if the capacity is exceeded."""
         count, device = tokens.size(1), tokens.device
         start, end = self.length, self.length + count
         if positions is None and end > self.capacity:
-            raise ValueError(f"the cache holds {self.capacity} tokens, {end} are needed; build it with more capacity")
+            raise ValueError(
+                f"the KV cache has a capacity of {self.capacity} tokens, but {end} are needed; create a larger one"
+            )
         masks: dict[int | None, Tensor | None] = {}
         if positions is not None or (count > 1 and start):
-            at = positions if positions is not None else torch.arange(start, end, device=device)[None]
-            keys = self.bound if positions is not None else end
-            masks = {window: causal_mask(at, keys, window) for window in {layer.window for layer in self.config.layers}}
+            query_positions = positions if positions is not None else torch.arange(start, end, device=device)[None]
+            num_keys = self.bound if positions is not None else end
+            masks = {
+                window: causal_mask(query_positions, num_keys, window)
+                for window in {layer.window for layer in self.config.layers}
+            }
         self.call = Call(start, end, positions, masks)
 
     def end(self) -> None:
-        """The call's tokens have gone through every layer."""
+        """Finish a call, after its tokens have passed every layer."""
         if self.call.positions is None:
             self.length = self.call.end
 
 
-def causal_mask(positions: Tensor, keys: int, window: int | None) -> Tensor:
-    """Which of the first `keys` places the tokens at positions (B, T) see: booleans (B, 1, T, keys)."""
-    places, at = torch.arange(keys, device=positions.device), positions[:, None, :, None]
-    mask = places <= at
-    return mask if window is None else mask & (places > at - window)
+def causal_mask(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
+    """Return which of the first `num_keys` keys the tokens at positions (B, T) see: booleans (B, 1, T, num_keys)."""
+    key_positions, query_positions = torch.arange(num_keys, device=positions.device), positions[:, None, :, None]
+    mask = key_positions <= query_positions
+    return mask if window is None else mask & (key_positions > query_positions - window)

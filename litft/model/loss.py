@@ -1,4 +1,4 @@
-"""Cross-entropy summed over target tokens, in chunks: the logits of a whole batch never exist at once."""
+"""Cross-entropy summed over target tokens, computed in chunks, so that the logits of a whole batch never exist at once."""
 
 import torch
 import torch.nn.functional as F
@@ -7,9 +7,9 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 IGNORED = -100
-CHUNK = 1024  # rows of logits at a time: 1,024 x 128,256 x 2 bytes = 0.26 GB for Llama 3 in bf16
-# logits that go through the softmax at a time, in fp32: on a CPU they stay in its cache from pass to pass
-AT_ONCE = {"cpu": 2**20, "cuda": 2**24}
+CHUNK = 1024  # rows of logits per chunk: 1,024 x 128,256 x 2 bytes = 0.26 GB for Llama 3 in bf16
+# fp32 logits per softmax: on a CPU they stay in its cache between passes
+SOFTMAX_CHUNK = {"cpu": 2**20, "cuda": 2**24}
 
 # N supervised tokens, C channels, V vocabulary
 
@@ -22,14 +22,15 @@ def summed_cross_entropy(
     smoothing: float = 0.0,
     target_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions without a target.
+    """Compute the loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions without a target.
 
-    softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). smoothing: this part of each
-    target's probability is spread over the whole vocabulary (label smoothing, arXiv 1512.00567, section 7). kept: (N,),
-    where the targets are among the flattened positions; without it a GPU has to be waited for to know. Returns the
-    *sum* over target tokens (fp32 scalar) and their count (int64 scalar): means over micro-batches, packs and ranks are
-    wrong unless they divide by the global count. Positions without a target are dropped before the head; a
-    frozen head gets no gradient buffer. The unchunked form stands in the tests.
+    softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). smoothing: the share of each
+    target's probability that is spread over the whole vocabulary (label smoothing, arXiv 1512.00567, section 7).
+    target_indices: (N,), indices of the targets among the flattened positions; computing them here needs a GPU sync.
+
+    Returns the *sum* over target tokens (fp32 scalar) and their count (int64 scalar): a mean over micro-batches, packs and
+    ranks is correct only if it divides by the global count. Positions without a target are dropped before the head. A frozen
+    head gets no gradient buffer. The tests compare with the unchunked form.
     """
     count = (targets != IGNORED).sum()
     target_indices = target_indices_of(targets) if target_indices is None else target_indices
@@ -39,39 +40,39 @@ def summed_cross_entropy(
     )  # (N, C), (N,)
     if is_plain(head):
         training = torch.is_grad_enabled()
-        return _Chunked.apply(hidden, head.weight, head.bias, targets, softcap, smoothing, training), count
-    # a head that a method has changed computes its own logits; recomputing them in backward keeps memory at one chunk
+        return _ChunkedLoss.apply(hidden, head.weight, head.bias, targets, softcap, smoothing, training), count
+    # a head changed by a method computes its own logits; recomputing them in backward limits memory to one chunk
     total = hidden.sum(dtype=torch.float32) * 0.0
-    for rows, wanted in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-        total = total + checkpoint(_through_head, head, rows, wanted, softcap, smoothing, use_reentrant=False)
+    for hidden_chunk, target_chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+        total = total + checkpoint(_head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False)
     return total, count
 
 
 def target_indices_of(targets: Tensor) -> Tensor:
-    """Where the targets are among the flattened positions, (N,) int64."""
+    """Return the indices of the targets among the flattened positions, (N,) int64."""
     return (targets != IGNORED).flatten().nonzero()[:, 0]
 
 
 def is_plain(head: nn.Module) -> bool:
-    """Whether a head's logits are its weight and bias, and nothing besides."""
-    plain = type(head) is nn.Linear or getattr(type(head).forward, "is_plain", False)
-    return plain and not head.weight.is_mkldnn
+    """Return whether a head only applies its weight and bias."""
+    is_plain_class = type(head) is nn.Linear or getattr(type(head).forward, "is_plain", False)
+    return is_plain_class and not head.weight.is_mkldnn
 
 
-def _through_head(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:
+def _head_loss(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:
     return F.cross_entropy(apply_softcap(head(hidden).float(), softcap), targets, reduction="sum", label_smoothing=smoothing)
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """Logits drawn smoothly into (-softcap, softcap)."""
+    """Limit logits smoothly to (-softcap, softcap)."""
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _softmax(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
-    """The summed loss of logits (n, V), in fp32; in training they become its gradient."""
+def _softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
+    """Return the summed fp32 loss of logits (n, V); in training, replace the logits by their gradient."""
     scores = apply_softcap(logits.float(), softcap)
-    slope = None if softcap is None or not training else 1 - (scores / softcap) ** 2  # of the cap
-    # in the scores' own memory: torch's logsumexp would make a copy
+    softcap_slope = None if softcap is None or not training else 1 - (scores / softcap) ** 2
+    # in place: torch's logsumexp would allocate a copy
     scores -= scores.amax(-1, keepdim=True)
     total = -(1 - smoothing) * scores.gather(-1, targets[:, None]).sum()
     if smoothing:
@@ -83,17 +84,17 @@ def _softmax(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: 
         scores[torch.arange(len(targets), device=targets.device), targets] -= 1.0 - smoothing
         if smoothing:
             scores -= smoothing / scores.size(-1)
-        if slope is not None:
-            scores *= slope
+        if softcap_slope is not None:
+            scores *= softcap_slope
         if scores is not logits:
             logits.copy_(scores)
     return total
 
 
-class _Chunked(torch.autograd.Function):
-    """Computes the gradients together with the loss, so that each chunk's logits are made once and thrown away.
+class _ChunkedLoss(torch.autograd.Function):
+    """Computes the gradients together with the loss, so that each chunk's logits are computed once and then freed.
 
-    The softmax and every sum are in fp32. The idea is that of Cut Cross-Entropy (arXiv 2411.09009) and Liger (2410.10989).
+    The softmax and all sums are in fp32. Follows Cut Cross-Entropy (arXiv 2411.09009) and Liger (arXiv 2410.10989).
     """
 
     @staticmethod
@@ -113,20 +114,22 @@ class _Chunked(torch.autograd.Function):
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for start in range(0, hidden.size(0), CHUNK):
-            rows, wanted = hidden[start : start + CHUNK], targets[start : start + CHUNK]
-            b = bias if bias is None else bias.to(rows.dtype)
-            logits = F.linear(rows, weight.to(rows.dtype), b)  # (n, V)
-            count = max(1, AT_ONCE["cpu" if logits.is_cpu else "cuda"] // logits.size(1))
-            for part, their in zip(logits.split(count), wanted.split(count), strict=True):
-                total += _softmax(part, their, softcap, smoothing, needs_hidden or needs_weight or needs_bias)
-            # the logits are their own gradient now
+            hidden_chunk, target_chunk = hidden[start : start + CHUNK], targets[start : start + CHUNK]
+            cast_bias = bias if bias is None else bias.to(hidden_chunk.dtype)
+            logits = F.linear(hidden_chunk, weight.to(hidden_chunk.dtype), cast_bias)  # (n, V)
+            count = max(1, SOFTMAX_CHUNK["cpu" if logits.is_cpu else "cuda"] // logits.size(1))
+            for logits_part, targets_part in zip(logits.split(count), target_chunk.split(count), strict=True):
+                total += _softmax_loss(
+                    logits_part, targets_part, softcap, smoothing, needs_hidden or needs_weight or needs_bias
+                )
+            # the logits now contain their gradient
             if needs_bias:
                 d_bias += logits.sum(0, dtype=torch.float32)
             if needs_hidden:
-                torch.mm(logits, weight.to(rows.dtype), out=d_hidden[start : start + CHUNK])
+                torch.mm(logits, weight.to(hidden_chunk.dtype), out=d_hidden[start : start + CHUNK])
             if needs_weight:
-                d_weight += logits.t() @ rows
-            del logits, part  # or the next chunk would be made beside them
+                d_weight += logits.t() @ hidden_chunk
+            del logits, logits_part  # free them before the next chunk is computed
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return total

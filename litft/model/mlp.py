@@ -1,4 +1,4 @@
-"""The feed-forward half of a block: one dense MLP, gated or plain, or a mixture of gated experts."""
+"""The feed-forward part of a block: a dense MLP, gated or plain, or a mixture of gated experts."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from litft.model.config import Config, ExpertsConfig, LayerConfig
 from litft.model.linear import Linear
 
-# B batch, T tokens, C channels, I hidden size, E experts, N tokens of a batch that reach an expert (each top_k times)
+# B batch, T tokens, C channels, E experts, N rows: B x T x top_k, one per token and selected expert
 
 ACTIVATIONS = {
     "silu": F.silu,
@@ -28,28 +28,28 @@ ACTIVATIONS = {
 
 
 def activation(config: Config) -> Callable[[Tensor], Tensor]:
-    """The activation that config.json names; ValueError for one that is not supported."""
+    """Return the activation that config.json names; raise ValueError if it is not supported."""
     if config.activation not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise ValueError(f"config.json: activation {config.activation!r} is not supported; known: {known}")
+        supported = ", ".join(ACTIVATIONS)
+        raise ValueError(f"config.json: activation {config.activation!r} is not supported; known: {supported}")
     return ACTIVATIONS[config.activation]
 
 
 def gate_function(config: Config) -> Callable[[Tensor, Tensor], Tensor]:
-    """activation(gate) * up; with a limit, gpt-oss's clamped form of it (arXiv 2508.10925), activation(gate) * (up + 1)."""
+    """Return activation(gate) * up or, with a limit, gpt-oss's clamped activation(gate) * (up + 1) (arXiv 2508.10925)."""
     act, limit = activation(config), config.activation_limit
     if limit is None:
 
         def gated(gate: Tensor, up: Tensor) -> Tensor:
-            kept = torch.is_grad_enabled() and not torch.compiler.is_compiling()
-            return _Gated.apply(gate, up, act) if kept else act(gate) * up
+            needs_graph = torch.is_grad_enabled() and not torch.compiler.is_compiling()
+            return _Gated.apply(gate, up, act) if needs_graph else act(gate) * up
 
         return gated
     return lambda gate, up: act(gate.clamp(max=limit)) * (up.clamp(-limit, limit) + 1)
 
 
 class _Gated(torch.autograd.Function):
-    """activation(gate) * up that keeps its inputs alone: the activation is made again where the gradient asks for it."""
+    """activation(gate) * up that saves only its inputs; the backward recomputes the activation."""
 
     @staticmethod
     def forward(ctx, gate: Tensor, up: Tensor, act: Callable[[Tensor], Tensor]) -> Tensor:
@@ -69,7 +69,7 @@ class _Gated(torch.autograd.Function):
 
 
 class GatedMLP(nn.Module):
-    """The gated feed-forward layer (arXiv 2002.05202)."""
+    """Gated feed-forward layer (arXiv 2002.05202)."""
 
     def __init__(self, config: Config, hidden_dim: int) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class GatedMLP(nn.Module):
         return self.down_proj(self.gated(*self.projections(x)))
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Gate and up: the seam of those made at once."""
+        """Return gate and up; overridden where one matrix computes both."""
         return self.gate_proj(x), self.up_proj(x)
 
 
 class PlainMLP(nn.Module):
-    """The transformer's original feed-forward layer (arXiv 1706.03762)."""
+    """Feed-forward layer of the original transformer (arXiv 1706.03762)."""
 
     def __init__(self, config: Config, hidden_dim: int) -> None:
         super().__init__()
@@ -100,22 +100,22 @@ class PlainMLP(nn.Module):
 
 
 def route(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """A router's scores (tokens, E) to the chosen experts' probabilities and numbers, (tokens, top_k) each."""
-    best, chosen = scores.float().softmax(-1).topk(top_k, dim=-1)
+    """Select experts from router scores (tokens, E); return their probabilities and indices, (tokens, top_k) each."""
+    weights, chosen = scores.float().softmax(-1).topk(top_k, dim=-1)
     if renormalize:
-        best = best / best.sum(-1, keepdim=True)
-    return best.to(scores.dtype), chosen
+        weights = weights / weights.sum(-1, keepdim=True)
+    return weights.to(scores.dtype), chosen
 
 
 class Grouping(NamedTuple):
-    """Rows sorted by expert. Both stay on the device: the host never waits to know who got what."""
+    """Describes rows sorted by expert. Both tensors stay on the device, so the host never waits for them."""
 
-    expert: Tensor  # (N,), whose each row is
-    ends: Tensor  # (E,) int32, where the rows of each expert end
+    expert: Tensor  # (N,), the expert of each row
+    ends: Tensor  # (E,) int32, end of each expert's rows
 
 
 class ExpertLinear(nn.Module):
-    """One Linear an expert, stacked: weight (E, out, in). What a method mixes over, as it does over nn.Linear."""
+    """One Linear per expert with a stacked weight (E, out, in). Methods extend it as they extend nn.Linear."""
 
     def __init__(self, count: int, in_features: int, out_features: int, bias: bool) -> None:
         super().__init__()
@@ -124,34 +124,36 @@ class ExpertLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(count, out_features)) if bias else None
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
-        """x (N, in), sorted by expert; returns (N, out)."""
+        """Apply to x (N, in), sorted by expert; return (N, out)."""
         return expert_linear(x, self.weight, self.bias, grouping)
 
 
 def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grouping) -> Tensor:
-    """x (N, in), sorted by expert, through each expert's own weight (E, out, in) and bias (E, out)."""
+    """Apply each expert's weight (E, out, in) and bias (E, out) to its rows of x (N, in), sorted by expert."""
     y = grouped_product(x, weight.mT, grouping.ends)
     return y if bias is None else y + by_expert(bias, grouping)
 
 
 def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """x (N, in), sorted by expert, times each expert's (E, in, out)."""
-    if isinstance(x, FakeTensor):  # a plan's: its sizes are those of one expert with all rows
+    """Multiply x (N, in), sorted by expert, by each expert's matrix in weight (E, in, out)."""
+    if isinstance(x, FakeTensor):  # a memory plan: the sizes equal those of one expert with all rows
         return x @ weight[0]
-    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])  # what grouped_mm asks of rows
+    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])  # required by grouped_mm
     if aligned and (x.dtype == torch.bfloat16 or x.is_cpu):
         return F.grouped_mm(x, weight, offs=ends)
-    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()  # a GPU groups bf16 alone, and is waited for otherwise
-    return torch.cat([rows @ each for rows, each in zip(x.split(counts), weight.unbind(), strict=True)])
+    counts = ends.diff(
+        prepend=ends.new_zeros(1)
+    ).tolist()  # a GPU supports only bf16 in grouped_mm; other dtypes need a sync
+    return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), weight.unbind(), strict=True)])
 
 
 def by_expert(values: Tensor, grouping: Grouping) -> Tensor:
-    """What each expert has, (E, out), for rows sorted by expert: (N, out)."""
+    """Expand values per expert (E, out) to rows sorted by expert, (N, out)."""
     return F.embedding(grouping.expert, values)
 
 
 class ExpertStack(nn.Module):
-    """Gated MLPs, one an expert (arXiv 2101.03961), as three stacks."""
+    """One gated MLP per expert (arXiv 2101.03961), as three stacked Linears."""
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -161,18 +163,19 @@ class ExpertStack(nn.Module):
         self.down_proj = ExpertLinear(experts.count, experts.hidden_dim, config.dim, experts.bias)
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
-        """x (N, C), sorted by expert; returns (N, C)."""
+        """Apply the experts to x (N, C), sorted by expert; return (N, C)."""
         return self.down_proj(self.gated(self.gate_proj(x, grouping), self.up_proj(x, grouping)), grouping)
 
 
-CHOOSERS = (
+# name suffixes of the modules that select experts; these stay in full precision, since a small error changes the selection
+ROUTERS = (
     ".router",
     ".shared_gate",
-)  # how the names of modules end that choose experts: a few outputs, and all depends on them
+)
 
 
 class MoE(nn.Module):
-    """A mixture of experts (arXiv 2401.04088), with an expert that every token shares where the architecture has one."""
+    """A mixture of experts (arXiv 2401.04088), with a shared expert if the architecture has one."""
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
@@ -183,23 +186,23 @@ class MoE(nn.Module):
         self.shared_gate = Linear(config.dim, 1, bias=False) if experts.shared_gate else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (B, T, C); each token's chosen experts, weighted, and the shared one. Returns (B, T, C)."""
+        """Return (B, T, C): the weighted outputs of each token's experts of x (B, T, C), plus the shared expert's."""
         flat = x.flatten(0, 1)  # (B T, C)
         weights, chosen = route(self.router(flat), self.top_k, self.renormalize)  # (B T, top_k)
         expert, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(self.count, device=x.device), right=True, out_int32=True)
         y = self.experts(flat[order // chosen.size(1)], Grouping(expert, ends))
-        # back to the tokens' order by a gather, which is deterministic, where adding into place would not be
+        # a gather restores the token order deterministically, unlike scatter-add
         y = y[order.argsort()].unflatten(0, chosen.shape)  # (B T, top_k, C)
         y = (y * weights[..., None]).sum(1)
         if self.shared is not None:
-            shared = self.shared(flat)
-            y = y + (shared if self.shared_gate is None else shared * torch.sigmoid(self.shared_gate(flat)))
+            shared_output = self.shared(flat)
+            y = y + (shared_output if self.shared_gate is None else shared_output * torch.sigmoid(self.shared_gate(flat)))
         return y.view_as(x)
 
 
 def make_mlp(config: Config, layer: LayerConfig) -> nn.Module:
-    """The feed-forward part of one layer."""
+    """Build the feed-forward part of one layer."""
     if layer.experts is not None:
         return MoE(config, layer.experts)
     return (GatedMLP if config.gated else PlainMLP)(config, config.hidden_dim)

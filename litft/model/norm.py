@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, in fp32 within, and the norms of queries and keys."""
+"""RMSNorm and LayerNorm, computed in fp32, and the norms of queries and keys."""
 
 import math
 
@@ -10,84 +10,85 @@ from litft.model.config import Config, NormConfig
 
 
 class Norm(nn.Module):
-    """RMSNorm or LayerNorm over the last `over` of `shape`'s dimensions, in fp32; the weight is stored flat.
+    """RMSNorm or LayerNorm over the last `num_dims` dimensions of `shape`, computed in fp32.
 
-    A shape of more dimensions than `over` gives each head a weight of its own.
+    If `shape` has more dimensions than `num_dims`, each head has its own weight. With `num_dims` above 1 the weight is
+    stored flat.
     """
 
-    def __init__(self, norm: NormConfig, *shape: int, over: int = 1) -> None:
+    def __init__(self, norm: NormConfig, *shape: int, num_dims: int = 1) -> None:
         super().__init__()
-        self.norm, self.shape, self.over = norm, shape, shape[-over:]
-        stored = shape if over == 1 else (math.prod(shape),)
-        self.weight = nn.Parameter(torch.ones(stored)) if norm.weight else None
-        self.bias = nn.Parameter(torch.zeros(stored)) if norm.bias else None
-        plain = norm.kind == "rms" and norm.weight and not (norm.bias or norm.offset) and over == len(shape) == 1
-        self.size = shape[0] if plain else 0  # of what torch's own function normalises alike
+        self.norm, self.shape, self.normalized_shape = norm, shape, shape[-num_dims:]
+        weight_shape = shape if num_dims == 1 else (math.prod(shape),)
+        self.weight = nn.Parameter(torch.ones(weight_shape)) if norm.weight else None
+        self.bias = nn.Parameter(torch.zeros(weight_shape)) if norm.bias else None
+        is_plain_rms = norm.kind == "rms" and norm.weight and not (norm.bias or norm.offset) and num_dims == len(shape) == 1
+        self.size = shape[0] if is_plain_rms else 0  # of a single token, where F.rms_norm computes the same; else 0
 
     def forward(self, x: Tensor) -> Tensor:
         if x.numel() == self.size and not torch.is_grad_enabled() and (weight := self.weight).dtype == x.dtype:
-            return rms_norm_of_one(x, weight, self.norm.eps)
+            return rms_norm_single_token(x, weight, self.norm.eps)
         weight, bias = (p if p is None else p.float().view(self.shape) for p in (self.weight, self.bias))
         if self.norm.offset:
             weight = weight + self.norm.offset
-        if self.norm.kind == "rms" and bias is None and not torch.compiler.is_compiling():  # which keeps as little by itself
-            return _RMSNorm.apply(x, weight, self.norm.eps, len(self.over))
-        if self.shape == self.over:
-            return self.normalized(x.float(), weight, bias).to(x.dtype)
-        y = self.normalized(x.float(), None, None) * weight
+        if self.norm.kind == "rms" and bias is None and not torch.compiler.is_compiling():  # compiled: no fp32 copy either
+            return _RMSNorm.apply(x, weight, self.norm.eps, len(self.normalized_shape))
+        if self.shape == self.normalized_shape:
+            return self.normalize(x.float(), weight, bias).to(x.dtype)
+        y = self.normalize(x.float(), None, None) * weight
         return (y if bias is None else y + bias).to(x.dtype)
 
-    def normalized(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Of fp32 numbers."""
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Normalize fp32 input."""
         if self.norm.kind == "layer":
-            return F.layer_norm(x, self.over, weight, bias, self.norm.eps)
-        y = F.rms_norm(x, self.over, weight, self.norm.eps)
+            return F.layer_norm(x, self.normalized_shape, weight, bias, self.norm.eps)
+        y = F.rms_norm(x, self.normalized_shape, weight, self.norm.eps)
         return y if bias is None else y + bias
 
 
 def apply_norm(norm: Norm | None, x: Tensor) -> Tensor:
-    """x through a norm, where the architecture has one there."""
+    """Apply a norm, if the architecture has one here; otherwise return x."""
     return x if norm is None else norm(x)
 
 
 def make_qk_norm(config: Config, heads: int) -> Norm | None:
-    """What normalises queries or keys of shape (B, T, heads, D) before they are rotated."""
+    """Return the norm of queries or keys (B, T, heads, D) before they are rotated, or None."""
     if config.qk_norm is None:
         return None
     if config.qk_norm_over == "head":
         return Norm(config.qk_norm, config.head_dim)
-    return Norm(config.qk_norm, heads, config.head_dim, over=2 if config.qk_norm_over == "all" else 1)
+    return Norm(config.qk_norm, heads, config.head_dim, num_dims=2 if config.qk_norm_over == "all" else 1)
 
 
-def rms_norm_of_one(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm of a single token (1, 1, C) in decoding, in fp32 within: in the fewest operations."""
+def rms_norm_single_token(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Compute RMSNorm of a single token (1, 1, C) in fp32, with as few operations as possible, for decode steps."""
     if not x.is_cpu or torch.compiler.is_compiling():
         return F.rms_norm(x, weight.shape, weight, eps)
-    wide = x.float()  # torch's own makes twice as many operations of it on a CPU
-    mean = torch.linalg.vector_norm(wide).item() ** 2 / x.numel() + eps
-    return torch.mul(wide, mean**-0.5 if mean else math.inf).mul_(weight).to(x.dtype)
+    x_fp32 = x.float()  # F.rms_norm runs twice as many operations on a CPU
+    mean_square = torch.linalg.vector_norm(x_fp32).item() ** 2 / x.numel() + eps
+    return torch.mul(x_fp32, mean_square**-0.5 if mean_square else math.inf).mul_(weight).to(x.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
-    """RMSNorm (arXiv 1910.07467) that keeps x as it came, and a number a row: no fp32 copy outlives the call."""
+    """RMSNorm (arXiv 1910.07467) that saves x in its own dtype and one value per row, but no fp32 copy of x."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, over: int) -> Tensor:
-        ctx.dims, ctx.count = tuple(range(-over, 0)), math.prod(x.shape[-over:])
-        # one pass, without the squares
-        wide = torch.promote_types(x.dtype, torch.float32)
-        length = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=wide)
-        inverse = torch.rsqrt(length.square_().div_(ctx.count).add_(eps))
-        ctx.save_for_backward(x, weight, inverse)
-        y = x.to(wide, copy=True).mul_(inverse)
+    def forward(ctx, x: Tensor, weight: Tensor | None, eps: float, num_dims: int) -> Tensor:
+        ctx.dims, ctx.count = tuple(range(-num_dims, 0)), math.prod(x.shape[-num_dims:])
+        # vector_norm reads x once and stores no squares
+        compute_dtype = torch.promote_types(x.dtype, torch.float32)
+        row_norm = torch.linalg.vector_norm(x, dim=ctx.dims, keepdim=True, dtype=compute_dtype)
+        inverse_rms = torch.rsqrt(row_norm.square_().div_(ctx.count).add_(eps))
+        ctx.save_for_backward(x, weight, inverse_rms)
+        y = x.to(compute_dtype, copy=True).mul_(inverse_rms)
         return (y if weight is None else y.mul_(weight)).to(x.dtype)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight, inverse = ctx.saved_tensors
-        wide, d_x = x.to(inverse.dtype), grad.to(inverse.dtype, copy=True)
-        d_weight = (d_x * wide).mul_(inverse).flatten(0, -weight.dim() - 1).sum(0) if ctx.needs_input_grad[1] else None
+        x, weight, inverse_rms = ctx.saved_tensors
+        x_fp32, d_x = x.to(inverse_rms.dtype), grad.to(inverse_rms.dtype, copy=True)
+        d_weight = (d_x * x_fp32).mul_(inverse_rms).flatten(0, -weight.dim() - 1).sum(0) if ctx.needs_input_grad[1] else None
         if weight is not None:
             d_x.mul_(weight)
-        along = (d_x * wide).sum(ctx.dims, keepdim=True).mul_(inverse.square()).div_(-ctx.count)
-        return d_x.addcmul_(wide, along).mul_(inverse).to(x.dtype), d_weight, None, None
+        radial = (d_x * x_fp32).sum(ctx.dims, keepdim=True).mul_(inverse_rms.square()).div_(-ctx.count)
+        return d_x.addcmul_(x_fp32, radial).mul_(inverse_rms).to(x.dtype), d_weight, None, None

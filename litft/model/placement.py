@@ -1,6 +1,7 @@
-"""Which part of a tensor a process holds: FSDP2 (arXiv 2304.11277) cuts every parameter along one dimension.
+"""The part of each tensor that a process holds: FSDP2 (arXiv 2304.11277) shards every parameter along one dimension.
 
-What is filled, gathered and summed part by part. A plain tensor is held whole, so that the same code serves one process.
+Sharded tensors are filled and gathered by these functions. They also accept unsharded tensors, so one process uses the same
+code.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,106 +16,108 @@ from litft.model.config import Config
 from litft.model.transformer import GPT
 
 
-def placement(shape: tuple[int, ...], width: int) -> Shard:
-    """The dimension that a parameter is cut along: the first, or the first that leaves no process with less than others."""
-    even = [dim for dim, size in enumerate(shape) if size % width == 0]
-    return Shard(even[0] if even else 0)
+def placement(shape: tuple[int, ...], world_size: int) -> Shard:
+    """Return the dimension to shard a parameter along: the first one that divides evenly, otherwise dimension 0."""
+    even_dims = [dim for dim, size in enumerate(shape) if size % world_size == 0]
+    return Shard(even_dims[0] if even_dims else 0)
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether this process holds a part of it only."""
+    """Return whether FSDP has sharded the model."""
     return isinstance(model, FSDPModule)
 
 
 def local_slices(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of a tensor this process holds; torch.chunk's, of which the last may be short or empty."""
-    found = [slice(0, size) for size in tensor.shape]
-    for dim, place in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
-        if isinstance(place, Shard):
-            size = tensor.shape[place.dim]
-            each = -(-size // tensor.device_mesh.size(dim))
-            start = min(size, each * tensor.device_mesh.get_local_rank(dim))
-            found[place.dim] = slice(start, min(size, start + each))
-    return tuple(found)
+    """Return the slices of a tensor that this process holds, as in torch.chunk: the last shard may be shorter or empty."""
+    slices = [slice(0, size) for size in tensor.shape]
+    for mesh_dim, sharding in enumerate(tensor.placements if isinstance(tensor, DTensor) else ()):
+        if isinstance(sharding, Shard):
+            size = tensor.shape[sharding.dim]
+            shard_size = -(-size // tensor.device_mesh.size(mesh_dim))
+            start = min(size, shard_size * tensor.device_mesh.get_local_rank(mesh_dim))
+            slices[sharding.dim] = slice(start, min(size, start + shard_size))
+    return tuple(slices)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This process's part, in the tensor's own memory."""
+    """Return this process's part of a tensor, without a copy."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """The whole, on every process; all of them have to ask."""
+    """Return the whole tensor on every process; a collective call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def like(tensor: Tensor, held: Tensor) -> Tensor:
-    """What this process holds of something of the tensor's shape, as that."""
+def shard_as(tensor: Tensor, local_part: Tensor) -> Tensor:
+    """Return a tensor with the sharding and shape of `tensor`, of which this process holds `local_part`."""
     if not isinstance(tensor, DTensor):
-        return held
-    return DTensor.from_local(held, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+        return local_part
+    return DTensor.from_local(local_part, tensor.device_mesh, tensor.placements, shape=tensor.shape, stride=tensor.stride())
 
 
 @torch.no_grad()
 def copy_into_local(tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-    """Fill this process's part of a tensor; `read` gives that of what it is filled with, which may be shorter."""
-    mine = local(tensor)
-    if mine.numel():
-        found = read(local_slices(tensor))
-        mine[tuple(slice(0, size) for size in found.shape)].copy_(found)
+    """Fill this process's part of a tensor with `read(slices)`, which may return fewer rows than the tensor has."""
+    local_part = local(tensor)
+    if local_part.numel():
+        values = read(local_slices(tensor))
+        local_part[tuple(slice(0, size) for size in values.shape)].copy_(values)
 
 
 class WeightPlacement:
-    """What this process holds of the tensors of a network, by their names: here what `local_slices` says."""
+    """The part of each named tensor of a network that this process holds: here the part given by `local_slices`."""
 
-    def network(self, config: Config) -> GPT:
-        """A network to hold it, of the architecture that the whole one has."""
+    def build_network(self, config: Config) -> GPT:
+        """Build the network that holds this process's part; config describes the whole network."""
         return GPT(config)
 
     def allocate(self, model: GPT, device: torch.device | str) -> None:
-        """As the function."""
+        """Allocate memory for the network; see the function `allocate`."""
         allocate(model, device)
 
     def copy_in(self, name: str, tensor: Tensor, read: Callable[[tuple[slice, ...]], Tensor]) -> None:
-        """As the function."""
+        """Fill this process's part of a tensor; see `copy_into_local`."""
         copy_into_local(tensor, read)
 
-    def cut(self, name: str, tensor: Tensor) -> Tensor:
-        """What is held of a whole tensor, before it is packed."""
+    def shard(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the part of a whole tensor to quantize for this process."""
         return tensor
 
     def connect(self, model: GPT) -> GPT:
-        """Have a filled network, with what a method has added, compute what the whole one would."""
+        """Connect a filled network, including a method's modules, so that it computes the output of the whole one."""
         return model
 
 
-UNSHARDED = WeightPlacement()  # and each parameter as it is, where none is cut
+UNSHARDED = WeightPlacement()  # no sharding except FSDP's
 
 
 @contextmanager
-def summon_full(module: nn.Module, *but: str) -> Iterator[None]:
-    """Inside, the module's own parameters, `but` some, are plain and complete; what becomes of them is kept."""
-    cut = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor) and n not in but}
-    for name, parameter in cut.items():
+def summon_full(module: nn.Module, *excluded: str) -> Iterator[None]:
+    """Within the context, the module's direct parameters, except `excluded`, are unsharded; changes are kept."""
+    sharded = {n: p for n, p in module.named_parameters(recurse=False) if isinstance(p, DTensor) and n not in excluded}
+    for name, parameter in sharded.items():
         setattr(module, name, nn.Parameter(parameter.detach().full_tensor(), requires_grad=False))
     try:
         yield
-        for name, parameter in cut.items():
+        for name, parameter in sharded.items():
             copy_into_local(parameter, getattr(module, name).__getitem__)
     finally:
-        for name, parameter in cut.items():
+        for name, parameter in sharded.items():
             setattr(module, name, parameter)
 
 
 def allocate(model: nn.Module, device: torch.device | str) -> None:
-    """Give a network on the meta device memory for what this process holds of it; what is tied stays so."""
-    made: dict[int, nn.Parameter] = {}
+    """Allocate memory for this process's part of a network on the meta device; tied parameters stay tied."""
+    allocated: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in made or local(parameter).is_meta:
-                held = torch.empty_like(local(parameter), device=device)
-                made.setdefault(id(parameter), nn.Parameter(like(parameter, held), requires_grad=parameter.requires_grad))
-                setattr(module, name, made[id(parameter)])
+            if id(parameter) in allocated or local(parameter).is_meta:
+                storage = torch.empty_like(local(parameter), device=device)
+                allocated.setdefault(
+                    id(parameter), nn.Parameter(shard_as(parameter, storage), requires_grad=parameter.requires_grad)
+                )
+                setattr(module, name, allocated[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:
                 setattr(module, name, buffer.to(device))

@@ -1,4 +1,4 @@
-"""Rotary position embedding: frequencies of every scaling, always in fp32, and the rotation itself."""
+"""Rotary position embedding: frequencies for every rope type, always in fp32, and the rotation of queries and keys."""
 
 import math
 from typing import NamedTuple
@@ -12,55 +12,55 @@ from litft.model.config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
-    """The angle per position of each pair, for documents within the original context and for longer ones.
+    """Return the rotation frequencies, in radians per position, up to the original context length and beyond it.
 
-    Returns two fp32 tensors of shape (rope.dim / 2,). They differ for longrope only; dynamic NTK depends on the length
-    itself and is computed by `RotaryEmbedding`. `RopeConfig` cites the papers; the formulas are tested against transformers.
+    Both are fp32 tensors of shape (rope.dim / 2,). They differ only for longrope. Dynamic NTK depends on the sequence length
+    and is computed by `RotaryEmbedding`. `RopeConfig` cites the papers; the formulas are tested against transformers.
     """
-    plain = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
+    frequencies = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
     if rope.rope_type == "linear":
-        plain = plain / rope.factor
+        frequencies = frequencies / rope.factor
     elif rope.rope_type == "llama3":
-        plain = _llama3(plain, rope)
+        frequencies = _llama3(frequencies, rope)
     elif rope.rope_type == "yarn":
-        plain = _yarn(plain, rope)
+        frequencies = _yarn(frequencies, rope)
     elif rope.rope_type == "longrope":
-        return plain / torch.tensor(rope.short_factor), plain / torch.tensor(rope.long_factor)
-    return plain, plain
+        return frequencies / torch.tensor(rope.short_factor), frequencies / torch.tensor(rope.long_factor)
+    return frequencies, frequencies
 
 
-def _llama3(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Long wavelengths are slowed by the factor, short ones kept, those between blended."""
-    turns = rope.original_max_positions * plain / (2 * math.pi)  # over the original context
-    keep = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
-    return plain * keep + plain / rope.factor * (1 - keep)
+def _llama3(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Divide low frequencies by the factor, keep high ones, and interpolate between them."""
+    turns = rope.original_max_positions * frequencies / (2 * math.pi)  # full turns within the original context
+    kept_share = ((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)).clamp(0, 1)
+    return frequencies * kept_share + frequencies / rope.factor * (1 - kept_share)
 
 
-def _yarn(plain: Tensor, rope: RopeConfig) -> Tensor:
-    """Dimensions that turn more than beta_fast times are kept, fewer than beta_slow slowed, a ramp between."""
+def _yarn(frequencies: Tensor, rope: RopeConfig) -> Tensor:
+    """Keep pairs that turn more than beta_fast times, divide those below beta_slow by the factor, interpolate in between."""
 
-    def dimension(turns: float) -> float:
+    def pair_index(turns: float) -> float:
         return rope.dim * math.log(rope.original_max_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = dimension(rope.beta_fast), dimension(rope.beta_slow)
+    low, high = pair_index(rope.beta_fast), pair_index(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, rope.dim - 1)
     ramp = (torch.arange(rope.dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)
-    slowed = ramp.clamp(0, 1)
-    return plain * (1 - slowed) + plain / rope.factor * slowed
+    slowed_share = ramp.clamp(0, 1)
+    return frequencies * (1 - slowed_share) + frequencies / rope.factor * slowed_share
 
 
 class CosSin(NamedTuple):
-    """What rotates queries and keys of a layer, (B, 1, T, rope.dim) each, and what scales its queries, (B, 1, T, 1)."""
+    """cos and sin for the queries and keys of a layer, (B, 1, T, rope.dim) each, and an optional scale of the queries."""
 
-    cos: Tensor  # of each pair, twice
-    sin: Tensor  # of each pair, and its negative: what the first of a pair is multiplied with, and what the second
-    query_scale: Tensor | None
+    cos: Tensor  # cos of every pair, repeated for the second half
+    sin: Tensor  # sin of every pair for the first half, -sin for the second
+    query_scale: Tensor | None  # (B, 1, T, 1)
 
 
 class RotaryEmbedding(nn.Module):
-    """cos and sin of one `RopeConfig`, shared by the layers that use it."""
+    """Compute cos and sin for one `RopeConfig`; shared by the layers that use it."""
 
     def __init__(self, rope: RopeConfig) -> None:
         super().__init__()
@@ -73,24 +73,24 @@ class RotaryEmbedding(nn.Module):
         self.short, self.long = (f.to(device) for f in inverse_frequencies(self.rope))
 
     def _apply(self, fn, recurse: bool = True) -> "RotaryEmbedding":
-        """Follow the model to its device, but stay exact: a cast to bf16 would move position 4,000 by whole turns."""
+        """Move the frequencies but keep them in fp32: in bf16, the angle at position 4,000 would be off by whole turns."""
         super()._apply(fn, recurse)
         if self.short.device.type != "meta":
             self._compute(self.short.device)
         return self
 
-    def forward(self, positions: Tensor, longest: Tensor | int, dtype: torch.dtype) -> CosSin:
-        """The angles of positions (B, T).
+    def forward(self, positions: Tensor, max_length: Tensor | int, dtype: torch.dtype) -> CosSin:
+        """Return cos and sin for positions (B, T).
 
-        `longest` is the length of the longest document (in generation: the planned length, of each row as (B, 1, 1, 1)).
-        dynamic and longrope choose their factors by it, once a call, so every token of a row sees the same frequencies.
+        max_length: length of the longest document; in generation the planned length, per row as (B, 1, 1, 1). The dynamic
+        and longrope types choose their factors by it, once per call, so all tokens of a row use the same frequencies.
         """
         frequencies = self.short
         if self.rope.rope_type == "longrope":
-            longest = torch.as_tensor(longest, device=positions.device)
-            frequencies = torch.where(longest > self.rope.original_max_positions, self.long, self.short)
+            max_length = torch.as_tensor(max_length, device=positions.device)
+            frequencies = torch.where(max_length > self.rope.original_max_positions, self.long, self.short)
         elif self.rope.rope_type == "dynamic":
-            frequencies = self._dynamic(torch.as_tensor(longest, device=positions.device))
+            frequencies = self._dynamic(torch.as_tensor(max_length, device=positions.device))
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
         scale = self.rope.attention_factor
         cos, sin = (x.to(dtype) if scale == 1 else (x * scale).to(dtype) for x in (angles.cos(), angles.sin()))
@@ -99,72 +99,72 @@ class RotaryEmbedding(nn.Module):
     def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         if not self.rope.query_beta:
             return None
-        turns = torch.floor(positions[:, None, :, None] / self.rope.original_max_positions)
-        return (1 + self.rope.query_beta * torch.log(1 + turns)).to(dtype)
+        full_contexts = torch.floor(positions[:, None, :, None] / self.rope.original_max_positions)
+        return (1 + self.rope.query_beta * torch.log(1 + full_contexts)).to(dtype)
 
-    def _dynamic(self, longest: Tensor) -> Tensor:
-        """NTK-aware frequencies: the base grows with the length, so that the slowest pair spans just that length."""
+    def _dynamic(self, max_length: Tensor) -> Tensor:
+        """Return NTK-aware frequencies: theta grows with the length, so that the lowest frequency covers that length."""
         rope = self.rope
-        stretch = rope.factor * longest.clamp(min=rope.original_max_positions) / rope.original_max_positions - (
+        stretch = rope.factor * max_length.clamp(min=rope.original_max_positions) / rope.original_max_positions - (
             rope.factor - 1
         )
-        base = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
-        return 1.0 / base ** (torch.arange(0, rope.dim, 2, device=longest.device, dtype=torch.float32) / rope.dim)
+        theta = rope.theta * stretch ** (rope.dim / (rope.dim - 2))
+        return 1.0 / theta ** (torch.arange(0, rope.dim, 2, device=max_length.device, dtype=torch.float32) / rope.dim)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first entries of x (B, H, T, D) in the half-split layout: entry i pairs with entry i + dim / 2.
 
-    cos and sin are as `CosSin` has them.
+    cos and sin have the layout of `CosSin`.
     """
     if torch.compiler.is_compiling():
-        return _rotated(x, cos, sin)
-    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _turned(x, cos, sin)
+        return _rotate_compiled(x, cos, sin)
+    return _Rotation.apply(x, cos, sin) if torch.is_grad_enabled() else _rotate_eager(x, cos, sin)
 
 
 class _Rotation(torch.autograd.Function):
-    """Its gradient is turned back by the same angles: a third of the work of differentiating each product.
+    """Rotation with its own backward, which rotates the gradient by the negative angles: a third of autograd's work.
 
-    Rounded as `_rotated` rounds, in fewer and larger operations.
+    Rounds exactly like `_rotate_compiled`, in fewer and larger operations.
     """
 
     @staticmethod
     def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin)
+        return _rotate_eager(x, cos, sin)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, -sin), None, None
+        return _rotate_eager(grad, cos, -sin), None, None
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     width = cos.size(-1)
     half = width // 2
-    if x.size(2) == 1 and x.size(-1) == width:  # decoding: the fewest operations
+    if x.size(2) == 1 and x.size(-1) == width:  # decode step: as few operations as possible
         return (x * cos).add_((x * sin).roll(half, -1))
     y = torch.empty_like(x)
     y[..., width:] = x[..., width:]
-    x, turned = x[..., :width], y[..., :width]
-    torch.mul(x, cos, out=turned)
-    crossed = x * sin
-    turned[..., :half].add_(crossed[..., half:])
-    turned[..., half:].add_(crossed[..., :half])
+    x, rotated = x[..., :width], y[..., :width]
+    torch.mul(x, cos, out=rotated)
+    sin_terms = x * sin
+    rotated[..., :half].add_(sin_terms[..., half:])
+    rotated[..., half:].add_(sin_terms[..., :half])
     return y
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = cos.size(-1) // 2
     cos, sin = cos[..., :half], sin[..., :half]
-    first, second, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat(((first * cos).sub_(second * sin), (second * cos).add_(first * sin), rest), dim=-1)
+    first_half, second_half, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat(((first_half * cos).sub_(second_half * sin), (second_half * cos).add_(first_half * sin), rest), dim=-1)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first entries of x (B, H, T, D) in the interleaved layout: entry 2 i pairs with entry 2 i + 1."""
     width = cos.size(-1)
-    cos, sin, turned, rest = cos[..., : width // 2], sin[..., : width // 2], x[..., :width], x[..., width:]
-    even, odd = turned[..., ::2], turned[..., 1::2]
-    turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
-    return torch.cat((turned, rest), dim=-1)
+    cos, sin, rotated, rest = cos[..., : width // 2], sin[..., : width // 2], x[..., :width], x[..., width:]
+    even, odd = rotated[..., ::2], rotated[..., 1::2]
+    rotated = torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    return torch.cat((rotated, rest), dim=-1)

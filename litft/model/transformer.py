@@ -1,4 +1,4 @@
-"""The network: one decoder for every family. What varies is a value of `Config`, decided when it is built."""
+"""The network: one decoder for all model families. Differences are values of `Config`, applied when it is built."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,22 +49,22 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def apply_rotary(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, ...]:
-        """Queries and keys, rotated; those of single tokens together, since decoding waits for every operation."""
+        """Rotate queries and keys; in a decode step both at once, since each operation adds latency."""
         if q.size(2) > 1:
             return self.rotate(q, cos_sin.cos, cos_sin.sin), self.rotate(k, cos_sin.cos, cos_sin.sin)
         heads = (q.size(1), k.size(1))
         return self.rotate(torch.cat((q, k), 1), cos_sin.cos, cos_sin.sin).split_with_sizes(heads, 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
-        """What the queries (B, H, T, D) see, (B, H, T, D): the seam of methods that let them see more."""
+        """Return the attention output (B, H, T, D); overridden by methods that add keys and values, such as prefixes."""
         return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
-        """Queries, keys and values of x (B, T, C), all heads in a row: the seam of those made at once."""
+        """Return queries, keys and values of x (B, T, C), (B, T, heads * D); overridden where one matrix computes all."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (B, K, T, D) of x (B, T, C), before any rotation."""
+        """Return unrotated keys and values (B, K, T, D) of x (B, T, C)."""
         return self.heads(apply_norm(self.k_norm, self.split(self.k_proj(x)))), self.heads(self.split(self.v_proj(x)))
 
     def split(self, x: Tensor) -> Tensor:
@@ -72,12 +72,12 @@ class Attention(nn.Module):
         return x.view(*x.shape[:-1], -1, self.head_dim)
 
     def heads(self, x: Tensor) -> Tensor:
-        """(B, T, heads, D) -> (B, heads, T, D), clipped where the architecture clips"""
+        """(B, T, heads, D) -> (B, heads, T, D), clamped if the architecture has a clip value"""
         return (x if self.clip is None else x.clamp(-self.clip, self.clip)).transpose(1, 2)
 
 
 class Block(nn.Module):
-    """Attention, then the MLP (or experts), each added to the residual stream, normalised before, after, or both."""
+    """Attention, then MLP or experts, each added to the residual stream, with norms before, after, or both."""
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
@@ -100,64 +100,66 @@ class Block(nn.Module):
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
-    """x * scale, without a pass over memory where the scale is 1."""
+    """Return x * scale, or x itself if scale is 1."""
     return x if scale == 1 else x * scale
 
 
 class ParallelBlock(Block):
-    """Attention and the MLP side by side on one input, as in GPT-J; `shared_norm`: on one normalised input."""
+    """Attention and MLP in parallel on the same input, as in GPT-J; with `shared_norm` both use one norm."""
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__(config, layer)
-        self.shared = config.shared_norm
+        self.shared_norm = config.shared_norm
 
     def forward(
         self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
         y = self.attention_norm(x)
-        return x + self.attention(y, cos_sin, documents, cache) + self.mlp(y if self.shared else self.mlp_norm(x))
+        return x + self.attention(y, cos_sin, documents, cache) + self.mlp(y if self.shared_norm else self.mlp_norm(x))
 
 
 class GPT(nn.Module):
-    """A decoder-only transformer of the architecture that `config` states."""
+    """A decoder-only transformer with the architecture of `config`."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
         self.embed_positions = nn.Embedding(config.max_positions, config.dim) if config.learned_positions else None
-        block = ParallelBlock if config.parallel else Block
-        self.blocks = nn.ModuleList(block(config, layer) for layer in config.layers)
+        block_class = ParallelBlock if config.parallel else Block
+        self.blocks = nn.ModuleList(block_class(config, layer) for layer in config.layers)
         self.norm = Norm(config.norm, config.dim)
         self.lm_head = Linear(config.dim, config.vocab_size, bias=config.head_bias)
         self.tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
-        self.rotary_of = [ropes.index(layer.rope) if layer.rope else None for layer in config.layers]
-        self.label_smoothing = self.neftune_alpha = 0.0  # of training: the loop sets them
-        self.computes_on: torch.device | None = None  # set where weights wait in the host's memory: None: where they lie
+        self.rotary_indices = [ropes.index(layer.rope) if layer.rope else None for layer in config.layers]
+        self.label_smoothing = self.neftune_alpha = 0.0  # set by the training loop
+        self.compute_device: torch.device | None = (
+            None  # set if weights are offloaded to the host; None: the device of the weights
+        )
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the network computes in; weights that are trained may be kept in more."""
+        """The compute dtype; trained weights may be stored in a wider one."""
         return getattr(self.embed, "dtype", self.embed.weight.dtype)
 
     @property
     def device(self) -> torch.device:
-        """Where tokens are given to the network."""
-        return self.computes_on or self.embed.weight.device
+        """The device that tokens must be on."""
+        return self.compute_device or self.embed.weight.device
 
     @property
     def block_devices(self) -> list[torch.device]:
-        """Where each block computes."""
-        return [self.computes_on or next(block.parameters()).device for block in self.blocks]
+        """The compute device of each block."""
+        return [self.compute_device or next(block.parameters()).device for block in self.blocks]
 
     def set_vocabulary(self, size: int) -> None:
-        """Say that embedding and head know `size` tokens now."""
+        """Set the config's vocabulary size after embedding and head were resized."""
         self.config = replace(self.config, vocab_size=size)
 
     def tie(self) -> None:
-        """Make the head's weight and the embedding's one parameter again, where the architecture says so."""
+        """Make the head's weight the embedding's parameter, if the architecture ties them."""
         if self.config.tied:
             self.lm_head.weight = self.embed.weight
 
@@ -174,29 +176,31 @@ class GPT(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run tokens (B, T) through the network.
 
-        positions: (B, T), default: counted from the cache's length, restarting at each document; with a cache they are
-        places in it too. documents: (B, T) integers, one value a packed sample, or what is made of them; tokens of
-        different documents do not see each other. cache: keys and values of the tokens before, extended by these.
-        targets: (B, T), IGNORED where there is none; `targets[b, t]` is what `tokens[b, t]` predicts. kept: (N,), where
-        the targets are among B x T, if that is known already: a GPU need not be asked. wanted: (B, N), the tokens after
-        which logits are asked for, default all.
+        positions: (B, T); default: counted from the cache's length, restarting at each document. With a cache they are also
+            the indices at which keys and values are stored.
+        documents: (B, T) integers with a different value for each packed sample of a row, or `PackedSequences`. Tokens of
+            different documents do not attend to each other.
+        cache: keys and values of previous tokens; those of `tokens` are added.
+        targets: (B, T); `targets[b, t]` is the token after `tokens[b, t]`, or IGNORED.
+        target_indices: (N,), indices of the targets among the flattened B x T positions; avoids a GPU sync.
+        logits_to_keep: (B, N), indices of the tokens whose logits are computed; default: all.
 
-        Returns logits (B, T or N, V), or with targets the summed loss and the count of targets (the head runs inside
-        `forward`, so that DDP and FSDP see it).
+        Returns logits (B, T or N, V), or with targets the summed loss and the number of targets. The head runs inside
+        `forward`, so that DDP and FSDP handle it.
         """
         if isinstance(documents, Tensor):
             documents = PackedSequences.of(documents)
-        ids = documents.ids if documents else None
+        document_ids = documents.ids if documents else None
         if cache is not None:
             cache.begin(tokens, positions)
         if positions is None:
-            positions = default_positions(tokens, ids, cache.length if cache else 0)
-        x = self.embedded(tokens, positions)  # (B, T, C)
+            positions = default_positions(tokens, document_ids, cache.length if cache else 0)
+        x = self.embed_tokens(tokens, positions)  # (B, T, C)
         if self.training and self.neftune_alpha:
-            x = with_noise(x, self.neftune_alpha, targets, ids)
+            x = add_neftune_noise(x, self.neftune_alpha, targets, document_ids)
         cos_sin = self.cos_sin(positions, cache, x.dtype)
-        documents = self.arranged(documents, tokens)
-        for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_of, strict=True)):
+        documents = self.prepare_documents(documents, tokens)
+        for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
             layer_cache = cache.layers[index] if cache else None
             x = block(x, cos_sin[rotary] if rotary is not None else None, documents, layer_cache)
         if cache is not None:
@@ -209,53 +213,53 @@ class GPT(nn.Module):
             return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap, smoothing, target_indices)
         return apply_softcap(self.lm_head(x), self.config.logit_softcap)
 
-    def arranged(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
-        """What the blocks are told of the documents: the seam of compiled ones."""
+    def prepare_documents(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
+        """Return the documents to pass to the blocks; overridden for compiled blocks."""
         return documents
 
-    def embedded(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """The residual stream's first state; the scale is rounded to the weights' dtype, as Gemma was trained."""
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the input of the residual stream. The scale is rounded to the weights' dtype, as in Gemma's training."""
         x = self.embed(tokens)
         if self.config.embed_scale != 1:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
         return x if self.embed_positions is None else x + self.embed_positions(positions)
 
     def cos_sin(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[CosSin]:
-        """The angles of each distinct Rope; the longest document (or the planned length) chooses its factors."""
-        longest = cache.max_length if cache else positions.max() + 1
-        return [rotary(positions, longest, dtype) for rotary in self.rotaries]
+        """Return cos and sin for each distinct RopeConfig; the longest document or planned length selects its factors."""
+        max_length = cache.max_length if cache else positions.max() + 1
+        return [rotary(positions, max_length, dtype) for rotary in self.rotaries]
 
 
 @contextmanager
-def built_in(dtype: torch.dtype) -> Iterator[None]:
-    """Inside, modules are made in this dtype."""
-    before = torch.get_default_dtype()
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Within the context, modules are created in this dtype."""
+    previous = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(before)
+        torch.set_default_dtype(previous)
 
 
-def with_noise(x: Tensor, alpha: float, targets: Tensor, documents: Tensor | None) -> Tensor:
-    """NEFTune (arXiv 2310.05914): uniform noise within alpha / sqrt(L C) on embeddings (B, T, C) in training.
+def add_neftune_noise(x: Tensor, alpha: float, targets: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Add NEFTune noise (arXiv 2310.05914) to embeddings (B, T, C): uniform within alpha / sqrt(L C).
 
-    L is a sample's length: its tokens in a packed row, or those up to a row's last target, since what comes behind is
-    padding or cannot be learned from. So the noise does not depend on how long the micro-batch's other rows are.
+    L is the length of the sample: the tokens of its document in a packed row, otherwise the tokens up to the row's last
+    target, since later ones are padding or do not affect the loss. So the noise does not depend on the length of other rows.
     """
-    if documents is None:
+    if document_ids is None:
         index = torch.arange(1, x.size(1) + 1, device=x.device)
         lengths = torch.where(targets != IGNORED, index, 1).amax(1, keepdim=True)  # (B, 1)
     else:
-        lengths = (documents[:, :, None] == documents[:, None, :]).sum(2)  # (B, T)
+        lengths = (document_ids[:, :, None] == document_ids[:, None, :]).sum(2)  # (B, T)
     bound = alpha / (lengths * x.size(2)).sqrt()
     return x + ((torch.rand_like(x, dtype=torch.float32) * 2 - 1) * bound[..., None]).to(x.dtype)
 
 
-def default_positions(tokens: Tensor, documents: Tensor | None, offset: int) -> Tensor:
-    """0, 1, 2, ... from `offset`, restarting where a new document begins; (1, T) or (B, T)."""
+def default_positions(tokens: Tensor, document_ids: Tensor | None, offset: int) -> Tensor:
+    """Return positions `offset`, `offset` + 1, ..., restarting at 0 with each document; (1, T), or (B, T) with documents."""
     index = torch.arange(offset, offset + tokens.size(1), device=tokens.device)[None]
-    if documents is None:
+    if document_ids is None:
         return index
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
+    is_start = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
+    return index - torch.where(is_start, index, 0).cummax(dim=1).values

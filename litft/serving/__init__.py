@@ -1,1 +1,1 @@
-"""A server with OpenAI's API and a chat page."""
+"""An OpenAI-compatible server with a chat page."""

@@ -1,4 +1,4 @@
-"""One thread that makes everybody's answers: those of a model together, each beginning as soon as there is a row for it."""
+"""Continuous batching: one thread generates all answers of a model together; each starts as soon as a row is free."""
 
 import os
 import sys
@@ -12,121 +12,119 @@ from itertools import count, islice
 from queue import Empty, SimpleQueue
 
 from litft.errors import PeerLost
-from litft.inference.decoder import PIECE
+from litft.inference.decoder import PREFILL_CHUNK
 from litft.inference.generation import Batch, GenerationChunk, Request
 from litft.inference.sampling import Sampling
 from litft.inference.session import Session
 from litft.model.kv_cache import KVCache
 
-Deliver = Callable[
-    [GenerationChunk | Exception], None
-]  # is called in the engine's thread; an exception is the last it is given
+Deliver = Callable[[GenerationChunk | Exception], None]  # called in the engine's thread; an exception is its last call
 
 
 class Overloaded(Exception):
-    """As many requests wait as may."""
+    """The queue of waiting requests is full."""
 
 
 class Stopping(Exception):
-    """Nothing new is begun."""
+    """The engine is stopping and accepts no requests."""
 
 
 @dataclass
 class Job:
-    """A request and who it is for."""
+    """A request and the callback that receives its answer."""
 
     number: int
-    first: int  # of those that were asked for with it
+    group: int  # number of the first request that was submitted together with this one
     model: str
     request: Request
     deliver: Deliver
 
 
 class Engine:
-    """Answers for many at once.
+    """Generates the answers to many requests at once, in its own thread.
 
-    models: by the names that requests give. rows: how many answers of each are made at once, in texts of up to `capacity`
-    tokens. most_waiting: how many more may wait for a row, of all models together.
+    models: sessions by model name. rows: answers generated at once per model. capacity: maximum length of prompt plus answer
+    in tokens. max_waiting: maximum number of requests that wait for a row, over all models.
     """
 
-    def __init__(self, models: dict[str, Session], rows: int, capacity: int, most_waiting: int) -> None:
-        self.models, self.rows, self.capacity, self.most_waiting = models, rows, capacity, most_waiting
+    def __init__(self, models: dict[str, Session], rows: int, capacity: int, max_waiting: int) -> None:
+        self.models, self.rows, self.capacity, self.max_waiting = models, rows, capacity, max_waiting
         next(iter(models.values())).limit_threads(rows)
         self.alive = True
-        self._jobs: dict[int, Job] = {}  # waiting and running, in the order they came
+        self._jobs: dict[int, Job] = {}  # waiting and running, in order of arrival
         self._lock, self._numbers = threading.Lock(), count()
-        self._came: SimpleQueue[Callable[[], None]] = SimpleQueue()  # what others want done, in the engine's thread
+        self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()  # from other threads, run in the engine's thread
         self._batches: dict[str, Batch] = {}
         self._waiting: dict[int, Job] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Begin to answer."""
+        """Start the thread."""
         self._thread.start()
 
     def submit(self, model: str, requests: list[tuple[Request, Deliver]]) -> list[int]:
-        """Have requests answered, all or none of them; returns their numbers. Raises Overloaded or Stopping."""
+        """Submit requests, all or none, and return their numbers. Raise Overloaded or Stopping."""
         with self._lock:
             if self._stopping or not self.alive:
                 raise Stopping
-            if len(self._jobs) + len(requests) > self.most:
+            if len(self._jobs) + len(requests) > self.max_requests:
                 raise Overloaded
             numbers = list(islice(self._numbers, len(requests)))
-            jobs = [Job(number, numbers[0], model, *asked) for number, asked in zip(numbers, requests, strict=True)]
+            jobs = [Job(number, numbers[0], model, *item) for number, item in zip(numbers, requests, strict=True)]
             self._jobs |= {job.number: job for job in jobs}
-        self._came.put(lambda: self._waiting.update({job.number: job for job in jobs}))
+        self._commands.put(lambda: self._waiting.update({job.number: job for job in jobs}))
         return numbers
 
-    def warm(self) -> None:
-        """Answer a word with each model: what is made at the first use is there then. Raises what goes wrong."""
-        ends: SimpleQueue[GenerationChunk | Exception] = SimpleQueue()
+    def warm_up(self) -> None:
+        """Generate one token or two with each model, which allocates caches and compiles. Raise any error that occurs."""
+        chunks: SimpleQueue[GenerationChunk | Exception] = SimpleQueue()
         for name, session in self.models.items():
             request = Request(session.tokenizer.encode("a")[-1:], 2, Sampling(0.0))
-            self.submit(name, [(request, ends.put)])
-            while not isinstance(piece := ends.get(), Exception) and not piece.finish_reason:
+            self.submit(name, [(request, chunks.put)])
+            while not isinstance(chunk := chunks.get(), Exception) and not chunk.finish_reason:
                 pass
-            if isinstance(piece, Exception):
-                raise piece
+            if isinstance(chunk, Exception):
+                raise chunk
 
     def cancel(self, numbers: list[int]) -> None:
-        """Give answers up that are not done: nothing more of them is delivered after the step that is being made."""
-        self._came.put(lambda: [self._give_up(number) for number in numbers])
+        """Cancel unfinished answers. Nothing more of them is delivered after the current step."""
+        self._commands.put(lambda: [self._cancel(number) for number in numbers])
 
     def stop(self) -> None:
-        """End when what has begun is done; what waits is refused with Stopping."""
+        """Stop once running answers are finished. Waiting requests are rejected with Stopping."""
         with self._lock:
             self._stopping = True
-        self._came.put(self._refuse_waiting)
+        self._commands.put(self._refuse_waiting)
 
     def join(self) -> None:
-        """Wait for the end."""
+        """Wait until the thread ends."""
         self._thread.join()
 
     @property
     def memory(self) -> int:
-        """Bytes that the texts of one of the models take."""
+        """Bytes of the KV cache of one model."""
         model = next(iter(self.models.values())).model
         return KVCache.token_bytes(model.config, model.dtype) * self.rows * self.capacity
 
     @property
-    def most(self) -> int:
-        """How many requests there may be, running and waiting."""
-        return self.most_waiting + self.rows * len(self.models)
+    def max_requests(self) -> int:
+        """Maximum number of requests, running and waiting."""
+        return self.max_waiting + self.rows * len(self.models)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many answers are being made, and how many requests wait."""
+        """Numbers of running answers and of waiting requests."""
         running = sum(len(batch.running) for batch in list(self._batches.values()))
         return {"running": running, "waiting": max(0, len(self._jobs) - running)}
 
     def _run(self) -> None:
         try:
             while self._jobs or not self._stopping:
-                self._hear()
+                self._run_commands()
                 self._admit()
                 for name in list(self._batches):
-                    self._go_on(name)
+                    self._advance(name)
         except BaseException as error:
             if isinstance(error, PeerLost):
                 print(f"error: {error}", file=sys.stderr)
@@ -137,16 +135,16 @@ class Engine:
         finally:
             self.alive = False
 
-    def _hear(self) -> None:
-        """Do what was asked for; with nothing else to do wait for it."""
-        idle = not self._waiting and not any(batch.running or batch.reading for batch in self._batches.values())
+    def _run_commands(self) -> None:
+        """Run the commands of other threads. If the engine is idle, wait for one."""
+        idle = not self._waiting and not any(batch.running or batch.prefilling for batch in self._batches.values())
         with suppress(Empty):
             while True:
-                self._came.get(block=idle)()
+                self._commands.get(block=idle)()
                 idle = False
 
     def _admit(self) -> None:
-        """Begin as many of those who wait as their models have free rows for."""
+        """Start waiting requests for which their model has free rows."""
         for name in dict.fromkeys(job.model for job in self._waiting.values()):
             try:
                 batch = self._batch(name)
@@ -155,53 +153,53 @@ class Engine:
                     del self._waiting[number]
                     self._finish(number, error)
                 continue
-            while batch.free and (job := self._following(name)):
+            while batch.free and (job := self._next_job(name)):
                 del self._waiting[job.number]
-                batch.begin(job.number, job.request)
+                batch.add(job.number, job.request)
 
-    def _following(self, model: str) -> Job | None:
-        """Who waits longest for a model; those who were asked for with many that run already let others pass."""
-        begun = Counter(job.first for number, job in self._jobs.items() if number not in self._waiting)
+    def _next_job(self, model: str) -> Job | None:
+        """Return the next waiting job of a model: of the group with the fewest running jobs, the oldest."""
+        running = Counter(job.group for number, job in self._jobs.items() if number not in self._waiting)
         waiting = (job for job in self._waiting.values() if job.model == model)
-        return min(waiting, key=lambda job: (begun[job.first], job.number), default=None)
+        return min(waiting, key=lambda job: (running[job.group], job.number), default=None)
 
     def _batch(self, name: str) -> Batch:
-        """A model's, made at its first request."""
+        """Return the batch of a model, created at its first request."""
         if name not in self._batches:
             session = self.models[name]
             self._batches[name] = Batch(session.decoder(self.rows, self.capacity), session.tokenizer)
         return self._batches[name]
 
-    def _go_on(self, name: str) -> None:
-        """Read a piece more of a model's prompts, and make a token more of each of its answers."""
+    def _advance(self, name: str) -> None:
+        """Prefill the next part of a model's prompts, then run one decode step for its answers."""
         batch = self._batches[name]
-        numbers = [prompt.number for prompt in batch.reading.values()] + [number for number, _ in batch.running.values()]
+        numbers = [prompt.number for prompt in batch.prefilling.values()] + [number for number, _ in batch.running.values()]
         try:
-            self._read(batch)
-            for number, piece in batch.step() if batch.running else ():
-                if isinstance(piece, Exception):
-                    self._finish(number, piece)
+            self._prefill(batch)
+            for number, chunk in batch.step() if batch.running else ():
+                if isinstance(chunk, Exception):
+                    self._finish(number, chunk)
                     continue
-                self._jobs[number].deliver(piece)
-                if piece.finish_reason:
+                self._jobs[number].deliver(chunk)
+                if chunk.finish_reason:
                     self._finish(number)
-        except Exception as error:  # out of memory, a device that fails: the next requests find a fresh start
+        except Exception as error:  # out of memory, a failing device: later requests get a new batch
             traceback.print_exc()
             del self._batches[name]
             for number in numbers:
                 self._finish(number, error)
 
-    def _read(self, batch: Batch) -> None:
-        """Short prompts at once, of a long one a piece: those who are being answered wait no longer than for that."""
-        read = 0
-        while batch.reading and read < PIECE:
-            prompt = next(iter(batch.reading.values()))
-            before = prompt.done
+    def _prefill(self, batch: Batch) -> None:
+        """Prefill one chunk of tokens, of several short prompts or one long one. This bounds the wait of running answers."""
+        num_tokens = 0
+        while batch.prefilling and num_tokens < PREFILL_CHUNK:
+            prompt = next(iter(batch.prefilling.values()))
+            done_before = prompt.num_cached
             try:
-                batch.read_on(PIECE)
-            except ValueError as error:  # of this request: the others go on
+                batch.prefill(PREFILL_CHUNK)
+            except ValueError as error:  # an error of this request only
                 self._finish(prompt.number, error)
-            read += prompt.done - before
+            num_tokens += prompt.num_cached - done_before
 
     def _finish(self, number: int, error: BaseException | None = None) -> None:
         with self._lock:
@@ -209,11 +207,11 @@ class Engine:
         if job is not None and error is not None:
             job.deliver(error if isinstance(error, Exception) else Stopping())
 
-    def _give_up(self, number: int) -> None:
+    def _cancel(self, number: int) -> None:
         if number in self._jobs:
             job = self._jobs[number]
             if self._waiting.pop(number, None) is None and job.model in self._batches:
-                self._batches[job.model].drop(number)
+                self._batches[job.model].cancel(number)
             self._finish(number)
 
     def _refuse_waiting(self) -> None:

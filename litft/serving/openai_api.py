@@ -1,4 +1,4 @@
-"""The OpenAI API's shapes: what requests may say, as `Request`s, and answers as the API words them.
+"""The OpenAI API's formats: convert request bodies to `Request`s, and answers to response bodies.
 
 Source: OpenAI's API reference, chat completions and completions; top_k, min_p and repetition_penalty are vLLM's additions.
 """
@@ -19,13 +19,13 @@ from litft.inference.decoder import check_prompt
 from litft.inference.generation import GenerationChunk, Request
 from litft.inference.session import Session
 
-MOST_CHOICES = 128  # of one request, as OpenAI has it
-MOST_STOPS, LONGEST_STOP = 32, 1000
-DEFAULT_COMPLETION = 16  # tokens of a completion that says nothing, as OpenAI has it
+MAX_CHOICES = 128  # per request, as in OpenAI's API
+MAX_STOPS, MAX_STOP_LENGTH = 32, 1000
+DEFAULT_COMPLETION_TOKENS = 16  # for a completion without max_tokens, as in OpenAI's API
 
 
 class ApiError(Exception):
-    """What is wrong with a request, as clients of the API are told."""
+    """An error response: HTTP status, message, and the API's error code and parameter name."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(message)
@@ -34,25 +34,25 @@ class ApiError(Exception):
     @property
     def body(self) -> dict[str, Any]:
         """The API's error object."""
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        error_type = "invalid_request_error" if self.status < 500 else "server_error"
+        return {"error": {"message": str(self), "type": error_type, "param": self.param, "code": self.code}}
 
 
 class StreamOptions(BaseModel):
-    """What a stream tells besides."""
+    """Options of a streamed response."""
 
     include_usage: bool | None = None
 
 
-class Asked(BaseModel):
-    """What both kinds of requests may say; what is null counts as not said."""
+class ApiRequest(BaseModel):
+    """The fields that both kinds of requests have. null means not set."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     max_tokens: int | None = Field(None, ge=1)
     stop: str | list[str] | None = None
     seed: int | None = None
@@ -64,7 +64,7 @@ class Asked(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
-    # of whom, or for what: the answer does not hang on these
+    # accepted and ignored: they do not affect the answer
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -72,93 +72,104 @@ class Asked(BaseModel):
     safety_identifier: Any = None
     prompt_cache_key: Any = None
 
-    in_template: ClassVar[bool]
-    about: ClassVar[str]  # the field of what the model reads
+    uses_template: ClassVar[bool]
+    prompt_field: ClassVar[str]  # name of the field with the prompt
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """What the model is to read."""
+        """Return the token ids of each prompt."""
         raise NotImplementedError
 
     @property
-    def texts(self) -> int:
-        """How many prompts there are."""
+    def num_prompts(self) -> int:
+        """Number of prompts."""
         return 1
 
     @property
-    def top(self) -> int | None:
-        """How many likely tokens are told beside each that is taken; None: no log-probabilities at all."""
+    def num_top_logprobs(self) -> int | None:
+        """Number of alternatives reported with each token's log-probability; None: report no log-probabilities."""
         raise NotImplementedError
 
     @property
-    def most(self) -> int | None:
-        """How many tokens an answer may have; None: as many as there is room for."""
+    def max_new_tokens(self) -> int | None:
+        """Maximum length of an answer in tokens; None: limited by the capacity only."""
         return self.max_tokens
 
-    def unknown(self) -> Iterator[tuple[str, str]]:
-        """What is asked for that there is not: the field, and what to do."""
+    def unsupported(self) -> Iterator[tuple[str, str]]:
+        """Yield (field, remedy) for each unsupported setting of the request."""
         yield from ()
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
-        """How answers are worded."""
+        """Return the formatter of the response."""
         raise NotImplementedError
 
     def requests(self, session: Session, capacity: int, limit: int | None) -> list[Request]:
-        """A request a choice; ApiError for what cannot be. capacity: of prompt and answer; limit: of any answer."""
-        for param, reason in self.unknown():
+        """Return one request per choice. Raise ApiError for invalid values.
+
+        capacity: maximum length of prompt plus answer in tokens; limit: of the answer, set by the server.
+        """
+        for param, reason in self.unsupported():
             raise ApiError(400, f"{param}: {reason}", "unsupported_parameter", param)
-        if (count := self.texts * (self.n or 1)) > MOST_CHOICES:
-            raise ApiError(400, f"{count} answers at once, and at most {MOST_CHOICES} may be; send several requests")
+        if (count := self.num_prompts * (self.n or 1)) > MAX_CHOICES:
+            raise ApiError(400, f"{count} answers requested, at most {MAX_CHOICES} are allowed; send several requests")
         sampling, stop = self._sampling(session), [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stop:
-            raise ApiError(400, "stop: an empty text stands everywhere; leave it out", param="stop")
-        if len(stop) > MOST_STOPS or any(len(text) > LONGEST_STOP for text in stop):  # each is looked for at every token
-            reason = f"stop: at most {MOST_STOPS} texts of at most {LONGEST_STOP} characters each may be"
+            raise ApiError(400, "stop: an empty string occurs everywhere; leave it out", param="stop")
+        # each is searched for after every token
+        if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stop):
+            reason = f"stop: at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters each are allowed"
             raise ApiError(400, reason, param="stop")
-        # Python's generator would take -1 for 1
-        first = None if sampling.seed is None else sampling.seed % 2**64
-        draws = [replace(sampling, seed=None if first is None else first + n) for n in range(self.n or 1)]
-        found = []
+        # Python's generator treats the seed -1 like 1
+        first_seed = None if sampling.seed is None else sampling.seed % 2**64
+        variants = [replace(sampling, seed=None if first_seed is None else first_seed + n) for n in range(self.n or 1)]
+        requests = []
         for ids in self._checked_prompts(session, capacity):
-            most = min(filter(None, (capacity - len(ids), self.most, limit)))
-            stops = session.tokenizer.stop_ids, [*session.stop, *stop]
-            found += [Request(ids, most, draw, *stops, self.top or 0, trimmed=self.in_template) for draw in draws]
-        return found
+            max_tokens = min(filter(None, (capacity - len(ids), self.max_new_tokens, limit)))
+            stop_args = session.tokenizer.stop_ids, [*session.stop, *stop]
+            requests += [
+                Request(ids, max_tokens, variant, *stop_args, self.num_top_logprobs or 0, strip_leading=self.uses_template)
+                for variant in variants
+            ]
+        return requests
 
     def _checked_prompts(self, session: Session, capacity: int) -> list[list[int]]:
         try:
             prompts = self.prompts(session.tokenizer)
             longest = max(map(len, prompts), default=0)
             if longest >= capacity:
-                reason = f"the prompt has {longest} tokens, and prompt and answer together may have {capacity}"
-                raise ApiError(400, f"{reason}; shorten it", "context_length_exceeded", self.about)
+                reason = f"the prompt has {longest} tokens, but prompt plus answer are limited to {capacity}"
+                raise ApiError(400, f"{reason}; shorten it", "context_length_exceeded", self.prompt_field)
             for ids in prompts:
                 check_prompt(session.model, ids)
         except ValueError as error:
-            raise ApiError(400, str(error), param=self.about) from None
+            raise ApiError(400, str(error), param=self.prompt_field) from None
         return prompts
 
     def _sampling(self, session: Session) -> Sampling:
-        """As the request says, and where it says nothing as the command and the folder do."""
+        """Return the sampling settings of the request, with those of the server as defaults."""
         names = [item.name for item in fields(Sampling)]
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        settings = {name: value for name in names if (value := getattr(self, name)) is not None}
         vocab_size = session.model.config.vocab_size
-        if outside := [token for token in self.logit_bias or () if not 0 <= token < vocab_size]:
-            raise ApiError(400, f"logit_bias: token {outside[0]}, and the model has {vocab_size}", param="logit_bias")
-        if too_much := [value for value in (self.logit_bias or {}).values() if not abs(value) <= 100]:
-            raise ApiError(400, f"logit_bias {too_much[0]}: must lie in [-100, 100]", param="logit_bias")
+        if invalid_ids := [token for token in self.logit_bias or () if not 0 <= token < vocab_size]:
+            raise ApiError(
+                400,
+                f"logit_bias: token {invalid_ids[0]} is not in the vocabulary of {vocab_size} tokens",
+                param="logit_bias",
+            )
+        if invalid_biases := [value for value in (self.logit_bias or {}).values() if not abs(value) <= 100]:
+            raise ApiError(400, f"logit_bias {invalid_biases[0]}: must lie in [-100, 100]", param="logit_bias")
         if self.logit_bias:
-            given["logit_bias"] = session.sampling.logit_bias | self.logit_bias
-        sampling = replace(session.sampling, **given)
+            settings["logit_bias"] = session.sampling.logit_bias | self.logit_bias
+        sampling = replace(session.sampling, **settings)
         for problem in sampling.problems():
             problem = problem.removeprefix("--")
             raise ApiError(400, problem, param=problem.split()[0])
         return sampling
 
 
-class ChatAsked(Asked):
+class ChatRequest(ApiRequest):
     """A body of /v1/chat/completions."""
 
-    in_template, about = True, "messages"
+    uses_template, prompt_field = True, "messages"
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
@@ -167,43 +178,43 @@ class ChatAsked(Asked):
     tool_choice: Any = None
     response_format: dict[str, Any] | None = None
     functions: Any = None
-    parallel_tool_calls: Any = None  # the template knows nothing of it
+    parallel_tool_calls: Any = None  # chat templates do not use it
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """The conversation in the model's template, up to the answer."""
+        """Return the conversation in the model's chat template, up to the answer."""
         messages = check_messages(self.messages, "the request")
         tools = None if self.tool_choice == "none" else read_tools(self.tools, "the request")
         if tools and "tools" not in tokenizer.chat_template:
-            raise ValueError("the model's chat template has no place for tools; leave them out")
+            raise ValueError("the model's chat template does not support tools; leave them out")
         text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
         return [tokenizer.encode(text, bos=False)]
 
     @property
-    def top(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def most(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         return self.max_completion_tokens or self.max_tokens
 
-    def unknown(self) -> Iterator[tuple[str, str]]:
+    def unsupported(self) -> Iterator[tuple[str, str]]:
         if self.tool_choice not in (None, "none", "auto"):
-            yield "tool_choice", "the model decides by itself here; use auto or none"
+            yield "tool_choice", "the model decides whether to call a tool; use auto or none"
         if self.response_format and self.response_format.get("type") != "text":
-            yield "response_format", "answers are text here, whatever they hold; leave it out"
+            yield "response_format", "only text is supported; leave it out"
         if self.functions:
-            yield "functions", "it is tools today; send those"
+            yield "functions", "it is deprecated; use tools"
         if self.top_logprobs and not self.logprobs:
-            yield "top_logprobs", "it is told with logprobs; set that to true"
+            yield "top_logprobs", "it requires logprobs; set that to true"
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
-        return ChatReply(name, tokenizer, self.n or 1, self.top is not None)
+        return ChatReply(name, tokenizer, self.n or 1, self.num_top_logprobs is not None)
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(ApiRequest):
     """A body of /v1/completions."""
 
-    in_template, about = False, "prompt"
+    uses_template, prompt_field = False, "prompt"
     prompt: str | list[str] | list[int] | list[list[int]]
     logprobs: int | None = Field(None, ge=0, le=20)
     echo: bool | None = None
@@ -211,168 +222,183 @@ class CompletionAsked(Asked):
     best_of: int | None = None
 
     @property
-    def _several(self) -> list[Any]:
+    def _prompt_list(self) -> list[Any]:
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
             return [self.prompt]
         return list(self.prompt)
 
     @property
-    def texts(self) -> int:
-        return len(self._several)
+    def num_prompts(self) -> int:
+        return len(self._prompt_list)
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """Texts as they stand, after the tokenizer's BOS; or tokens."""
-        several = self._several
-        known = range(tokenizer.vocab_size)
-        if odd := [token for ids in several if isinstance(ids, list) for token in ids if token not in known]:
-            raise ValueError(f"token {odd[0]} is none; ids go from 0 to {len(known) - 1}")
-        return [tokenizer.encode(text) if isinstance(text, str) else text for text in several or [[]]]
+        """Return token ids unchanged, and texts encoded without a template, with the tokenizer's BOS."""
+        prompts = self._prompt_list
+        valid_ids = range(tokenizer.vocab_size)
+        if invalid_ids := [token for ids in prompts if isinstance(ids, list) for token in ids if token not in valid_ids]:
+            raise ValueError(f"token id {invalid_ids[0]} does not exist; ids go from 0 to {len(valid_ids) - 1}")
+        return [tokenizer.encode(text) if isinstance(text, str) else text for text in prompts or [[]]]
 
     @property
-    def top(self) -> int | None:
+    def num_top_logprobs(self) -> int | None:
         return self.logprobs
 
     @property
-    def most(self) -> int | None:
-        return self.max_tokens or DEFAULT_COMPLETION
+    def max_new_tokens(self) -> int | None:
+        return self.max_tokens or DEFAULT_COMPLETION_TOKENS
 
-    def unknown(self) -> Iterator[tuple[str, str]]:
+    def unsupported(self) -> Iterator[tuple[str, str]]:
         if self.echo:
-            yield "echo", "the prompt is not sent back here; leave it out"
+            yield "echo", "returning the prompt is not supported; leave it out"
         if self.suffix:
-            yield "suffix", "texts are only continued here; leave it out"
+            yield "suffix", "inserting text is not supported; leave it out"
         if self.best_of not in (None, self.n or 1):
-            yield "best_of", "every answer that is made is sent here; ask for n"
+            yield "best_of", "all generated answers are returned; use n"
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
-        return CompletionReply(name, tokenizer, self.n or 1, self.top is not None)
+        return CompletionReply(name, tokenizer, self.n or 1, self.num_top_logprobs is not None)
 
 
-def parsed(kind: type[Asked], body: bytes) -> Asked:
-    """A request's body; ApiError naming its first mistake."""
+def parse_request(request_type: type[ApiRequest], body: bytes) -> ApiRequest:
+    """Parse a request body. Raise ApiError that names its first invalid field."""
     try:
-        return kind.model_validate_json(body)
+        return request_type.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         param = str(first["loc"][0]) if first["loc"] else None
-        where = "" if param is None else f"{param}: "
-        reason = "it is not known here; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ApiError(400, f"{where}{reason}", param=param) from None
+        prefix = "" if param is None else f"{param}: "
+        reason = "unknown field; leave it out" if first["type"] == "extra_forbidden" else first["msg"]
+        raise ApiError(400, f"{prefix}{reason}", param=param) from None
 
 
 class Reply:
-    """An answer's wording, whole or in chunks."""
+    """Formats the answers to a request, as one response or as chunks of a stream."""
 
-    kind: str  # the object's name
-    chunk_kind: str
-    prefix: str  # of ids
+    object_type: str
+    chunk_type: str
+    id_prefix: str
 
-    def __init__(self, model: str, tokenizer: Tokenizer, each: int, tells_logprobs: bool) -> None:
-        self.tokenizer, self.each, self.tells_logprobs = tokenizer, each, tells_logprobs  # each: choices of one prompt
-        self.before = tokenizer.encode("a", bos=False)[-1:]  # a token behind which others keep the space they begin with
-        self.head = {"id": f"{self.prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
+    def __init__(self, model: str, tokenizer: Tokenizer, num_choices: int, with_logprobs: bool) -> None:
+        # num_choices: per prompt
+        self.tokenizer, self.num_choices, self.with_logprobs = tokenizer, num_choices, with_logprobs
+        # after this token, others keep their leading space when decoded
+        self.leading = tokenizer.encode("a", bos=False)[-1:]
+        self.header = {"id": f"{self.id_prefix}-{uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, choices: list[list[GenerationChunk]]) -> dict[str, Any]:
-        """All choices, each of which has ended."""
-        worded = [self.choice(index, pieces) for index, pieces in enumerate(choices)]
-        return self.head | {"object": self.kind, "choices": worded, "usage": self.usage([own[-1] for own in choices])}
+    def full(self, choices: list[list[GenerationChunk]]) -> dict[str, Any]:
+        """Return the complete response. choices: the chunks of each finished choice."""
+        formatted = [self.choice(index, chunks) for index, chunks in enumerate(choices)]
+        return self.header | {
+            "object": self.object_type,
+            "choices": formatted,
+            "usage": self.usage([chunks[-1] for chunks in choices]),
+        }
 
-    def chunk(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A part of a stream."""
-        return self.head | {"object": self.chunk_kind, "choices": choices} | more
+    def chunk(self, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
+        """Return one chunk of a stream."""
+        return self.header | {"object": self.chunk_type, "choices": choices} | extra
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        """What a choice's stream begins with."""
+        """Return what precedes a choice's first chunk in a stream."""
         return []
 
-    def choice(self, index: int, pieces: Sequence[GenerationChunk]) -> dict[str, Any]:
-        """A whole choice."""
+    def choice(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
+        """Return a complete choice."""
         raise NotImplementedError
 
-    def delta(self, index: int, piece: GenerationChunk) -> dict[str, Any]:
-        """A piece of a choice."""
+    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any]:
+        """Return a choice with the text of one chunk."""
         raise NotImplementedError
 
-    def usage(self, last: Sequence[GenerationChunk]) -> dict[str, Any]:
-        """What the answers have cost, by the last piece of each; a prompt counts once."""
-        prompt, read = (
-            sum(getattr(own.stats, name) for own in last[:: self.each]) for name in ("prompt_tokens", "read_tokens")
+    def usage(self, last_chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
+        """Return the token counts, from the last chunk of each choice. Each prompt counts once."""
+        prompt_tokens, computed_tokens = (
+            sum(getattr(chunk.stats, name) for chunk in last_chunks[:: self.num_choices])
+            for name in ("prompt_tokens", "prefill_tokens")
         )
-        new = sum(own.stats.new_tokens for own in last)
-        counts = {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-        return counts | {"prompt_tokens_details": {"cached_tokens": prompt - read}}
+        new_tokens = sum(chunk.stats.new_tokens for chunk in last_chunks)
+        counts = {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": new_tokens,
+            "total_tokens": prompt_tokens + new_tokens,
+        }
+        return counts | {"prompt_tokens_details": {"cached_tokens": prompt_tokens - computed_tokens}}
 
-    def told(self, pieces: Sequence[GenerationChunk]) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        """Tokens with what is told of them: the one that ends an answer is no part of it."""
-        stop = set(self.tokenizer.stop_ids)
-        found = [own for piece in pieces for own in zip(piece.tokens, piece.logprobs, piece.top, strict=True)]
-        found = [(token, sayable(own), [(each, sayable(p)) for each, p in top]) for token, own, top in found]
-        return found[:-1] if found and pieces[-1].finish_reason == "stop" and found[-1][0] in stop else found
+    def token_logprobs(self, chunks: Sequence[GenerationChunk]) -> list[tuple[int, float, list[tuple[int, float]]]]:
+        """Return (token, log-probability, alternatives) of each token, without the stop token that ends an answer."""
+        stop_ids = set(self.tokenizer.stop_ids)
+        entries = [entry for chunk in chunks for entry in zip(chunk.tokens, chunk.logprobs, chunk.top, strict=True)]
+        entries = [(token, finite_logprob(p), [(other, finite_logprob(q)) for other, q in top]) for token, p, top in entries]
+        return entries[:-1] if entries and chunks[-1].finish_reason == "stop" and entries[-1][0] in stop_ids else entries
 
     def text_of(self, token: int) -> str:
-        """A token by itself; a part of a character is U+FFFD."""
-        before, both = (self.tokenizer.decode(ids, skip_special=False) for ids in (self.before, [*self.before, token]))
-        return both[len(before) :]
+        """Return the text of a single token; part of a character becomes U+FFFD."""
+        leading_text, full_text = (
+            self.tokenizer.decode(ids, skip_special=False) for ids in (self.leading, [*self.leading, token])
+        )
+        return full_text[len(leading_text) :]
 
 
 class ChatReply(Reply):
-    """Of /v1/chat/completions."""
+    """Formats answers of /v1/chat/completions."""
 
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
-    def choice(self, index: int, pieces: Sequence[GenerationChunk]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(pieces)}
-        return {"index": index, "message": message, **self._rest(pieces)}
+    def choice(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
+        message = {"role": "assistant", "content": "".join(chunks)}
+        return {"index": index, "message": message, **self._rest(chunks)}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def delta(self, index: int, piece: GenerationChunk) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": str(piece)} if piece else {}, **self._rest([piece])}
+    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any]:
+        return {"index": index, "delta": {"content": str(chunk)} if chunk else {}, **self._rest([chunk])}
 
-    def _rest(self, pieces: Sequence[GenerationChunk]) -> dict[str, Any]:
-        told = {"content": [self._entry(*own) for own in self.told(pieces)]} if self.tells_logprobs else None
-        return {"logprobs": told, "finish_reason": reason(pieces[-1])}
+    def _rest(self, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
+        logprobs = (
+            {"content": [self._entry(*entry) for entry in self.token_logprobs(chunks)]} if self.with_logprobs else None
+        )
+        return {"logprobs": logprobs, "finish_reason": finish_reason(chunks[-1])}
 
     def _entry(self, token: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
         text = self.text_of(token)
         entry = {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-        return entry if top is None else entry | {"top_logprobs": [self._entry(*own) for own in top]}
+        return entry if top is None else entry | {"top_logprobs": [self._entry(*alternative) for alternative in top]}
 
 
 class CompletionReply(Reply):
-    """Of /v1/completions."""
+    """Formats answers of /v1/completions."""
 
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+    object_type, chunk_type, id_prefix = "text_completion", "text_completion", "cmpl"
 
-    def __init__(self, *words: Any) -> None:
-        super().__init__(*words)
-        self.offsets: Counter[int] = Counter()  # where each choice's next token begins
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.offsets: Counter[int] = Counter()  # text position of each choice's next token
 
-    def choice(self, index: int, pieces: Sequence[GenerationChunk]) -> dict[str, Any]:
-        told = self._told(index, pieces) if self.tells_logprobs else None
-        return {"index": index, "text": "".join(pieces), "logprobs": told, "finish_reason": reason(pieces[-1])}
+    def choice(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
+        logprobs = self._logprobs(index, chunks) if self.with_logprobs else None
+        return {"index": index, "text": "".join(chunks), "logprobs": logprobs, "finish_reason": finish_reason(chunks[-1])}
 
-    def delta(self, index: int, piece: GenerationChunk) -> dict[str, Any]:
-        return self.choice(index, [piece])
+    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any]:
+        return self.choice(index, [chunk])
 
-    def _told(self, index: int, pieces: Sequence[GenerationChunk]) -> dict[str, list]:
-        found = self.told(pieces)
-        texts, offsets = [self.text_of(token) for token, _, _ in found], [self.offsets[index]]
+    def _logprobs(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, list]:
+        entries = self.token_logprobs(chunks)
+        texts, offsets = [self.text_of(token) for token, _, _ in entries], [self.offsets[index]]
         for text in texts:
             offsets.append(offsets[-1] + len(text))
         self.offsets[index] = offsets[-1]
-        top = [{self.text_of(token): logprob for token, logprob in likely} for _, _, likely in found]
-        logprobs = [logprob for _, logprob, _ in found]
+        top = [{self.text_of(token): logprob for token, logprob in alternatives} for _, _, alternatives in entries]
+        logprobs = [logprob for _, logprob, _ in entries]
         return {"tokens": texts, "token_logprobs": logprobs, "top_logprobs": top, "text_offset": offsets[:-1]}
 
 
-def sayable(logprob: float) -> float:
-    """A log-probability in JSON, which has no infinity; -9999 is OpenAI's."""
+def finite_logprob(logprob: float) -> float:
+    """Return a log-probability that JSON can represent: OpenAI uses -9999 for minus infinity."""
     return max(logprob, -9999.0)
 
 
-def reason(piece: GenerationChunk) -> str | None:
-    """Why an answer has ended, in the API's words."""
-    return "length" if piece.finish_reason == "context" else piece.finish_reason
+def finish_reason(chunk: GenerationChunk) -> str | None:
+    """Return the API's finish reason of a chunk; None if the answer continues."""
+    return "length" if chunk.finish_reason == "context" else chunk.finish_reason

@@ -1,4 +1,4 @@
-"""The command `serve`: an OpenAI-compatible endpoint over an `Engine`, and a chat page that uses it."""
+"""The command `serve`: an OpenAI-compatible HTTP server for an `Engine`, with a chat page."""
 
 import asyncio
 import copy
@@ -27,7 +27,7 @@ try:
     from starlette.routing import Route
     from starlette.types import Receive, Scope, Send
 
-    from litft.serving.openai_api import ApiError, Asked, ChatAsked, CompletionAsked, Reply, parsed
+    from litft.serving.openai_api import ApiError, ApiRequest, ChatRequest, CompletionRequest, Reply, parse_request
 except ModuleNotFoundError as error:
     raise ValueError(f"serving needs the package {error.name}; pip install 'litft[serve]'") from None
 
@@ -41,12 +41,12 @@ from litft.inference.session import Session, open_sessions, source_of
 from litft.serving.engine import Engine, Overloaded, Stopping
 
 PAGE = Path(__file__).parent / "page.html"
-KEY = "LITFT_API_KEY"
-LINGER = 5  # seconds that clients have for their last answers' ends
-PATIENCE = 60  # and for sending a request
-CAPACITY = 4096  # tokens of a prompt with its answer, where nothing is asked for
-LOCAL = ("127.0.0.1", "localhost", "::1")
-# the page is one file, and talks to nobody else
+KEY_VARIABLE = "LITFT_API_KEY"
+LINGER_SECONDS = 5  # on shutdown, time for clients to receive the end of their answers
+REQUEST_TIMEOUT = 60  # seconds that a client may take to send a request
+DEFAULT_CAPACITY = 4096  # default maximum length of prompt plus answer, in tokens
+LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
+# the page is a single file and connects to this server only
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
 HEADERS = {
     "Content-Security-Policy": POLICY + "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
@@ -56,88 +56,94 @@ HEADERS = {
 
 
 def serve(args: ServeArgs) -> None:
-    """Answer until SIGTERM or Ctrl-C; then finish what has begun."""
-    # of several processes the first one listens; the others stay in `_open`
-    first = local_rank() == "0"
-    with _listening(args.host, args.port) if first else nullcontext() as listener:
-        engine = _engine(args, _open(args))
-        settings = uvicorn.Config(Endpoint(engine, args).app(), server_header=False, lifespan="off", log_config=_logs())
-        asyncio.run(Server(settings, engine, _welcome(listener, args, engine)).serve([listener]))
+    """Serve until SIGTERM or Ctrl-C, then finish the running answers."""
+    # of several processes only the first listens; the others do not return from `_open_models`
+    is_first = local_rank() == "0"
+    with _listener(args.host, args.port) if is_first else nullcontext() as listener:
+        engine = _engine(args, _open_models(args))
+        settings = uvicorn.Config(
+            Endpoint(engine, args).app(), server_header=False, lifespan="off", log_config=_log_config()
+        )
+        asyncio.run(Server(settings, engine, _welcome_text(listener, args, engine)).serve([listener]))
         engine.join()
         print("stopped", file=sys.stderr)
 
 
-def _logs() -> dict[str, Any]:
-    """A line a request, on stderr as all that is said here, and what goes wrong."""
-    found = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
-    found["handlers"]["access"]["stream"] = "ext://sys.stderr"
-    found["loggers"]["uvicorn.error"]["level"] = "WARNING"
-    return found
+def _log_config() -> dict[str, Any]:
+    """Return uvicorn's log settings: one line per request, and warnings, all on stderr."""
+    config = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["handlers"]["access"]["stream"] = "ext://sys.stderr"
+    config["loggers"]["uvicorn.error"]["level"] = "WARNING"
+    return config
 
 
 def _engine(args: ServeArgs, models: dict[str, Session]) -> Engine:
-    """What answers, and has answered once; ValueError where there is no room for what is asked for."""
+    """Return a running engine that has been warmed up. Raise ValueError if its KV cache does not fit into memory."""
     model = next(iter(models.values())).model
     context = model.config.max_positions
     if (args.max_seq_length or 0) > context:
-        raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context is {context}; lower it")
-    engine = Engine(models, args.batch_size, args.max_seq_length or min(CAPACITY, context), args.max_waiting)
+        raise ValueError(f"--max_seq_length {args.max_seq_length}: the model's context length is {context}; lower it")
+    engine = Engine(models, args.batch_size, args.max_seq_length or min(DEFAULT_CAPACITY, context), args.max_waiting)
     remedy = f"lower --batch_size {engine.rows} or --max_seq_length {engine.capacity}"
-    if (asked := engine.memory * len(models)) > device_memory(model.device):
-        raise ValueError(f"{asked / 2**30:,.0f} GiB for the texts are more than there are; {remedy}")
+    if (required := engine.memory * len(models)) > device_memory(model.device):
+        raise ValueError(f"the KV cache needs {required / 2**30:,.0f} GiB, more than the device has; {remedy}")
     engine.start()
     try:
-        engine.warm()
+        engine.warm_up()
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise ValueError(f"there is no memory for the texts ({summary(error)}); {remedy}") from None
+        raise ValueError(f"not enough memory for the KV cache ({summary(error)}); {remedy}") from None
     return engine
 
 
 @contextmanager
-def _listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that is there before a model is loaded in vain; ValueError where it cannot be."""
+def _listener(host: str, port: int) -> Iterator[socket.socket]:
+    """Open the listening socket, before time is spent on loading a model. Raise ValueError if that fails."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ValueError(
-            f"cannot listen at --host {host} --port {port}: {reason}; choose another, or end who is there"
+            f"cannot listen on --host {host} --port {port}: {reason}; choose another, or stop the process that uses it"
         ) from None
     with listener:
         yield listener
 
 
-def _open(args: ServeArgs) -> dict[str, Session]:
-    """What is served, by name; ValueError for two of one name."""
-    named = {name: folder for name, _, folder in (item.partition("=") for item in args.adapters)}
-    first = args.model_name or source_of(args).name
-    if first in named:
-        raise ValueError(f"--adapters {first}=...: the first model is called so too; give it another with --model_name")
-    return dict(zip([first, *named], open_sessions(args, list(named.values())), strict=True))
+def _open_models(args: ServeArgs) -> dict[str, Session]:
+    """Return the sessions to serve, by model name. Raise ValueError if two have the same name."""
+    adapter_folders = {name: folder for name, _, folder in (item.partition("=") for item in args.adapters)}
+    base_name = args.model_name or source_of(args).name
+    if base_name in adapter_folders:
+        raise ValueError(f"--adapters {base_name}=...: the base model has the same name; rename it with --model_name")
+    return dict(zip([base_name, *adapter_folders], open_sessions(args, list(adapter_folders.values())), strict=True))
 
 
-def _welcome(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:
+def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:
     host, port = listener.getsockname()[:2]
     memory = f"{engine.memory / 2**20:,.0f} MiB{' for each of the models' * (len(engine.models) > 1)}"
     lines = [f"serving {', '.join(engine.models)} at http://{f'[{host}]' if ':' in host else host}:{port}"]
-    lines += [f"{engine.rows} answers at once, of {engine.capacity:,} tokens with their prompts: they take {memory}"]
-    if args.host not in LOCAL and not _key(args):
-        lines.append(f"warning: everybody who reaches {args.host} may use this; --api_key, or {KEY}, asks for a key")
+    lines += [
+        f"up to {engine.rows} answers at once, of {engine.capacity:,} tokens with their prompts: the KV cache takes {memory}"
+    ]
+    if args.host not in LOCAL_HOSTS and not _required_key(args):
+        lines.append(
+            f"warning: anyone who can reach {args.host} can use this server; require a key with --api_key or {KEY_VARIABLE}"
+        )
     return "\n".join(lines)
 
 
-def _key(args: ServeArgs) -> str | None:
-    key = args.api_key or os.environ.get(KEY) or None
+def _required_key(args: ServeArgs) -> str | None:
+    key = args.api_key or os.environ.get(KEY_VARIABLE) or None
     if key is not None and not key.isascii():
-        raise ValueError(f"{KEY} holds more than ASCII, and clients send it in a header; choose another")
+        raise ValueError(f"{KEY_VARIABLE} has non-ASCII characters, but clients send it in a header; choose another key")
     return key
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which ends with code 0 after what the engine has begun is done; a second signal ends at once."""
+    """uvicorn's server, which exits with code 0 once running answers are finished. A second signal exits at once."""
 
     def __init__(self, config: uvicorn.Config, engine: Engine, welcome: str) -> None:
         super().__init__(config)
@@ -145,29 +151,29 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Instead of raising them again afterwards."""
+        """Handle SIGTERM and SIGINT. uvicorn would raise them again after its shutdown."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._end, number)
+            loop.add_signal_handler(number, self._handle_signal, number)
         yield
 
-    def _end(self, number: signal.Signals) -> None:
+    def _handle_signal(self, number: signal.Signals) -> None:
         if self.should_exit:
             os._exit(128 + number)
-        print(f"{number.name}: finishing what has begun", file=sys.stderr, flush=True)
+        print(f"{number.name}: finishing running answers", file=sys.stderr, flush=True)
         self.should_exit = True
         self.engine.stop()
-        self.leaving = asyncio.create_task(self._leave())
+        self.shutdown_task = asyncio.create_task(self._shut_down())
 
-    async def _leave(self) -> None:
-        """Wait for the answers, and no longer for clients that do not read them, or have not said what they want."""
+    async def _shut_down(self) -> None:
+        """Wait for the running answers, then drop clients that do not read them or have not sent their request."""
         await asyncio.to_thread(self.engine.join)
-        await asyncio.sleep(LINGER)
-        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # each request that is cut off now has a traceback
+        await asyncio.sleep(LINGER_SECONDS)
+        logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)  # each aborted request would log a traceback
         self.force_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Say where, once it listens."""
+        """Print the address once the server listens."""
         await super().startup(sockets)
         print(self.welcome, file=sys.stderr, flush=True)
 
@@ -176,189 +182,193 @@ Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
 class Endpoint:
-    """What is answered under which address."""
+    """The HTTP routes and their handlers."""
 
     def __init__(self, engine: Engine, args: ServeArgs) -> None:
         self.engine, self.models, self.capacity = engine, engine.models, engine.capacity
-        self.limit, self.most_bytes = args.max_new_tokens, round(args.max_body_mb * 1e6)
-        self.key, self.is_local = _key(args), args.host in LOCAL
+        self.limit, self.max_bytes = args.max_new_tokens, round(args.max_body_mb * 1e6)
+        self.key, self.is_local = _required_key(args), args.host in LOCAL_HOSTS
         self.page = PAGE.read_text("utf-8")
 
     def app(self) -> Starlette:
-        """The routes. Errors have the API's shape everywhere."""
+        """Return the application. All errors have the API's format."""
         routes = [
             Route("/", self.show_page),
             Route("/health", self.health),
-            Route("/v1/models", self.guarded(self.list_models)),
-            Route("/v1/models/{name:path}", self.guarded(self.show_model)),
-            Route("/v1/chat/completions", self.guarded(partial(self.answer, ChatAsked)), methods=["POST"]),
-            Route("/v1/completions", self.guarded(partial(self.answer, CompletionAsked)), methods=["POST"]),
+            Route("/v1/models", self.require_key(self.list_models)),
+            Route("/v1/models/{name:path}", self.require_key(self.show_model)),
+            Route("/v1/chat/completions", self.require_key(partial(self.answer, ChatRequest)), methods=["POST"]),
+            Route("/v1/completions", self.require_key(partial(self.answer, CompletionRequest)), methods=["POST"]),
         ]
-        # a page elsewhere may make a browser send requests here under its own name (DNS rebinding)
-        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL[:2], "[::1]"], www_redirect=False)
+        # protects against DNS rebinding: a web page that makes the browser send requests here under its own host name
+        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_HOSTS[:2], "[::1]"], www_redirect=False)
         handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _unexpected}
         return Starlette(routes=routes, middleware=[hosts] if self.is_local else [], exception_handlers=handlers)
 
-    def guarded(self, handler: Handler) -> Handler:
-        """For those with the key, where there is one."""
+    def require_key(self, handler: Handler) -> Handler:
+        """Return the handler, restricted to clients that send the key, if one is set."""
 
         async def checked(request: HttpRequest) -> Response:
-            given = request.headers.get("authorization", "").removeprefix("Bearer ")
-            # in a time that says nothing of the key
-            if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
+            sent_key = request.headers.get("authorization", "").removeprefix("Bearer ")
+            # constant-time comparison
+            if self.key is not None and not hmac.compare_digest(sent_key.encode(), self.key.encode()):
                 raise ApiError(401, "the bearer key is missing or wrong", "invalid_api_key")
             return await handler(request)
 
         return checked
 
     async def show_page(self, request: HttpRequest) -> Response:
-        """The chat."""
+        """Return the chat page."""
         return HTMLResponse(self.page, headers=HEADERS)
 
     async def health(self, request: HttpRequest) -> Response:
-        """Whether answers are made, and how many."""
+        """Return whether the engine runs, and its request counts."""
         alive = self.engine.alive
         return JSONResponse({"status": "ok" if alive else "failed", **self.engine.counts}, 200 if alive else 503)
 
     async def list_models(self, request: HttpRequest) -> Response:
-        """Everything that `model` may be."""
+        """List the models that requests can name."""
         return JSONResponse({"object": "list", "data": [self._model(name) for name in self.models]})
 
     async def show_model(self, request: HttpRequest) -> Response:
-        """One of them."""
-        return JSONResponse(self._model(self._named(request.path_params["name"])))
+        """Return one model's entry."""
+        return JSONResponse(self._model(self._check_model(request.path_params["name"])))
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": 0, "owned_by": "litft", "max_model_len": self.capacity}
 
-    def _named(self, name: str) -> str:
+    def _check_model(self, name: str) -> str:
         if name not in self.models:
-            reason = f"the model {name[:80]!r} does not exist; there is {', '.join(self.models)}"
+            reason = f"the model {name[:80]!r} does not exist; available: {', '.join(self.models)}"
             raise ApiError(404, reason, "model_not_found", "model")
         return name
 
-    async def answer(self, kind: type[Asked], request: HttpRequest) -> Response:
-        """Answers, whole or streamed; whoever goes away frees the place."""
+    async def answer(self, request_type: type[ApiRequest], request: HttpRequest) -> Response:
+        """Answer a request, as one response or a stream. A client's disconnect cancels its answers."""
         body = await self._body(request)
-        asked = parsed(kind, body)
-        name = self._named(asked.model) if asked.model else next(iter(self.models))
+        api_request = parse_request(request_type, body)
+        name = self._check_model(api_request.model) if api_request.model else next(iter(self.models))
         session = self.models[name]
-        # long prompts take long to tokenize: others are served meanwhile
-        requests = await asyncio.to_thread(asked.requests, session, self.capacity, self.limit)
-        if len(requests) > self.engine.most:
-            raise ApiError(400, f"{len(requests)} answers: this server makes and queues {self.engine.most}; ask for fewer")
+        # in a thread, because tokenizing long prompts would block other requests
+        requests = await asyncio.to_thread(api_request.requests, session, self.capacity, self.limit)
+        if len(requests) > self.engine.max_requests:
+            raise ApiError(
+                400, f"{len(requests)} answers: this server accepts at most {self.engine.max_requests}; ask for fewer"
+            )
         choices = Choices(self.engine, name, requests)
-        reply = asked.reply(name, session.tokenizer)
-        if asked.stream:
-            wants_usage = bool(asked.stream_options and asked.stream_options.include_usage)
-            first = await _unless_gone(request, choices.next())  # an error has a status of its own while nothing is sent
-            return Stream(choices, _events(choices, reply, first, wants_usage))
-        return JSONResponse(await _unless_gone(request, _whole(choices, reply)))
+        reply = api_request.reply(name, session.tokenizer)
+        if api_request.stream:
+            wants_usage = bool(api_request.stream_options and api_request.stream_options.include_usage)
+            first_chunk = await _run_until_disconnect(request, choices.next())  # an error can still set the HTTP status
+            return Stream(choices, _events(choices, reply, first_chunk, wants_usage))
+        return JSONResponse(await _run_until_disconnect(request, _collect(choices, reply)))
 
     async def _body(self, request: HttpRequest) -> bytes:
-        """A JSON body that is not too long, read no further than that."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":  # what a page elsewhere cannot send without being asked about
-            raise ApiError(415, f"content type {kind!r}: send application/json")
+        """Read a JSON body. Raise ApiError if it is too long, without reading the rest."""
+        content_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if content_type != "application/json":  # other sites cannot send this type without a CORS preflight
+            raise ApiError(415, f"content type {content_type!r}: send application/json")
         try:
-            return await asyncio.wait_for(self._read(request), PATIENCE)
+            return await asyncio.wait_for(self._read(request), REQUEST_TIMEOUT)
         except asyncio.TimeoutError:
-            raise ApiError(408, f"the request did not come whole within {PATIENCE} seconds", "timeout") from None
-        except (ClientDisconnect, asyncio.CancelledError):  # or the server ends
-            raise ApiError(499, "the request did not come whole") from None  # which nobody reads
+            raise ApiError(408, f"the request was not complete within {REQUEST_TIMEOUT} seconds", "timeout") from None
+        except (ClientDisconnect, asyncio.CancelledError):  # or the server stops
+            raise ApiError(499, "the request was incomplete") from None  # not sent: the client is gone
 
     async def _read(self, request: HttpRequest) -> bytes:
-        found = bytearray()
+        body = bytearray()
         async for part in request.stream():
-            found += part
-            if len(found) > self.most_bytes:
-                raise ApiError(413, f"the request is longer than {self.most_bytes:,} bytes; shorten it", "request_too_large")
-        return bytes(found)
+            body += part
+            if len(body) > self.max_bytes:
+                raise ApiError(413, f"the request is longer than {self.max_bytes:,} bytes; shorten it", "request_too_large")
+        return bytes(body)
 
 
 class Choices:
-    """The answers to one request on their way from the engine's thread."""
+    """The answers to one request, received from the engine's thread."""
 
     def __init__(self, engine: Engine, name: str, requests: list[Request]) -> None:
-        self.engine, self.open = engine, len(requests)
-        self._loop, self._came = asyncio.get_running_loop(), asyncio.Queue()
+        self.engine, self.num_unfinished = engine, len(requests)
+        self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue()
         try:
-            self._numbers = engine.submit(name, [(own, partial(self._deliver, index)) for index, own in enumerate(requests)])
+            self._numbers = engine.submit(
+                name, [(request, partial(self._deliver, index)) for index, request in enumerate(requests)]
+            )
         except (Overloaded, Stopping) as error:
-            raise _told(error) from None
+            raise _as_api_error(error) from None
 
     @property
     def count(self) -> int:
-        """How many there are."""
+        """Number of choices."""
         return len(self._numbers)
 
-    def _deliver(self, index: int, what: GenerationChunk | Exception) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and whoever asked with it
-            self._loop.call_soon_threadsafe(self._came.put_nowait, (index, what))
+    def _deliver(self, index: int, item: GenerationChunk | Exception) -> None:
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (index, item))
 
     async def next(self) -> tuple[int, GenerationChunk]:
-        """The next piece and whose it is; ApiError where the engine fails. Whoever stops waiting gives the answers up."""
+        """Return (index of the choice, next chunk). Raise ApiError if the engine fails. Cancelling cancels the answers."""
         try:
-            index, what = await self._came.get()
+            index, item = await self._queue.get()
         except asyncio.CancelledError:
-            self.give_up()
+            self.cancel()
             raise
-        if isinstance(what, Exception):
-            self.give_up()
-            raise _told(what)
-        self.open -= what.finish_reason is not None
-        return index, what
+        if isinstance(item, Exception):
+            self.cancel()
+            raise _as_api_error(item)
+        self.num_unfinished -= item.finish_reason is not None
+        return index, item
 
-    def give_up(self) -> None:
-        """Free the places of those that are not done."""
-        if self.open:
+    def cancel(self) -> None:
+        """Cancel the unfinished answers, which frees their rows."""
+        if self.num_unfinished:
             self.engine.cancel(self._numbers)
 
 
 class Stream(StreamingResponse):
-    """Server-sent events about answers, which are given up with them."""
+    """A stream of server-sent events. If it ends early, its answers are cancelled."""
 
     def __init__(self, choices: Choices, events: AsyncIterator[str]) -> None:
         super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self.choices = choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send them."""
+        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.choices.give_up()
+            self.choices.cancel()
 
 
-async def _whole(choices: Choices, reply: Reply) -> dict[str, Any]:
-    """Everything in one."""
-    found: list[list[GenerationChunk]] = [[] for _ in range(choices.count)]
-    while choices.open:
-        index, piece = await choices.next()
-        found[index].append(piece)
-    return reply.whole(found)
+async def _collect(choices: Choices, reply: Reply) -> dict[str, Any]:
+    """Return the complete response."""
+    chunks: list[list[GenerationChunk]] = [[] for _ in range(choices.count)]
+    while choices.num_unfinished:
+        index, chunk = await choices.next()
+        chunks[index].append(chunk)
+    return reply.full(chunks)
 
 
 async def _events(
-    choices: Choices, reply: Reply, first: tuple[int, GenerationChunk], wants_usage: bool
+    choices: Choices, reply: Reply, first_chunk: tuple[int, GenerationChunk], wants_usage: bool
 ) -> AsyncIterator[str]:
-    """Server-sent events, the last of them [DONE]."""
-    last: dict[int, GenerationChunk] = {}
+    """Yield the server-sent events of a stream; the last one is [DONE]."""
+    last_chunks: dict[int, GenerationChunk] = {}
     try:
-        following = first
+        indexed_chunk = first_chunk
         while True:
-            index, piece = following
-            opening = [] if index in last else reply.opening(index)
-            last[index] = piece
-            for choice in (*opening, reply.delta(index, piece)):
+            index, chunk = indexed_chunk
+            opening = [] if index in last_chunks else reply.opening(index)
+            last_chunks[index] = chunk
+            for choice in (*opening, reply.delta(index, chunk)):
                 yield _event(reply.chunk([choice], **({"usage": None} if wants_usage else {})))
-            if not choices.open:
+            if not choices.num_unfinished:
                 break
-            following = await choices.next()
+            indexed_chunk = await choices.next()
         if wants_usage:
-            yield _event(reply.chunk([], usage=reply.usage([last[index] for index in sorted(last)])))
+            yield _event(reply.chunk([], usage=reply.usage([last_chunks[index] for index in sorted(last_chunks)])))
         yield "data: [DONE]\n\n"
-    except ApiError as error:  # too late for a status
+    except ApiError as error:  # too late for an HTTP status
         yield _event(error.body)
 
 
@@ -366,35 +376,35 @@ def _event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, ensure_ascii=False)}\n\n"
 
 
-async def _unless_gone(request: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
-    """What `work` comes to; it is given up when the client goes away."""
-    task, gone = asyncio.create_task(work), asyncio.create_task(_gone(request))
+async def _run_until_disconnect(request: HttpRequest, work: Coroutine[Any, Any, Any]) -> Any:
+    """Return the result of `work`. It is cancelled if the client disconnects."""
+    task, disconnect = asyncio.create_task(work), asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
-            raise ApiError(499, "the client has gone")  # which nobody reads
+            raise ApiError(499, "the client disconnected")  # not sent
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
+        disconnect.cancel()
 
 
-async def _gone(request: HttpRequest) -> None:
+async def _disconnected(request: HttpRequest) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
-def _told(error: Exception) -> ApiError:
-    """An engine's error as the client hears of it."""
+def _as_api_error(error: Exception) -> ApiError:
+    """Convert an error of the engine to the response that the client gets."""
     if isinstance(error, Overloaded):
-        return ApiError(503, "as many requests wait as may; try again later", "overloaded")
+        return ApiError(503, "too many requests are waiting; try again later", "overloaded")
     if isinstance(error, Stopping):
-        return ApiError(503, "the server is being stopped", "stopping")
+        return ApiError(503, "the server is shutting down", "stopping")
     if isinstance(error, BrokenModel):
         return ApiError(500, str(error), "broken_model")
     if isinstance(error, ValueError):
         return ApiError(400, str(error))
-    return ApiError(500, f"the answer could not be made ({type(error).__name__}); the server's log says more")
+    return ApiError(500, f"generation failed ({type(error).__name__}); see the server's log")
 
 
 async def _api_error(request: HttpRequest, error: Exception) -> Response:
@@ -408,4 +418,4 @@ async def _http_error(request: HttpRequest, error: Exception) -> Response:
 
 
 async def _unexpected(request: HttpRequest, error: Exception) -> Response:
-    return JSONResponse(ApiError(500, "the server has failed; its log says more").body, 500)
+    return JSONResponse(ApiError(500, "internal server error; see the server's log").body, 500)

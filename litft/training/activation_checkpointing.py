@@ -1,4 +1,4 @@
-"""Activation checkpointing: a block, or its MLP, runs again in the backward pass instead of keeping its activations."""
+"""Activation checkpointing: blocks, or their MLPs, run again in the backward pass instead of saving their activations."""
 
 from typing import Any
 
@@ -6,26 +6,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from litft.methods.mixins import mixed
+from litft.methods.mixins import mixin_class
 from litft.model.transformer import GPT
 
-RECOMPUTED = ("none", "selective", "full")  # from the fastest to the smallest
+RECOMPUTED = ("none", "selective", "full")  # in decreasing order of speed and of memory
 
 
 class Recomputed(nn.Module):
-    """A module that keeps its inputs alone, and runs again when its gradient is asked for (arXiv 1604.06174)."""
+    """A module that saves only its inputs, and runs again in the backward pass (arXiv 1604.06174)."""
 
-    draws = False  # whether it draws random numbers, which have to be the same again
+    uses_rng = False  # whether it draws random numbers, which recomputation must repeat
 
     def forward(self, *inputs: Any) -> Tensor:
         if not torch.is_grad_enabled():
             return super().forward(*inputs)
-        return checkpoint(super().forward, *inputs, use_reentrant=False, preserve_rng_state=self.draws)
+        return checkpoint(super().forward, *inputs, use_reentrant=False, preserve_rng_state=self.uses_rng)
 
 
 def recompute(model: GPT, kind: str) -> None:
-    """full: every block. selective: every MLP, which keeps half or more of a block, and the attention nothing."""
+    """Recompute every block (full), or every MLP (selective), which saves at least half of a block's activations."""
     modules = {"none": [], "selective": [block.mlp for block in model.blocks], "full": list(model.blocks)}[kind]
     for module in modules:
-        module.__class__ = mixed(Recomputed, type(module))
-        module.draws = any(getattr(part, "lora_dropout", 0.0) for part in module.modules())
+        module.__class__ = mixin_class(Recomputed, type(module))
+        module.uses_rng = any(getattr(child, "lora_dropout", 0.0) for child in module.modules())

@@ -1,70 +1,77 @@
-"""What several devices send each other in a step, and what share of their peak is left: closed forms, no measurement.
+"""Communication volume of a step on several devices, and the resulting utilization: closed forms, not measurements.
 
-Groups of `size` devices hold all of the weights together; `replicas` groups hold the same. W is the bytes of all weights as
-they are gathered, G four bytes a trained number (gradients are reduced in fp32), a the micro-batches of a step on a device.
-A group gathers W forward and backward and scatters G, in each micro-batch; replicas add up G / size once a step. A ring over
-n devices moves (n - 1) / n of what is gathered or scattered past each of them, twice that of what is added up (Patarasuk
-and Yuan, 2009); what comes from other nodes comes once, through all ports of a node together.
+The weights are sharded over groups of `size` devices; all groups are replicas of each other. W is the bytes of all weights
+as they are gathered, G is 4 bytes per trained parameter (gradients are reduced in fp32). In each micro-batch, a group
+all-gathers W in the forward and in the backward pass, and reduce-scatters G. Once per step, replicas all-reduce G / size. In
+a ring of n devices, each device receives (n - 1) / n of the bytes of an all-gather or reduce-scatter, and twice that of an
+all-reduce (Patarasuk and Yuan, 2009). Data from other nodes arrives once per node, over all its network ports together.
 """
 
 from dataclasses import dataclass
 
 from litft.training.memory_plan import Plan
 
-UTILIZATION = 0.4  # of a chip's peak that training reaches where all goes well, and nothing is waited for
+UTILIZATION = 0.4  # fraction of a chip's peak that training reaches when nothing waits for communication
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Devices, and the bytes a second that each receives from those of its node, and from others."""
+    """Devices and their bandwidths, in bytes per second that each device receives."""
 
-    devices: int  # of a node
+    devices: int  # per node
     nodes: int
-    size: int  # of a group that holds all of the weights
-    near: float
-    far: float
+    size: int  # devices that share one copy of the weights
+    intra_node: float  # bandwidth within a node
+    inter_node: float  # bandwidth between nodes
 
 
 @dataclass(frozen=True)
 class CommunicationVolume:
-    """Bytes that each device receives in a step, from its node and from others, and seconds of its parts."""
+    """Bytes that each device receives in a step, and the step's times in seconds."""
 
-    near: float
-    far: float
-    moving: float
-    computing: float  # what the method needs
-    step: float
+    intra_node: float  # bytes from its own node
+    inter_node: float  # bytes from other nodes
+    transfer_time: float
+    compute_time: float  # without recomputation
+    step_time: float
 
     @property
     def share(self) -> float:
-        """Of the chip's peak."""
-        return UTILIZATION * self.computing / self.step
+        """Return the utilization: the fraction of the chip's peak."""
+        return UTILIZATION * self.compute_time / self.step_time
 
     def line(self, batches: int) -> str:
-        """In words."""
-        moved = f"each receives {self.near / 1e9:.3g} GB from its node and {self.far / 1e9:.3g} GB from others"
+        """Describe the step in one line."""
+        volume = f"{self.intra_node / 1e9:.3g} GB from its own node and {self.inter_node / 1e9:.3g} GB from other nodes"
         return (
-            f"a step of {batches} micro-batches on each: {self.step:.2g} s, {self.share:.0%} of the peak; {moved}, "
-            f"which takes {self.moving:.2g} s beside the products"
+            f"a step of {batches} micro-batches per device: {self.step_time:.2g} s, {self.share:.0%} of the peak; each "
+            f"device receives {volume}, which takes {self.transfer_time:.2g} s in parallel with computation"
         )
 
 
 def communication_volume(
-    plan: Plan, cluster: Cluster, batches: int, flops: float, slower: float, peak: float
+    plan: Plan, cluster: Cluster, batches: int, flops: float, slowdown: float, peak: float
 ) -> CommunicationVolume:
-    """A step of so many micro-batches on each device, of so many FLOPs each, which take `slower` times as long.
+    """Return the volume and times of a step of `batches` micro-batches per device, of `flops` FLOPs each.
 
-    What moves is hidden behind what is computed, but for the first block's gathering and the last one's scattering.
+    slowdown: factor on the compute time. peak: FLOP/s of a device. Communication overlaps with computation, except for the
+    all-gather of the first block and the reduce-scatter of the last one.
     """
-    local, spread = min(cluster.size, cluster.devices), max(1, cluster.size // cluster.devices)  # a group in and over nodes
-    beside, across = max(1, cluster.devices // cluster.size), cluster.nodes // spread  # replicas in and over nodes
+    # a group's devices within a node, and the nodes of a group; replicas within a node, and over nodes
+    group_devices, group_nodes = min(cluster.size, cluster.devices), max(1, cluster.size // cluster.devices)
+    node_replicas, replica_nodes = max(1, cluster.devices // cluster.size), cluster.nodes // group_nodes
     gradients = 4.0 * plan.trained
     gathered = batches * (2 * plan.gathered + gradients)
-    added = 2 * gradients / cluster.size
-    near = gathered * (local - 1) / local + added * (beside - 1) / beside
-    far = gathered * (spread - 1) / spread / local + added * (across - 1) / across / beside
-    moving = max(near / cluster.near, far / cluster.far)
-    computing = batches * flops * slower / (UTILIZATION * peak)
-    shown = moving / (2 * plan.blocks) if cluster.size > 1 else 0.0
-    useful = batches * flops / (UTILIZATION * peak)
-    return CommunicationVolume(near, far, moving, useful, max(computing, moving) + shown)
+    reduced = 2 * gradients / cluster.size
+    intra_node = gathered * (group_devices - 1) / group_devices + reduced * (node_replicas - 1) / node_replicas
+    inter_node = (
+        gathered * (group_nodes - 1) / group_nodes / group_devices
+        + reduced * (replica_nodes - 1) / replica_nodes / node_replicas
+    )
+    transfer_time = max(intra_node / cluster.intra_node, inter_node / cluster.inter_node)
+    busy_time = batches * flops * slowdown / (UTILIZATION * peak)
+    exposed_time = transfer_time / (2 * plan.blocks) if cluster.size > 1 else 0.0
+    useful_time = batches * flops / (UTILIZATION * peak)
+    return CommunicationVolume(
+        intra_node, inter_node, transfer_time, useful_time, max(busy_time, transfer_time) + exposed_time
+    )

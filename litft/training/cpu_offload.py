@@ -1,6 +1,6 @@
-"""What waits in the host's memory while a GPU works: activations until their gradients are asked for, or frozen weights.
+"""Offload to host memory: activations until the backward pass needs them, or the blocks' frozen weights.
 
-None of it changes what is computed, or any parameter's name.
+Results and parameter names do not change.
 """
 
 from collections.abc import Iterator
@@ -12,125 +12,133 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.weak import WeakIdKeyDictionary
 
-from litft.methods.mixins import mixed
+from litft.methods.mixins import mixin_class
 from litft.model.transformer import GPT
 
-SMALLEST = 2**20  # bytes of a tensor that is worth a copy to the host
-NEARBY = 4  # tensors behind that stay fetched, since what several products keep is asked for again
+MIN_OFFLOAD_BYTES = 2**20  # smaller tensors stay on the device
+FETCHED_TO_KEEP = 4  # tensors that stay fetched after their first use: several operations may have saved the same one
 
 
-class Copies:
-    """Copies to the host and back on a stream of their own, beside which a GPU goes on computing."""
+class HostCopies:
+    """Copies to host memory and back on a separate CUDA stream, while the GPU continues to compute."""
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
         self.stream = torch.cuda.Stream(device) if self.on_gpu else None
 
-    def begin(self) -> Any:
-        """The context in which copies are made: after all that is queued by now."""
+    def copy_context(self) -> Any:
+        """Return the context for copies: the copy stream, after everything queued so far."""
         if not self.on_gpu:
             return nullcontext()
         self.stream.wait_stream(torch.cuda.current_stream(self.device))
         return torch.cuda.stream(self.stream)
 
     def to_host(self, tensor: Tensor) -> Tensor:
-        """A copy in pinned memory, complete when `done` has been called."""
-        with self.begin():
+        """Copy to pinned host memory; complete after `wait`."""
+        with self.copy_context():
             host = torch.empty_like(tensor, device="cpu", pin_memory=self.on_gpu).copy_(tensor, non_blocking=True)
         if self.on_gpu:
-            tensor.record_stream(self.stream)  # its memory is not given away before it is copied
+            tensor.record_stream(self.stream)  # its memory is not reused before the copy is complete
         return host
 
     def to_device(self, host: Tensor) -> Tensor:
-        """A copy on the device, complete when `done` has been called."""
-        with self.begin():
+        """Copy to the device; complete after `wait`."""
+        with self.copy_context():
             return host.to(self.device, non_blocking=True, copy=True)
 
-    def done(self, *tensors: Tensor) -> None:
-        """What is computed from now on sees the copies; `tensors` are those that it uses."""
+    def wait(self, *tensors: Tensor) -> None:
+        """Make the compute stream wait for the copies; `tensors` are the copies that it will use."""
         if self.on_gpu:
             torch.cuda.current_stream(self.device).wait_stream(self.stream)
             for tensor in tensors:
                 tensor.record_stream(torch.cuda.current_stream(self.device))
 
 
-class Kept(saved_tensors_hooks):
-    """What autograd keeps within this context waits in the host's memory; each is fetched while the one after it is used.
+class SavedTensorOffload(saved_tensors_hooks):
+    """Offloads the tensors that autograd saves in this context; the next one is prefetched while one is used.
 
-    Weights, whose storages are `staying`, and small tensors stay where they are. What several products keep is copied once.
+    Weights, whose storages are in `weight_storages`, and small tensors stay on the device. A tensor that several operations
+    save is copied once.
     """
 
-    def __init__(self, copies: Copies, staying: set[int]) -> None:
-        self.copies, self.staying = copies, staying
-        self.hosts: list[Tensor] = []
-        self.numbers = WeakIdKeyDictionary()  # by storage, then by what of it is kept
+    def __init__(self, copies: HostCopies, weight_storages: set[int]) -> None:
+        self.copies, self.weight_storages = copies, weight_storages
+        self.host_tensors: list[Tensor] = []
+        self.indices = WeakIdKeyDictionary()  # storage -> view of it -> index in host_tensors
         self.fetched: dict[int, Tensor] = {}
         super().__init__(self.pack, self.unpack)
 
     def pack(self, tensor: Tensor) -> Tensor | int:
-        """Its number, once it is on its way."""
-        storage, elsewhere = tensor.untyped_storage(), tensor.device.type != self.copies.device.type
-        if storage.data_ptr() in self.staying or tensor.nbytes < SMALLEST or elsewhere:
+        """Start the copy to the host, and return its index; return the tensor itself if it stays on the device."""
+        storage, is_elsewhere = tensor.untyped_storage(), tensor.device.type != self.copies.device.type
+        if storage.data_ptr() in self.weight_storages or tensor.nbytes < MIN_OFFLOAD_BYTES or is_elsewhere:
             return tensor
-        known = self.numbers.setdefault(storage, {})
+        indices = self.indices.setdefault(storage, {})
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-        if view not in known:
-            self.hosts.append(self.copies.to_host(tensor))
-            known[view] = len(self.hosts) - 1
-        return known[view]
+        if view not in indices:
+            self.host_tensors.append(self.copies.to_host(tensor))
+            indices[view] = len(self.host_tensors) - 1
+        return indices[view]
 
-    def unpack(self, kept: Tensor | int) -> Tensor:
-        """The tensor; the one that was kept before it is asked for next."""
-        if isinstance(kept, Tensor):
-            return kept
-        for number in (kept, kept - 1):
-            if number >= 0 and number not in self.fetched:
-                self.fetched[number] = self.copies.to_device(self.hosts[number])
-            if number == kept:
-                self.copies.done(self.fetched[kept])
-        for number in [number for number in self.fetched if number > kept + NEARBY]:
-            del self.fetched[number]
-        return self.fetched[kept]
+    def unpack(self, packed: Tensor | int) -> Tensor:
+        """Return the tensor, and prefetch the one saved before it, which the backward pass needs next."""
+        if isinstance(packed, Tensor):
+            return packed
+        for index in (packed, packed - 1):
+            if index >= 0 and index not in self.fetched:
+                self.fetched[index] = self.copies.to_device(self.host_tensors[index])
+            if index == packed:
+                self.copies.wait(self.fetched[packed])
+        for index in [index for index in self.fetched if index > packed + FETCHED_TO_KEEP]:
+            del self.fetched[index]
+        return self.fetched[packed]
 
 
-class Offloaded(nn.Module):
-    """A network that keeps nothing on the device for its backward but weights and what is small."""
+class ActivationOffload(nn.Module):
+    """A network whose activations are in host memory between forward and backward."""
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return super().forward(*inputs, **named)
-        staying = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
-        with Kept(self.copies, staying):
-            return super().forward(*inputs, **named)
+            return super().forward(*inputs, **kwargs)
+        weight_storages = {parameter.untyped_storage().data_ptr() for parameter in self.parameters()}
+        with SavedTensorOffload(self.copies, weight_storages):
+            return super().forward(*inputs, **kwargs)
 
 
 def offload_activations(model: GPT, device: torch.device) -> None:
-    """Let `model` keep its activations in the host's memory between forward and backward."""
-    model.__class__ = mixed(Offloaded, type(model))
-    model.copies = Copies(device)
+    """Make `model` keep its activations in host memory between forward and backward."""
+    model.__class__ = mixin_class(ActivationOffload, type(model))
+    model.copies = HostCopies(device)
 
 
 # ---- frozen weights -------------------------------------------------------------------------------------------------
 
 
-def waits(parameter: nn.Parameter) -> bool:
-    """Whether a block's parameter may wait on the host: it is not trained, and worth a copy."""
-    return not parameter.requires_grad and parameter.nbytes >= SMALLEST
+def is_offloadable(parameter: nn.Parameter) -> bool:
+    """Return whether a block's parameter can be offloaded: it is frozen and large enough."""
+    return not parameter.requires_grad and parameter.nbytes >= MIN_OFFLOAD_BYTES
 
 
-class Waiting(NamedTuple):
-    """A frozen weight, and what it holds in the host's memory."""
+class HostWeight(NamedTuple):
+    """A frozen weight, and its values in host memory."""
 
     parameter: nn.Parameter
     host: Tensor
 
 
-class Weights:
-    """The blocks' frozen weights, in pinned memory; those of two blocks at most are on the device."""
+class BlockWeights:
+    """The blocks' frozen weights in pinned host memory; those of at most two blocks are on the device."""
 
-    def __init__(self, copies: Copies, blocks: nn.ModuleList) -> None:
+    def __init__(self, copies: HostCopies, blocks: nn.ModuleList) -> None:
         self.copies = copies
-        self.waiting = [[Waiting(p, self._pinned(p.data)) for p in block.parameters() if waits(p)] for block in blocks]
+        self.by_block = [
+            [
+                HostWeight(parameter, self._pinned(parameter.data))
+                for parameter in block.parameters()
+                if is_offloadable(parameter)
+            ]
+            for block in blocks
+        ]
         self.fetched: dict[int, list[Tensor]] = {}
         self.last = -1
 
@@ -139,48 +147,52 @@ class Weights:
         return tensor.pin_memory() if self.copies.on_gpu else tensor
 
     @contextmanager
-    def there(self, number: int) -> Iterator[None]:
-        """Inside, the weights of this block are on the device, and those of the block after it are on their way."""
-        ahead = number - 1 if 0 < number <= self.last else number + 1  # the backward pass goes down
+    def on_device(self, number: int) -> Iterator[None]:
+        """Within the context, the weights of block `number` are on the device, and the next block's are prefetched."""
+        next_number = number - 1 if 0 < number <= self.last else number + 1  # the backward pass goes down
         self.last = number
         self._fetch(number)
-        self.copies.done(*self.fetched[number])
-        self.fetched = {each: tensors for each, tensors in self.fetched.items() if each in (number, ahead)}
-        if ahead < len(self.waiting):
-            self._fetch(ahead)
+        self.copies.wait(*self.fetched[number])
+        self.fetched = {index: tensors for index, tensors in self.fetched.items() if index in (number, next_number)}
+        if next_number < len(self.by_block):
+            self._fetch(next_number)
         try:
-            for (parameter, _), tensor in zip(self.waiting[number], self.fetched[number], strict=True):
+            for (parameter, _), tensor in zip(self.by_block[number], self.fetched[number], strict=True):
                 parameter.data = tensor
             yield
         finally:
-            for parameter, host in self.waiting[number]:
+            for parameter, host in self.by_block[number]:
                 parameter.data = host
             self.fetched.pop(number, None)
 
     def _fetch(self, number: int) -> None:
         if number not in self.fetched:
-            self.fetched[number] = [self.copies.to_device(host) for _, host in self.waiting[number]]
+            self.fetched[number] = [self.copies.to_device(host) for _, host in self.by_block[number]]
 
 
 class FetchedBlock(nn.Module):
-    """A block whose weights are there while it runs. What autograd keeps of them stays: so it has to be recomputed."""
+    """A block whose weights are on the device while it runs. It must be recomputed, or autograd would keep them alive."""
 
     def forward(self, *inputs: Any) -> Tensor:
-        with self.weights.there(self.number):
+        with self.weights.on_device(self.number):
             return super().forward(*inputs)
 
 
 def offload_parameters(model: GPT, device: torch.device) -> None:
-    """Let the blocks' frozen weights wait on the host, and move all else to the device; `recompute` "full" next."""
-    weights = Weights(Copies(device), model.blocks)
-    for waiting in weights.waiting:
-        for parameter, host in waiting:
+    """Keep the blocks' frozen weights in host memory, and move all other tensors to the device.
+
+    The blocks must then be recomputed: call `recompute` with "full".
+    """
+    weights = BlockWeights(HostCopies(device), model.blocks)
+    for host_weights in weights.by_block:
+        for parameter, host in host_weights:
             parameter.data = host
-    aside = {id(parameter) for waiting in weights.waiting for parameter, _ in waiting}
-    others = (tensor for module in model.modules() for tensor in module.__dict__.get("others", {}).values())
-    for tensor in (*model.parameters(), *model.buffers(), *others):
-        if id(tensor) not in aside:
+    offloaded = {id(parameter) for host_weights in weights.by_block for parameter, _ in host_weights}
+    # base parameters that a trained copy replaces
+    inactive = (tensor for module in model.modules() for tensor in module.__dict__.get("inactive", {}).values())
+    for tensor in (*model.parameters(), *model.buffers(), *inactive):
+        if id(tensor) not in offloaded:
             tensor.data = tensor.data.to(device)
     for number, block in enumerate(model.blocks):
-        block.__class__ = mixed(FetchedBlock, type(block))
+        block.__class__ = mixin_class(FetchedBlock, type(block))
         block.weights, block.number = weights, number

@@ -1,6 +1,6 @@
 """What a run would do, as text: its data, samples as the model reads them, its plan.
 
-The command `prepare_data` and the `--dry_run` of every fine-tuning script.
+Used by the command `prepare_data`, the `--dry_run` of every fine-tuning command, and the first lines of every run.
 """
 
 import os
@@ -17,12 +17,12 @@ from litft.data.encoder import Sample
 from litft.data.packing import num_slots
 from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.devices import shards
+from litft.distributed.devices import num_shards
 from litft.model.loss import IGNORED
 from litft.pretrained import resolve
 from litft.training.communication_plan import UTILIZATION
 from litft.training.flops import peak_flops
-from litft.training.memory_plan import in_words
+from litft.training.memory_plan import format_bytes
 from litft.training.schedule import Schedule
 from litft.training.settings import Settings
 from litft.training.setup import Setup
@@ -33,13 +33,11 @@ STRATEGIES = {
     "hsdp": "each device holds a part of the weights and of the optimizer's state, and each {size} devices all of them",
 }
 GREEN, OFF = "\033[32m", "\033[0m"
-
-
-MARKS = "⟦", "⟧"  # where there is no colour
+MARKS = "⟦", "⟧"  # without colours
 
 
 def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
-    """What a run would do, said by the first process."""
+    """Print what a run would do, in the first process."""
     if global_rank() != "0":
         return
     for line in data_report(schedule, setup.tokenizer, count=3):
@@ -50,7 +48,7 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
 
 
 def prepare_data(args: PrepareArgs) -> None:
-    """Tokenize the data into the cache, and show what became of it."""
+    """Tokenize the data into the cache, and print what became of it."""
     finetuning = LoRAFinetuneArgs(checkpoint_dir=args.checkpoint_dir, base_dir=args.base_dir, data=args.data)
     finetuning.train.global_batch_size = args.global_batch_size
     source = resolve(args.checkpoint_dir, args.base_dir)
@@ -61,7 +59,7 @@ def prepare_data(args: PrepareArgs) -> None:
 
 
 def data_report(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
-    """All there is to know of the data before it is trained on."""
+    """Everything about the data before training: counts, problems, lengths, and the first `count` samples."""
     yield from data_lines(schedule, tokenizer)
     yield from details(schedule.data)
     yield "training examples by length:"
@@ -70,7 +68,7 @@ def data_report(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterato
 
 
 def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
-    """The data, in a line a file and a line on how they are laid out."""
+    """The data: a line per file, the steps, and the packing, with warnings."""
     data = schedule.data
     for name, report in data.reports.items():
         yield f"{name}: {file_line(report)}"
@@ -86,31 +84,31 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     if unknown := unknown_tokens(tokenizer):
         texts = ",".join(unknown)
         remedy = f"--data.new_tokens '{texts}' makes them tokens"
-        yield f"warning: the tokenizer does not know the template's {texts}; {remedy}"
+        yield f"warning: the tokenizer has no token for the template's {texts}; {remedy}"
     if len(data.duplicates):
         yield (
-            f"warning: {len(data.duplicates):,} training examples are in the validation part too, token for token; "
-            "validation will look better than it is"
+            f"warning: {len(data.duplicates):,} training examples are also in the validation set, token for token; "
+            "the validation loss will look better than it is"
         )
 
 
 def packing_line(schedule: Schedule) -> str:
-    """How full the rows are, over the first 200 steps."""
-    fed, peft_targets, rows, steps = 0, 0, 0, range(min(schedule.steps, 200))
+    """How full the rows of the first 200 steps are."""
+    fed, slots, rows, steps = 0, 0, 0, range(min(schedule.steps, 200))
     for lengths in map(schedule.lengths, steps):
         fed += int(lengths.sum())
         for batch in schedule.layout.plan(lengths.tolist()):
-            peft_targets, rows = peft_targets + num_slots(lengths, batch), rows + len(batch)
+            slots, rows = slots + num_slots(lengths, batch), rows + len(batch)
     room = (
         f"packed into rows of at most {schedule.data.limit:,} tokens"
         if schedule.layout.row_tokens
         else "a row for each example"
     )
-    return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / peft_targets:.1%} padding"
+    return f"{room}: {rows / len(steps):.1f} rows a step, {1 - fed / slots:.1%} padding"
 
 
 def file_line(report: EncodingReport) -> str:
-    """A file's counts."""
+    """The counts of one data file."""
     formats = ", ".join(f"{name} {count:,}" if len(report.formats) > 1 else name for name, count in report.formats.items())
     parts = [
         f"{_count(report.records, 'record')} ({formats}), {report.tokens:,} tokens, {report.supervised:,} of them learned"
@@ -125,24 +123,24 @@ def _count(number: int, noun: str) -> str:
 
 
 def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float | None) -> Iterator[str]:
-    """What the run needs, on the machine at hand."""
+    """What the run needs: parameters, strategy, memory and time on this machine; `peak`: FLOP/s of a device."""
     plan, device = settings.plan, settings.device
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     what = f"{setup.source.folder} in {settings.precision if setup.quantize == 'none' else setup.quantize}"
     yield f"{what}: {plan.title_line(setup.method.title)}"
     if settings.strategy != "single":
-        size = shards(setup.args, settings.strategy)
+        size = num_shards(setup.args, settings.strategy)
         yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"
     recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
     yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
-    yield time_line(schedule.flops(plan.flops), settings.slower, "the run", chip, peak, schedule.layout.ranks)
-    if plan.memory.peak > settings.there:
+    yield time_line(schedule.flops(plan.flops), settings.slowdown, "the run", chip, peak, schedule.layout.ranks)
+    if plan.memory.peak > settings.device_bytes:
         flag = "--train.micro_batch_size" if schedule.layout.rows > 1 else "--data.max_seq_length"
-        yield f"warning: that is more than the {in_words(settings.there)} there are; lower {flag}"
+        yield f"warning: that is more than the {format_bytes(settings.device_bytes)} there are; lower {flag}"
 
 
 def time_line(flops: float, slower: float, what: str, chip: str, peak: float | None, devices: int) -> str:
-    """What so many FLOPs, which take `slower` times as long, come to on so many chips that can do `peak` a second."""
+    """The time of `flops` FLOPs on `devices` chips with `peak` FLOP/s each; times `slower`."""
     time = "whose peak is not known"
     if peak:
         time = f"{duration(flops * slower / (peak * UTILIZATION * devices))} at {UTILIZATION:.0%} of its peak"
@@ -151,50 +149,50 @@ def time_line(flops: float, slower: float, what: str, chip: str, peak: float | N
 
 
 def duration(seconds: float) -> str:
-    """In the unit that fits."""
+    """A time in the largest unit that fits, with two digits."""
     size, unit = next((row for row in ((86400, "days"), (3600, "hours"), (60, "minutes")) if seconds >= row[0]), (1, "s"))
     return f"{seconds / size:.2g} {unit}"
 
 
 def details(data: DataSplits) -> Iterator[str]:
-    """Which records something happened to: the first few of each kind."""
+    """The first few records with each kind of note or problem."""
     for name, report in data.reports.items():
-        for note, (count, places) in report.notes.items():
-            found = ", ".join(place.removeprefix(f"{name}, ") for place in places)
-            yield f"  {note}: {found}{' ...' if count > len(places) else ''}"
+        for note, (count, first_records) in report.notes.items():
+            records = ", ".join(record.removeprefix(f"{name}, ") for record in first_records)
+            yield f"  {note}: {records}{' ...' if count > len(first_records) else ''}"
         yield from (f"  bad: {message}" for message in report.bad[1])
         if (more := report.bad[0] - len(report.bad[1])) > 0:
             yield f"  bad: {more:,} more"
 
 
 def histogram_lines(lengths: np.ndarray) -> Iterator[str]:
-    """The same as text."""
+    """A histogram of lengths as text."""
     bars = histogram(lengths)
-    most = max(count for _, _, count in bars)
+    largest = max(count for _, _, count in bars)
     for low, high, count in bars:
-        yield f"  {low:7,} to {high:7,} tokens {'█' * round(40 * count / most):<40} {count:,}"
+        yield f"  {low:7,} to {high:7,} tokens {'█' * round(40 * count / largest):<40} {count:,}"
 
 
 def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
-    """The first samples of the run."""
+    """The first samples of the run, as the model reads them."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     train = schedule.data.train
     for number in schedule.order.indices(0, min(count, schedule.order.size)):
         sample = train[number]
         yield f"\n--- training example {number}: {sample.tokens.numel():,} tokens, {sample.supervised:,} learned"
-        yield shown(sample, tokenizer, colour)
+        yield marked_text(sample, tokenizer, colour)
 
 
-def shown(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
-    """A sample as the model reads it, with what is learned in colour, or between marks."""
+def marked_text(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:
+    """A sample's text, with its target tokens in colour or between marks."""
     counted = (sample.targets != IGNORED).tolist()
     ids = [*sample.tokens.tolist(), *sample.targets[-1:].tolist() * counted[-1]]
-    learned = [False, *counted[:-1], *[True] * counted[-1]]
+    is_target = [False, *counted[:-1], *[True] * counted[-1]]
     begin, end = (GREEN, OFF) if colour else MARKS
-    text, before = "", 0
+    text, shown = "", 0
     for at in range(1, len(ids) + 1):
-        if at == len(ids) or learned[at] != learned[at - 1]:
-            whole = tokenizer.decode(ids[:at], skip_special=False)
-            text += f"{begin}{whole[before:]}{end}" if learned[at - 1] else whole[before:]
-            before = len(whole)
+        if at == len(ids) or is_target[at] != is_target[at - 1]:
+            prefix = tokenizer.decode(ids[:at], skip_special=False)
+            text += f"{begin}{prefix[shown:]}{end}" if is_target[at - 1] else prefix[shown:]
+            shown = len(prefix)
     return text

@@ -1,4 +1,4 @@
-"""What a step computes: the FLOPs a method needs, and what a chip can do."""
+"""FLOPs of a training step, and the peak FLOP/s of a chip."""
 
 import re
 import time
@@ -13,8 +13,8 @@ from litft.data.encoder import Sample
 from litft.model.mlp import ExpertLinear, MoE
 from litft.model.transformer import GPT
 
-# Dense peak TFLOP/s in bf16 and fp32 (TF32 is off) by a part of the name that torch reports: the makers' data sheets.
-# The first match wins, so that an L40S is not taken for an L4, nor "NVIDIA H100 PCIe" for the faster SXM board.
+# Dense peak TFLOP/s in bf16 and fp32 (TF32 is off), from the vendors' data sheets. The pattern matches a part of the name
+# that torch reports. The first match wins: an L40S is not an L4, and "NVIDIA H100 PCIe" is not the faster SXM board.
 CHIPS: tuple[tuple[str, float, float], ...] = (
     (r"\bB300\b", 2250.0, 75.0),
     (r"\bGB200\b", 2500.0, 80.0),
@@ -44,14 +44,14 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
 
 
 def peak_flops(device: torch.device, precision: str) -> float | None:
-    """FLOP/s that `device` can do at most in `precision`: from CHIPS, or on a CPU measured; None where not known."""
+    """Return the peak FLOP/s of `device` in `precision`: from CHIPS, or measured on a CPU; None if unknown."""
     if device.type == "cpu":
         return _measure_matmul(torch.bfloat16 if precision.startswith("bf16") else torch.float32)
-    return peak_of(torch.cuda.get_device_name(device), precision)
+    return chip_peak_flops(torch.cuda.get_device_name(device), precision)
 
 
-def peak_of(chip: str, precision: str) -> float | None:
-    """FLOP/s that a chip of this name can do at most, by the table; None where it is not there."""
+def chip_peak_flops(chip: str, precision: str) -> float | None:
+    """Return the peak FLOP/s of the chip with this name, from CHIPS; None if it is not listed."""
     for pattern, bf16, fp32 in CHIPS:
         if re.search(pattern, chip, re.IGNORECASE):
             return (bf16 if precision.startswith("bf16") else fp32) * 1e12 or None
@@ -60,7 +60,7 @@ def peak_of(chip: str, precision: str) -> float | None:
 
 @cache
 def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 30, limit: float = 0.3) -> float:
-    """FLOP/s of the fastest of some matrix products, at most `limit` seconds of them: other programs come and go."""
+    """Return the FLOP/s of the fastest of up to `repeats` products within `limit` seconds: other programs interfere."""
     a = torch.randn(size, size).to(dtype)
     a @ a
     seconds: list[float] = []
@@ -72,23 +72,23 @@ def _measure_matmul(dtype: torch.dtype, size: int = 1024, repeats: int = 30, lim
 
 
 class Flops:
-    """FLOPs that training a sample needs: forward, input gradients, and weight gradients where weights are trained.
+    """FLOPs of training on a sample: forward, input gradients, and weight gradients of trained weights.
 
-    Attention counts the keys that a query really sees, the head only the supervised tokens; recomputation counts nothing.
+    Attention counts only the keys that a query attends to, the head only the target tokens. Recomputation is not counted.
     """
 
     def __init__(self, model: GPT) -> None:
         head = model.lm_head.weight
-        inner = {id(module) for block in model.blocks for module in block.mlp.modules()}
+        mlp_modules = {id(module) for block in model.blocks for module in block.mlp.modules()}
         matrices = [
-            (_size(m, n, p) * part, p.requires_grad, id(m) in inner)
-            for m, part in _linears(model)
-            for n, p in m.named_parameters()
-            if n != "bias" and p is not head
+            (_num_weights(linear, name, parameter) * fraction, parameter.requires_grad, id(linear) in mlp_modules)
+            for linear, fraction in _linears(model)
+            for name, parameter in linear.named_parameters()
+            if name != "bias" and parameter is not head
         ]
         self.per_token = sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices)
-        # of a token's forward, which recomputation makes again
-        self.forward = {
+        # extra forward FLOPs per token for each kind of recomputation
+        self.recompute_per_token = {
             "none": 0.0,
             "selective": sum(2 * size for size, _, in_mlp in matrices if in_mlp),
             "full": sum(2 * size for size, _, _ in matrices),
@@ -96,37 +96,37 @@ class Flops:
         self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
         config = model.config
         self.windows = [layer.window for layer in config.layers]
-        self.per_pair = 2 * 2 * config.n_heads * config.head_dim * 3  # QK and PV; their backward is twice the forward
+        self.per_pair = 2 * 2 * config.n_heads * config.head_dim * 3  # QK and PV; backward costs twice the forward
 
     def __call__(self, samples: Sequence[Sample]) -> float:
-        """FLOPs of one step over `samples`."""
-        return self.of([sample.tokens.numel() for sample in samples], [sample.supervised for sample in samples])
+        """Return the FLOPs of one step over `samples`."""
+        return self.for_lengths([sample.tokens.numel() for sample in samples], [sample.supervised for sample in samples])
 
-    def of(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
-        """FLOPs over samples of these lengths, with so many tokens that the loss counts."""
+    def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
+        """Return the FLOPs over samples with these lengths and counts of target tokens."""
         lengths = np.asarray(lengths, np.float64)
-        pairs = sum(_pairs(lengths, window).sum() for window in self.windows)
+        pairs = sum(_attention_pairs(lengths, window).sum() for window in self.windows)
         return float(self.per_token * lengths.sum() + self.per_target * np.sum(supervised) + self.per_pair * pairs)
 
 
-def _size(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter) -> int:
-    """How many numbers a parameter stands for; a weight may be packed."""
+def _num_weights(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter) -> int:
+    """Return the number of elements of a parameter, before quantization packed it."""
     if name != "weight":
         return parameter.numel()
     return linear.in_features * linear.out_features * getattr(linear, "count", 1)
 
 
 def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
-    """Every Linear, and the part of its rows that a token is multiplied with: of experts, the chosen ones."""
+    """Yield every Linear with the fraction of it that a token is multiplied with: top_k / count for experts, else 1."""
     for module in model.modules():
         if isinstance(module, nn.Linear):
             yield module, 1.0
         elif isinstance(module, MoE):
-            chosen = module.top_k / module.count
-            yield from ((linear, chosen) for linear in module.experts.children())
+            active = module.top_k / module.count
+            yield from ((linear, active) for linear in module.experts.children())
 
 
-def _pairs(tokens: np.ndarray, window: int | None) -> np.ndarray:
-    """How many (query, key) pairs causal attention over so many tokens has."""
-    w = np.minimum(window, tokens) if window else tokens
-    return w * (w + 1) / 2 + (tokens - w) * w
+def _attention_pairs(tokens: np.ndarray, window: int | None) -> np.ndarray:
+    """Return the number of (query, key) pairs of causal attention over sequences of `tokens` tokens."""
+    span = np.minimum(window, tokens) if window else tokens
+    return span * (span + 1) / 2 + (tokens - span) * span

@@ -1,4 +1,4 @@
-"""report.html: a run on one page that needs nothing else, neither scripts nor the network."""
+"""report.html: a self-contained page about a run, without scripts or network access."""
 
 import csv
 import html
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from litft.run_dir import CONFIG, write_whole
+from litft.run_dir import CONFIG, atomic_write
 
-POINTS = 400  # of a curve; longer ones are drawn as the means of as many stretches
+POINTS = 400  # maximum number of points of a curve; longer curves are averaged over intervals
 TICKS = 4
 
 Points = list[tuple[float, float]]
@@ -17,22 +17,22 @@ Points = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class Report:
-    """What a page tells beside the run's own files: config.yaml and metrics.csv."""
+    """What the page shows in addition to the run's config.yaml and metrics.csv."""
 
     title: str
-    summary: Sequence[str]  # what came out
-    setup: Sequence[str]  # the data, the plan
+    summary: Sequence[str]  # the results
+    setup: Sequence[str]  # the data and the plan
     machine: Sequence[str]
-    lengths: Sequence[tuple[int, int, int]]  # tokens from, to, and how many examples have as many
+    lengths: Sequence[tuple[int, int, int]]  # histogram: tokens from, tokens to, number of examples
     answers: Sequence[dict[str, str | int]]  # step, prompt, answer
 
 
-# title, columns, whether the axis begins at 0
+# title, columns, whether the y-axis starts at 0
 CHARTS = (
-    ("Loss a token", ("loss", "val_loss"), False),
+    ("Loss per token", ("loss", "val_loss"), False),
     ("Learning rate", ("learning_rate",), True),
-    ("Gradient's 2-norm, before clipping", ("grad_norm",), True),
-    ("Tokens a second", ("tokens_per_second",), True),
+    ("Gradient norm (L2), before clipping", ("grad_norm",), True),
+    ("Tokens per second", ("tokens_per_second",), True),
 )
 SCORES = (
     ("step", "step", "{:.0f}"),
@@ -45,7 +45,7 @@ NAMES = {"loss": "training", "val_loss": "validation"}
 
 
 def write_report(folder: Path, report: Report) -> None:
-    """Write the page into a run's folder."""
+    """Write report.html into the run folder."""
     with (folder / "metrics.csv").open(newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
     charts = [chart(title, {c: points(rows, c) for c in columns}, zero) for title, columns, zero in CHARTS]
@@ -56,11 +56,11 @@ def write_report(folder: Path, report: Report) -> None:
         f"<div class=charts>{''.join(charts)}</div>",
         _validations(rows),
         _answers(report.answers),
-        "<h2>The examples by length</h2>",
+        "<h2>Example lengths</h2>",
         _bars(report.lengths),
-        "<h2>The data and the plan</h2>",
+        "<h2>Data and plan</h2>",
         _list(report.setup),
-        "<h2>The machine</h2>",
+        "<h2>Machine</h2>",
         _list(report.machine),
         f"<details><summary>{CONFIG}</summary><pre>{html.escape((folder / CONFIG).read_text('utf-8'))}</pre></details>",
     ]
@@ -69,45 +69,47 @@ def write_report(folder: Path, report: Report) -> None:
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(report.title)}</title><style>{STYLE}</style></head>"
     )
-    write_whole(folder / "report.html", f"{head}<body><main>{''.join(filter(None, parts))}</main></body></html>\n")
+    atomic_write(folder / "report.html", f"{head}<body><main>{''.join(filter(None, parts))}</main></body></html>\n")
 
 
 def points(rows: list[dict[str, float]], column: str) -> Points:
-    """A column by step, its values that are numbers, in as many points as are drawn."""
-    found = [(row["step"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
-    size = -(-len(found) // POINTS) or 1
-    stretches = [found[start : start + size] for start in range(0, len(found), size)]
-    return [tuple(math.fsum(values) / len(values) for values in zip(*stretch, strict=True)) for stretch in stretches]
+    """Return the (step, value) pairs of a column with finite values, averaged to at most POINTS points."""
+    values = [(row["step"], row[column]) for row in rows if math.isfinite(row.get(column, math.nan))]
+    size = -(-len(values) // POINTS) or 1
+    intervals = [values[start : start + size] for start in range(0, len(values), size)]
+    return [tuple(math.fsum(axis) / len(axis) for axis in zip(*interval, strict=True)) for interval in intervals]
 
 
-def chart(title: str, series: dict[str, Points], zero: bool) -> str:
-    """Curves over the steps; nothing where there are no points."""
-    every = [point for points in series.values() for point in points]
-    if not every:
+def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
+    """Return an SVG figure of curves over the steps; an empty string if no curve has points."""
+    all_points = [point for points in series.values() for point in points]
+    if not all_points:
         return ""
-    right = max(x for x, _ in every)
-    lowest, highest = min(y for _, y in every), max(y for _, y in every)
-    marks = ticks(0.0 if zero else lowest, highest)
-    low, high = marks[0], marks[-1]
+    last_step = max(x for x, _ in all_points)
+    lowest, highest = min(y for _, y in all_points), max(y for _, y in all_points)
+    y_ticks = ticks(0.0 if from_zero else lowest, highest)
+    low, high = y_ticks[0], y_ticks[-1]
 
-    def at(value: float) -> str:
+    def y_percent(value: float) -> str:
         return f"{100 * (high - value) / (high - low):.2f}"
 
-    def across(step: float) -> str:
-        return f"{100 * step / max(right, 1):.2f}"
+    def x_percent(step: float) -> str:
+        return f"{100 * step / max(last_step, 1):.2f}"
 
     lines, legend = [], []
     for number, (column, curve) in enumerate(series.items()):
-        path = " ".join(f"{across(x)},{at(y)}" for x, y in curve)
+        path = " ".join(f"{x_percent(x)},{y_percent(y)}" for x, y in curve)
         if len(curve) == 1:
-            path += f" {across(curve[0][0] + right / 100)},{at(curve[0][1])}"
+            path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
         lines.append(f'<polyline class="curve c{number}" points="{path}"/>')
         if len(series) > 1 and curve:
             legend.append(f'<span class="key c{number}">{NAMES[column]} {curve[-1][1]:.4g}</span>')
-    grid = "".join(f'<line x1="0" x2="100" y1="{at(y)}" y2="{at(y)}"/>' for y in marks)
-    labels = "".join(f'<span style="top:{at(y)}%">{_short(y)}</span>' for y in marks)
-    steps = "".join(f'<span style="left:{across(x)}%">{_short(x)}</span>' for x in ticks(0, max(right, 1)) if x <= right)
-    label = f"{title}, from {lowest:.4g} to {highest:.4g} over {right:.0f} steps"
+    grid = "".join(f'<line x1="0" x2="100" y1="{y_percent(y)}" y2="{y_percent(y)}"/>' for y in y_ticks)
+    labels = "".join(f'<span style="top:{y_percent(y)}%">{_short(y)}</span>' for y in y_ticks)
+    steps = "".join(
+        f'<span style="left:{x_percent(x)}%">{_short(x)}</span>' for x in ticks(0, max(last_step, 1)) if x <= last_step
+    )
+    label = f"{title}, from {lowest:.4g} to {highest:.4g} over {last_step:.0f} steps"
     return (
         f"<figure><figcaption>{html.escape(title)}{''.join(legend)}</figcaption><div class=plot>"
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{html.escape(label)}">'
@@ -116,11 +118,11 @@ def chart(title: str, series: dict[str, Points], zero: bool) -> str:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers, evenly apart, of which the first is not above `low` and the last not below `high`."""
+    """Return evenly spaced round numbers that cover the interval from `low` to `high`."""
     span = (high - low) or abs(high) or 1.0
-    raw = span / TICKS
-    scale = 10.0 ** math.floor(math.log10(raw))
-    step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw * 0.999)
+    raw_step = span / TICKS
+    scale = 10.0 ** math.floor(math.log10(raw_step))
+    step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw_step * 0.999)
     first = math.floor(low / step + 1e-9)
     last = max(math.ceil(high / step - 1e-9), first + 1)
     return [number * step for number in range(first, last + 1)]
@@ -136,44 +138,44 @@ def _list(lines: Sequence[str], kind: str = "") -> str:
 
 
 def _validations(rows: list[dict[str, float]]) -> str:
-    """A table of the validations."""
-    found = [row for row in rows if "val_loss" in row]
-    if not found:
+    """Return a table of the validations."""
+    validations = [row for row in rows if "val_loss" in row]
+    if not validations:
         return ""
-    there = [item for item in SCORES if any(item[0] in row for row in found)]
-    head = "".join(f"<th>{title}</th>" for _, title, _ in there)
+    columns = [item for item in SCORES if any(item[0] in row for row in validations)]
+    head = "".join(f"<th>{title}</th>" for _, title, _ in columns)
     body = ""
-    for row in found:
-        num_slots = (form.format(row[name]) if name in row else "" for name, _, form in there)
-        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in num_slots)}</tr>"
+    for row in validations:
+        cells = (form.format(row[name]) if name in row else "" for name, _, form in columns)
+        body += f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
     return f"<h2>Validations</h2><div class=scroll><table><tr>{head}</tr>{body}</table></div>"
 
 
 def _answers(answers: Sequence[dict[str, str | int]]) -> str:
-    """Every prompt with the answers before and after, and those between behind a fold."""
+    """Return every prompt with its first and last answer; the others are in a collapsed section."""
     if not answers:
         return ""
-    asked: dict[str, list[tuple[int, str]]] = {}
+    by_prompt: dict[str, list[tuple[int, str]]] = {}
     for item in answers:
-        asked.setdefault(str(item["prompt"]), []).append((int(item["step"]), str(item["answer"])))
+        by_prompt.setdefault(str(item["prompt"]), []).append((int(item["step"]), str(item["answer"])))
     blocks = ""
-    for prompt, given in asked.items():
-        ends = "".join(_answer(*item) for item in ([given[0], given[-1]] if len(given) > 1 else given))
-        between = "".join(_answer(*item) for item in given[1:-1])
-        fold = f"<details><summary>{len(given) - 2} between</summary>{between}</details>" if between else ""
-        blocks += f"<section><blockquote>{html.escape(prompt)}</blockquote>{ends}{fold}</section>"
-    return f"<h2>What the model answers</h2>{blocks}"
+    for prompt, steps in by_prompt.items():
+        ends = "".join(_answer(*item) for item in ([steps[0], steps[-1]] if len(steps) > 1 else steps))
+        between = "".join(_answer(*item) for item in steps[1:-1])
+        details = f"<details><summary>{len(steps) - 2} in between</summary>{between}</details>" if between else ""
+        blocks += f"<section><blockquote>{html.escape(prompt)}</blockquote>{ends}{details}</section>"
+    return f"<h2>Sample answers</h2>{blocks}"
 
 
 def _answer(step: int, text: str) -> str:
-    return f"<p class=answer><b>step {step}</b> {html.escape(text) or '(nothing)'}</p>"
+    return f"<p class=answer><b>step {step}</b> {html.escape(text) or '(empty)'}</p>"
 
 
 def _bars(lengths: Sequence[tuple[int, int, int]]) -> str:
-    """A histogram."""
-    most = max(count for _, _, count in lengths)
+    """Return a histogram."""
+    max_count = max(count for _, _, count in lengths)
     rows = "".join(
-        f"<span>{low:,} to {high:,}</span><i><b style='width:{100 * count / most:.1f}%'></b></i><span>{count:,}</span>"
+        f"<span>{low:,} to {high:,}</span><i><b style='width:{100 * count / max_count:.1f}%'></b></i><span>{count:,}</span>"
         for low, high, count in lengths
     )
     return f"<div class=bars><em>tokens</em><em></em><em>examples</em>{rows}</div>"

@@ -1,4 +1,4 @@
-"""Who gets the rows of metrics.csv besides: TensorBoard, Weights & Biases or MLflow, by Lightning's loggers."""
+"""Loggers that receive the rows of metrics.csv too: TensorBoard, Weights & Biases or MLflow, through Lightning's loggers."""
 
 import os
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-# module and class, and the extra of pyproject.toml that brings them
+# the logger's module and class, and the package it needs; pyproject.toml has an extra of the same name
 LOGGERS = {
     "tensorboard": ("lightning_fabric.loggers", "TensorBoardLogger", "torch.utils.tensorboard"),
     "wandb": ("pytorch_lightning.loggers", "WandbLogger", "wandb"),
@@ -15,69 +15,71 @@ LOGGERS = {
 
 
 def check_logger(name: str) -> None:
-    """ValueError where its packages are not installed."""
+    """Raise ValueError if the packages of the logger are not installed."""
     if name == "csv":
         return
-    home, _, package = LOGGERS[name]
+    module, _, package = LOGGERS[name]
     try:
-        import_module(home)
+        import_module(module)
         import_module(package)
     except ImportError as error:
         raise ValueError(f"--logger {name}: {error}; pip install 'litft[{name}]'") from None
 
 
 def make_logger(
-    name: str, folder: Path, flags: dict[str, Any], begun: int, logged_as: list[str] | None, project: str | None = None
+    name: str, folder: Path, flags: dict[str, Any], start_step: int, logged_as: list[str] | None, project: str | None = None
 ) -> Any:
-    """A logger of the run in `folder` that has got the run's flags; None for csv.
+    """Return a logger for the run in `folder` with the run's flags logged; None for csv.
 
-    project: what the run is listed under; else the packages' own variables say it, and its name: WANDB_PROJECT,
-    WANDB_ENTITY, WANDB_NAME, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME. logged_as: who logged this run until now, and what
-    they called it, to go on with after `begun` steps. ValueError where a server cannot be had.
+    project: the project or experiment of the run; None: taken from the packages' own environment variables, as the run's
+    name always is: WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME, MLFLOW_EXPERIMENT_NAME, MLFLOW_RUN_NAME. logged_as: the logger
+    and its id of a run that resumes after `start_step` steps. Raises ValueError if the logger cannot be created.
     """
     if name == "csv":
         return None
     version = logged_as[1] if logged_as and logged_as[0] == name else None
-    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its own 7 are minutes without a word
-    home, cls, _ = LOGGERS[name]
+    os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "3")  # its default of 7 blocks for minutes without output
+    module, cls, _ = LOGGERS[name]
     settings = {
-        "tensorboard": dict(root_dir=folder, name="", version="tensorboard", purge_step=begun + 1 if begun else None),
-        "wandb": dict(name=_given("WANDB_NAME", folder.name), save_dir=folder, id=version)
-        | dict(project=project or _given("WANDB_PROJECT", "litft"), entity=os.environ.get("WANDB_ENTITY")),
-        "mlflow": dict(run_name=_given("MLFLOW_RUN_NAME", folder.name), run_id=version, tracking_uri=_mlflow_uri())
-        | dict(experiment_name=project or _given("MLFLOW_EXPERIMENT_NAME", "litft")),
+        "tensorboard": dict(
+            root_dir=folder, name="", version="tensorboard", purge_step=start_step + 1 if start_step else None
+        ),
+        "wandb": dict(name=_env_or("WANDB_NAME", folder.name), save_dir=folder, id=version)
+        | dict(project=project or _env_or("WANDB_PROJECT", "litft"), entity=os.environ.get("WANDB_ENTITY")),
+        "mlflow": dict(run_name=_env_or("MLFLOW_RUN_NAME", folder.name), run_id=version, tracking_uri=_mlflow_uri())
+        | dict(experiment_name=project or _env_or("MLFLOW_EXPERIMENT_NAME", "litft")),
     }[name]
     try:
-        logger = getattr(import_module(home), cls)(**settings)
+        logger = getattr(import_module(module), cls)(**settings)
         if version is None:
             logger.log_hyperparams(flags)
         return logger
-    except Exception as error:  # each package has its own
+    except Exception as error:  # each package has its own exceptions
         raise ValueError(f"--logger {name}: {type(error).__name__}: {error}") from None
 
 
 def finish(logger: Any, status: str, say: Callable[[str], None]) -> None:
-    """The run has come to its end, by success or failed; a logger that cannot be told gets a word, and no more."""
+    """Report the end of the run, "success" or "failed", to the logger; a logger that fails causes only a warning."""
     try:
         logger.finalize(status)
-        if callable(end := getattr(logger.experiment, "finish", None)):  # W&B's next run in this process is another
-            end()
+        if callable(close := getattr(logger.experiment, "finish", None)):  # or W&B's next run in this process continues it
+            close()
     except Exception as error:
-        say(f"warning: the logger was not told of the end ({error})")
+        say(f"warning: the end of the run could not be logged ({error})")
 
 
-def _given(variable: str, usual: str) -> str:
-    """What the environment says, or else what we do."""
-    return os.environ.get(variable) or usual
+def _env_or(variable: str, default: str) -> str:
+    """Return the value of an environment variable, or `default` if it is unset or empty."""
+    return os.environ.get(variable) or default
 
 
 def _mlflow_uri() -> str:
-    """The server that MLflow's own variable names, or the file that `mlflow ui` looks for."""
+    """Return the URI in MLflow's own environment variable, or the file that `mlflow ui` opens by default."""
     return os.environ.get("MLFLOW_TRACKING_URI", "sqlite:///mlflow.db")
 
 
 def row_sink(logger: Any, say: Callable[[str], None]) -> Callable[[dict[str, float]], None]:
-    """What gives a logger each row; where one is not taken, a word on that, and no more rows: the run goes on."""
+    """Return a function that passes rows to a logger; after the first error it warns and passes no more rows."""
     failed = False
 
     def log(row: dict[str, float]) -> None:
@@ -88,6 +90,6 @@ def row_sink(logger: Any, say: Callable[[str], None]) -> Callable[[dict[str, flo
             logger.log_metrics({name: value for name, value in row.items() if name != "step"}, step=int(row["step"]))
         except Exception as error:
             failed = True
-            say(f"warning: the logger takes no rows from step {row['step']} on ({error}); metrics.csv has all of them")
+            say(f"warning: logging failed at step {row['step']} ({error}); later rows are only in metrics.csv")
 
     return log

@@ -1,6 +1,6 @@
-"""The optimizers by name: torch's, bitsandbytes' and schedulefree's own, with a rate for each parameter's kind.
+"""Optimizers by name, from torch, bitsandbytes and schedulefree, with a learning rate per kind of parameter.
 
-What is ours: which parameters decay, and rounding that loses no update of bf16 weights.
+Added here: the choice of parameters that decay, and stochastic rounding, which preserves small updates of bf16 weights.
 """
 
 import math
@@ -17,73 +17,79 @@ from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
 
 from litft.args import TrainArgs
 from litft.methods import Method
-from litft.model.placement import like, local
+from litft.model.placement import local, shard_as
 from litft.model.quantization import bitsandbytes
 
 BETAS = (0.9, 0.95)
-# of stacked experts, and of norms with a weight for each head, they have two dimensions, and are vectors all the same
+# not decayed; stacked experts and per-head norms have two-dimensional ones, which are vectors all the same
 VECTORS = ("bias", "adapter_scale", "lora_m", "norm.weight")
-LOOKED_UP = ("embed", "lm_head", "token_rows", "adaption_prompt")  # matrices whose rows stand for themselves
+LOOKUP_TABLES = ("embed", "lm_head", "token_rows", "adaption_prompt")  # matrices with one independent row per token
 
 Groups = list[dict[str, Any]]
 
 
-class Choice(NamedTuple):
-    """An optimizer: how it is made of groups, and the bytes it keeps of a trained parameter."""
+class OptimizerSpec(NamedTuple):
+    """How to build an optimizer from parameter groups, and the bytes of its state for a parameter of a given name."""
 
     make: Callable[[Groups], Optimizer]
-    state: Callable[[str, Tensor], float]
+    state_bytes: Callable[[str, Tensor], float]
 
 
 def make_optimizer(args: TrainArgs, method: Method, parameters: dict[str, nn.Parameter]) -> Optimizer:
-    """The optimizer asked for, over what is trained: matrices decay, vectors do not; `factor` multiplies the rate.
+    """Return the optimizer of the flags over the trained parameters.
 
-    Decay is decoupled from the gradient (arXiv 1711.05101) in all of them. ValueError where its package is missing.
+    Matrices decay, vectors do not. A group's `factor` multiplies the learning rate. Weight decay is decoupled from the
+    gradient (arXiv 1711.05101) in all optimizers. Raises ValueError if the optimizer's package is missing, or if it does not
+    work with sharded or bf16 weights.
     """
     groups: dict[tuple, list[nn.Parameter]] = {}
     for name, parameter in parameters.items():
         decay = args.weight_decay if parameter.dim() > 1 and not name.endswith(VECTORS) else 0.0
         groups.setdefault((method.lr_multiplier(name), decay, is_hidden(name, parameter)), []).append(parameter)
-    listed = [
-        {"params": chosen, "lr": args.learning_rate, "factor": factor, "weight_decay": decay, "hidden": hidden}
-        for (factor, decay, hidden), chosen in groups.items()
+    group_list = [
+        {"params": members, "lr": args.learning_rate, "factor": factor, "weight_decay": decay, "hidden": hidden}
+        for (factor, decay, hidden), members in groups.items()
     ]
     make = OPTIMIZERS[args.optimizer].make
-    speculative_rounds = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
+    has_bf16 = any(parameter.dtype == torch.bfloat16 for parameter in parameters.values())
     sharded = any(isinstance(parameter, DTensor) for parameter in parameters.values())
-    if speculative_rounds and sharded and args.optimizer == "muon":
-        raise ValueError("--train.optimizer muon needs whole matrices, and bf16-true steps parts; use --precision bf16")
-    if speculative_rounds and args.optimizer == "schedule_free":
+    if has_bf16 and sharded and args.optimizer == "muon":
+        raise ValueError(
+            "--train.optimizer muon needs complete matrices, but bf16-true steps each shard separately; use --precision bf16"
+        )
+    if has_bf16 and args.optimizer == "schedule_free":
         raise ValueError("--train.optimizer schedule_free needs fp32 weights to average; use --precision bf16 or fp32")
     if args.optimizer_in_backward:
-        return InBackward(listed, make)
+        return OptimizerInBackward(group_list, make)
     return (
-        StochasticRounding(listed, make) if speculative_rounds or (sharded and args.optimizer in BY_PART) else make(listed)
+        StochasticRounding(group_list, make)
+        if has_bf16 or (sharded and args.optimizer in ELEMENTWISE_WITHOUT_DTENSOR)
+        else make(group_list)
     )
 
 
 def state_bytes(name: str, parameters: dict[str, Tensor]) -> int:
-    """What an optimizer keeps of these parameters."""
-    return round(sum(OPTIMIZERS[name].state(key, parameter) for key, parameter in parameters.items()))
+    """Return the bytes of an optimizer's state for these parameters."""
+    return round(sum(OPTIMIZERS[name].state_bytes(key, parameter) for key, parameter in parameters.items()))
 
 
-def set_rate(optimizer: Optimizer, rate: float) -> None:
-    """The learning rate of the next step."""
+def set_learning_rate(optimizer: Optimizer, rate: float) -> None:
+    """Set the learning rate of the next step; each group's `factor` multiplies it."""
     for group in optimizer.param_groups:
         group["lr"] = rate * group["factor"]
 
 
 def is_hidden(name: str, parameter: Tensor) -> bool:
-    """Whether it is a matrix that multiplies activations: what Muon is for (arXiv 2502.16982)."""
-    return parameter.dim() == 2 and not name.endswith(VECTORS) and not any(part in name for part in LOOKED_UP)
+    """Return whether a parameter is a matrix that multiplies activations, as Muon requires (arXiv 2502.16982)."""
+    return parameter.dim() == 2 and not name.endswith(VECTORS) and not any(part in name for part in LOOKUP_TABLES)
 
 
 @contextmanager
-def averaged(optimizer: Optimizer) -> Iterator[None]:
-    """Inside, the weights are those to evaluate and to keep; afterwards, to the bit, those that the next step begins from.
+def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
+    """Within the context, the weights are those to evaluate and save; afterwards those of training again, bit for bit.
 
-    They differ with schedule-free alone, whose weights to keep are an average (arXiv 2405.15682). The others are in its
-    state as `stepped` meanwhile, so that a checkpoint holds both.
+    Only schedule-free has two kinds: it evaluates an average (arXiv 2405.15682). Within the context its training weights are
+    in the optimizer's state as `stepped`, so that a checkpoint has both.
     """
     if not hasattr(optimizer, "eval"):
         yield
@@ -101,33 +107,31 @@ def averaged(optimizer: Optimizer) -> Iterator[None]:
 
 
 class ChainedOptimizer(Optimizer):
-    """Several optimizers, each with parameters of its own, as one."""
+    """Several optimizers over disjoint parameters, as one."""
 
-    def __init__(self, parts: list[Optimizer]) -> None:
-        # the very groups of the parts: a rate that is set in one is set in the other
-        super().__init__([group for part in parts for group in part.param_groups], {})
-        self.parts = parts
+    def __init__(self, optimizers: list[Optimizer]) -> None:
+        # the same group objects: a learning rate that is set here is set in the optimizers too
+        super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
+        self.optimizers = optimizers
 
     def step(self, closure: Callable | None = None) -> None:
-        """One step of each."""
+        """Step every optimizer."""
         assert closure is None
-        for part in self.parts:
-            part.step()
-            self.state.update(part.state)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            self.state.update(optimizer.state)
 
 
-# bytes that stepping a bf16 weight takes for each of its numbers: the weight and its gradient in fp32, and in int32 what is
-# drawn, what it is added to, and their sum
-ROUNDING = 20
+# temporary bytes per element while a bf16 weight is stepped: weight and gradient in fp32; bits, noise and their sum in int32
+ROUNDING_BYTES = 20
 
 
 class StochasticRounding(Optimizer):
-    """An optimizer on bf16 weights: each is made fp32, stepped in fp32, and rounded up or down by chance (arXiv 2010.06192).
+    """An optimizer for bf16 weights: each is stepped in fp32, and rounded up or down stochastically (arXiv 2010.06192).
 
-    Of what is sharded each process steps its part, which is right for an optimizer that looks at every number by itself.
-
-    An update smaller than half of the distance between two bf16 numbers would be lost by rounding to the nearest; by chance
-    it is made in proportion, so that the mean over many steps is right. The moments are fp32; one weight at a time is.
+    Rounding to nearest would lose an update smaller than half the distance between two bf16 numbers. Stochastic rounding is
+    unbiased: the mean over many steps is right. The moments are fp32; only one weight at a time has an fp32 copy. With
+    sharded parameters, each process steps its local shard, which is correct for elementwise optimizers.
     """
 
     def __init__(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> None:
@@ -135,13 +139,13 @@ class StochasticRounding(Optimizer):
         self.inner: dict[nn.Parameter, Optimizer] = {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                # its shape decides how it is stepped, so it has one from the beginning
-                wide = nn.Parameter(torch.empty(0, *local(parameter).shape[1:], device=parameter.device))
-                self.inner[parameter] = make([{**group, "params": [wide]}])
+                # the number of dimensions decides how an optimizer steps it, so the empty copy needs them too
+                fp32 = nn.Parameter(torch.empty(0, *local(parameter).shape[1:], device=parameter.device))
+                self.inner[parameter] = make([{**group, "params": [fp32]}])
 
     @torch.no_grad()
     def step(self, closure: Callable | None = None) -> None:
-        """One step over every weight with a gradient."""
+        """Step every weight that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -149,94 +153,96 @@ class StochasticRounding(Optimizer):
                     self.step_one(parameter, group["lr"])
 
     def step_one(self, parameter: nn.Parameter, rate: float) -> None:
-        """One step of one weight."""
+        """Step one weight."""
         inner = self.inner[parameter]
-        (own,) = inner.param_groups
-        (wide,) = own["params"]
-        own["lr"] = rate
-        mine = local(parameter.data)
-        wide.data, wide.grad = mine.float(), local(parameter.grad).float()
+        (group,) = inner.param_groups
+        (fp32,) = group["params"]
+        group["lr"] = rate
+        shard = local(parameter.data)
+        fp32.data, fp32.grad = shard.float(), local(parameter.grad).float()
         inner.step()
-        mine.copy_(wide if parameter.dtype == torch.float32 else stochastically_rounded(wide))
-        kept, shape = inner.state[wide], wide.shape
-        wide.data, wide.grad = wide.data.new_empty(0), None
-        if isinstance(parameter, DTensor):  # a checkpoint has to know that these are parts
-            kept = {k: like(parameter, v) if isinstance(v, Tensor) and v.shape == shape else v for k, v in kept.items()}
-        self.state[parameter] = kept
+        shard.copy_(fp32 if parameter.dtype == torch.float32 else stochastically_rounded(fp32))
+        state, shape = inner.state[fp32], fp32.shape
+        fp32.data, fp32.grad = fp32.data.new_empty(0), None
+        if isinstance(parameter, DTensor):  # in a checkpoint, the state of a shard must be a shard too
+            state = {
+                k: shard_as(parameter, v) if isinstance(v, Tensor) and v.shape == shape else v for k, v in state.items()
+            }
+        self.state[parameter] = state
 
 
-class InBackward(StochasticRounding):
-    """Each weight is stepped as soon as its gradient is there, which is then forgotten (LOMO, arXiv 2306.09782).
+class OptimizerInBackward(StochasticRounding):
+    """Steps each weight in the backward pass once its gradient is complete, then frees the gradient (arXiv 2306.09782).
 
-    So gradients of all weights never exist together; nothing can be known of them before the first weight is stepped, no
-    norm to clip and no NaN. It steps only within `stepping`.
+    The gradients of all weights never exist at once. So their norm cannot be clipped, nor NaN found, before the first weight
+    is stepped. It steps only within `stepping`.
     """
 
     def __init__(self, groups: Groups, make: Callable[[Groups], Optimizer]) -> None:
         super().__init__(groups, make)
-        self.steps, self.forgets, self.squares = False, False, []
+        self.is_stepping, self.is_discarding, self.squared_norms = False, False, []
         for group in self.param_groups:
             for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, group))
+                parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, group))
 
-    def _arrived(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
-        if self.forgets:
+    def _on_gradient(self, group: dict[str, Any], parameter: nn.Parameter) -> None:
+        if self.is_discarding:
             if parameter.dtype == torch.bfloat16:
-                torch.empty(ROUNDING * parameter.numel(), dtype=torch.uint8, device=parameter.device)
+                torch.empty(ROUNDING_BYTES * parameter.numel(), dtype=torch.uint8, device=parameter.device)
             parameter.grad = None
-        elif self.steps:
-            self.squares.append(parameter.grad.float().square().sum())
+        elif self.is_stepping:
+            self.squared_norms.append(parameter.grad.float().square().sum())
             self.step_one(parameter, group["lr"])
             parameter.grad = None
 
     @contextmanager
     def stepping(self) -> Iterator[None]:
-        """Inside, a backward pass is a step."""
-        self.steps, self.squares = True, []
+        """Within the context, a backward pass steps the weights."""
+        self.is_stepping, self.squared_norms = True, []
         try:
             yield
         finally:
-            self.steps = False
+            self.is_stepping = False
 
     @contextmanager
-    def forgetting(self) -> Iterator[None]:
-        """Inside, a backward pass takes the memory of a step, and changes nothing."""
-        self.forgets = True
+    def discarding(self) -> Iterator[None]:
+        """Within the context, a backward pass allocates the memory of a step, discards gradients and changes no weight."""
+        self.is_discarding = True
         try:
             yield
         finally:
-            self.forgets = False
+            self.is_discarding = False
 
     def norm(self) -> Tensor:
-        """Of the gradients of the last step."""
-        return torch.stack(self.squares).sum().sqrt()
+        """Return the L2 norm of the last step's gradients."""
+        return torch.stack(self.squared_norms).sum().sqrt()
 
 
-def stochastically_rounded(wide: Tensor) -> Tensor:
-    """fp32 to bf16: to one of the two neighbours, each as likely as the value is near to it."""
-    bits = wide.detach().view(torch.int32)
-    # the lower 16 bits are what bf16 lacks: a random number below 2^16 carries into the upper ones as often as they say
+def stochastically_rounded(fp32: Tensor) -> Tensor:
+    """Round fp32 to one of its two bf16 neighbours, with a probability that falls linearly with the distance."""
+    bits = fp32.detach().view(torch.int32)
+    # bf16 drops the lower 16 bits: adding a random number below 2^16 carries into the upper bits with the right probability
     noise = torch.randint(0, 1 << 16, bits.shape, dtype=torch.int32, device=bits.device)
     return ((bits + noise) & ~0xFFFF).view(torch.float32).bfloat16()
 
 
 def _bitsandbytes(name: str, **settings: Any) -> Callable[[Groups], Optimizer]:
-    """One of the package's, imported when it is made."""
+    """Return a factory of one of bitsandbytes' optimizers; the package is imported when the optimizer is made."""
     return lambda groups: getattr(bitsandbytes("this --train.optimizer needs").optim, name)(groups, **settings)
 
 
 def _muon(groups: Groups) -> Optimizer:
-    """Muon over hidden matrices, with steps as large as AdamW's (arXiv 2502.16982), and AdamW over the rest."""
-    hidden, rest = ([group for group in groups if group["hidden"] is kind] for kind in (True, False))
-    parts = [Muon(hidden, adjust_lr_fn="match_rms_adamw")] if hidden else []
-    parts += [_adamw(rest)] if rest else []
-    return parts[0] if len(parts) == 1 else ChainedOptimizer(parts)
+    """Return Muon over hidden matrices, with updates scaled to AdamW's (arXiv 2502.16982), and AdamW over the rest."""
+    hidden, rest = ([group for group in groups if group["hidden"] is is_matrix] for is_matrix in (True, False))
+    optimizers = [Muon(hidden, adjust_lr_fn="match_rms_adamw")] if hidden else []
+    optimizers += [_adamw(rest)] if rest else []
+    return optimizers[0] if len(optimizers) == 1 else ChainedOptimizer(optimizers)
 
 
 def _sgd(groups: Groups) -> Optimizer:
-    """With momentum; torch's own decay would go through it, so it is made before the step."""
-    listed = [{**group, "weight_decay": 0.0, "decay": group["weight_decay"]} for group in groups]
-    optimizer = SGD(listed, momentum=0.9, fused=True)
+    """Return SGD with momentum and decoupled weight decay: torch's own decay would pass through the momentum."""
+    undecayed = [{**group, "weight_decay": 0.0, "decay": group["weight_decay"]} for group in groups]
+    optimizer = SGD(undecayed, momentum=0.9, fused=True)
     optimizer.register_step_pre_hook(_decay)
     return optimizer
 
@@ -249,28 +255,30 @@ def _decay(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _schedule_free(groups: Groups) -> Optimizer:
-    """AdamW whose rate needs no fall (arXiv 2405.15682)."""
+    """Return AdamW that needs no learning rate decay (arXiv 2405.15682)."""
     try:
         package = import_module("schedulefree")
     except ImportError:
-        raise ValueError("--train.optimizer schedule_free needs its package; pip install 'litft[schedulefree]'") from None
+        raise ValueError(
+            "--train.optimizer schedule_free needs the package schedulefree; pip install 'litft[schedulefree]'"
+        ) from None
     optimizer = package.AdamWScheduleFree(groups, betas=BETAS)
     optimizer.train()
     return optimizer
 
 
-def _each(size: float) -> Callable[[str, Tensor], float]:
-    """So many bytes for each number."""
+def _bytes_per_element(size: float) -> Callable[[str, Tensor], float]:
+    """Return a function that counts `size` bytes for each element."""
     return lambda name, parameter: size * parameter.numel()
 
 
-def _in_8_bits(name: str, parameter: Tensor) -> float:
-    """Two moments of a byte and the scales of blocks of 256; bitsandbytes keeps fp32 of what is small."""
+def _bytes_in_8_bits(name: str, parameter: Tensor) -> float:
+    """Return the bytes of two 8-bit moments with a scale per block of 256; bitsandbytes keeps small ones in fp32."""
     return parameter.numel() * (2 + 8 / 256 if parameter.numel() >= 4096 else 8)
 
 
-def _in_factors(name: str, parameter: Tensor) -> float:
-    """Adafactor's (arXiv 1804.04235) rows and columns of each matrix."""
+def _bytes_in_factors(name: str, parameter: Tensor) -> float:
+    """Return the bytes of Adafactor's row and column factors of each matrix (arXiv 1804.04235)."""
     if parameter.dim() < 2:
         return 4 * parameter.numel()
     return 4 * math.prod(parameter.shape[:-2]) * (parameter.size(-1) + parameter.size(-2))
@@ -278,16 +286,16 @@ def _in_factors(name: str, parameter: Tensor) -> float:
 
 _adamw = partial(AdamW, betas=BETAS, fused=True)
 
-BY_KERNELS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion")  # of bitsandbytes
-BY_PART = ("lion", "paged_adamw", "sgd")  # whose kernels know no DTensors, and look at every number by itself
+BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion")
+ELEMENTWISE_WITHOUT_DTENSOR = ("lion", "paged_adamw", "sgd")  # their kernels do not take DTensors
 OPTIMIZERS = {
-    "adamw": Choice(_adamw, _each(8)),
-    "adamw_8bit": Choice(_bitsandbytes("AdamW8bit", betas=BETAS), _in_8_bits),
-    "paged_adamw": Choice(_bitsandbytes("PagedAdamW32bit", betas=BETAS), _each(8)),
-    "paged_adamw_8bit": Choice(_bitsandbytes("PagedAdamW8bit", betas=BETAS), _in_8_bits),
-    "lion": Choice(_bitsandbytes("Lion32bit"), _each(4)),
-    "adafactor": Choice(partial(Adafactor, foreach=False), _in_factors),
-    "muon": Choice(_muon, lambda name, parameter: parameter.numel() * (4 if is_hidden(name, parameter) else 8)),
-    "sgd": Choice(_sgd, _each(4)),
-    "schedule_free": Choice(_schedule_free, _each(8)),
+    "adamw": OptimizerSpec(_adamw, _bytes_per_element(8)),
+    "adamw_8bit": OptimizerSpec(_bitsandbytes("AdamW8bit", betas=BETAS), _bytes_in_8_bits),
+    "paged_adamw": OptimizerSpec(_bitsandbytes("PagedAdamW32bit", betas=BETAS), _bytes_per_element(8)),
+    "paged_adamw_8bit": OptimizerSpec(_bitsandbytes("PagedAdamW8bit", betas=BETAS), _bytes_in_8_bits),
+    "lion": OptimizerSpec(_bitsandbytes("Lion32bit"), _bytes_per_element(4)),
+    "adafactor": OptimizerSpec(partial(Adafactor, foreach=False), _bytes_in_factors),
+    "muon": OptimizerSpec(_muon, lambda name, parameter: parameter.numel() * (4 if is_hidden(name, parameter) else 8)),
+    "sgd": OptimizerSpec(_sgd, _bytes_per_element(4)),
+    "schedule_free": OptimizerSpec(_schedule_free, _bytes_per_element(8)),
 }

@@ -1,37 +1,34 @@
-"""One fine-tuning run on one process of it: what it is made of, and the folder that it fills."""
+"""What a run leaves in its folder: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
 
 import dataclasses
-import math
 import shutil
 import sys
-import time
+from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 from lightning_fabric import Fabric
+from torch import nn
 from torch.optim import Optimizer
 from tqdm import tqdm
 
 from litft import run_dir
-from litft.args import seconds
 from litft.args.processes import launch_id, started_by
 from litft.checkpoints.weight_files import SHARD_BYTES
-from litft.data.dataset import SPLIT, histogram
-from litft.distributed.devices import machine_lines, mesh_of
+from litft.data.dataset import SPLIT_RULE, histogram
+from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import HostGroup
 from litft.model.placement import full_tensor
+from litft.model.transformer import GPT
 from litft.pretrained import base_record, copy_tokenizer
 from litft.save_pretrained import Result, write_result
 from litft.training import run_state
-from litft.training.activation_checkpointing import recompute
-from litft.training.compile import compile_blocks
-from litft.training.cpu_offload import offload_activations, offload_parameters
 from litft.training.dry_run import data_lines, plan_lines
 from litft.training.flops import peak_flops
 from litft.training.html_report import Report, write_report
-from litft.training.loggers import make_logger, row_sink
+from litft.training.loggers import finish, make_logger, row_sink
 from litft.training.metrics import Metrics
 from litft.training.schedule import Schedule
 from litft.training.settings import Settings
@@ -39,201 +36,218 @@ from litft.training.setup import Setup
 from litft.training.validation import Validation
 
 
-class Run:
-    """Where a run stands, and what it keeps: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
+class Trained(NamedTuple):
+    """The network of a run, and the parameters that belong to its method."""
+
+    model: GPT
+    parameters: dict[str, nn.Parameter]  # those that are saved; some may be frozen
+    sharded: bool  # this process holds a part of each
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that the optimizer updates."""
+        return {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+
+
+class Recorder:
+    """Writes a run's folder. The first process writes; all of them take part in what has to be gathered."""
 
     def __init__(
-        self, fabric: Fabric, hosts: HostGroup, setup: Setup, schedule: Schedule, settings: Settings, folder: Path
+        self,
+        fabric: Fabric,
+        hosts: HostGroup,
+        setup: Setup,
+        schedule: Schedule,
+        settings: Settings,
+        folder: Path,
+        network: Trained,
+        validation: Validation,
     ) -> None:
-        self.args, self.fabric, self.hosts, self.setup, self.schedule = setup.args, fabric, hosts, setup, schedule
-        self.settings = settings
-        args, self.data, self.precision = setup.args, schedule.data, settings.precision
-        self.source, self.tokenizer, self.method = setup.source, setup.tokenizer, setup.method
-        self.folder, self.main = folder, fabric.global_rank == 0
-        self.mesh = mesh_of(args, settings.strategy, fabric.device)
-        self.model, self.parameters = setup.build(self.precision, fabric.device, self.mesh)
-        self._arrange_blocks()
-        self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.peak = peak_flops(fabric.device, self.precision)
-        self.metrics = Metrics(folder / "metrics.csv" if self.main else None, self.peak and self.peak * fabric.world_size)
-        self.validation = Validation(
-            fabric, hosts, self.model, setup.tokenizer, self.data, args.eval, folder / "samples.jsonl"
-        )
-        self.saver = run_state.Saver(folder, self.main, hosts.writing)
+        self.args, self.fabric, self.hosts = setup.args, fabric, hosts
+        self.setup, self.schedule, self.settings = setup, schedule, settings
+        self.folder, self.network, self.validation = folder, network, validation
+        self.is_writer = fabric.global_rank == 0
+        self.peak = peak_flops(fabric.device, settings.precision)
+        path, peak = folder / "metrics.csv", self.peak and self.peak * fabric.world_size
+        self.metrics = Metrics(path if self.is_writer else None, peak)
+        self.saver = run_state.Saver(folder, self.is_writer, hosts.checkpoint_group)
         self.logger: Any = None
-        self.logged_as: list[str] | None = None  # who logged the run that goes on, and what they called it
-        self.limit = seconds(args.train.max_time or "") or math.inf
-        self.start_step, self.elapsed, self.clock = 0, 0.0, time.monotonic()  # elapsed: as all processes see it
+        self.logged_as: list[str] | None = None  # the logger and the run's name there, of a run that is resumed
 
-    @property
-    def on_host(self) -> bool:
-        """Whether the blocks' frozen weights wait in the host's memory; of a sharded network FSDP sees to that."""
-        return self.args.train.cpu_offload == "parameters" and self.mesh is None
+    # ---- the beginning
 
-    def _arrange_blocks(self) -> None:
-        train, device = self.args.train, self.fabric.device
-        if self.on_host:
-            offload_parameters(self.model, device)
-        recompute(self.model, self.settings.recomputed)
-        if train.compile if train.compile is not None else device.type == "cuda" and not self.on_host:
-            compile_blocks(self.model)
-        if train.cpu_offload == "activations":
-            offload_activations(self.model, device)
+    def restore(self, optimizer: Optimizer) -> tuple[dict[str, Any] | None, list[str]]:
+        """Fill parameters and optimizer from the newest readable checkpoint, if the run is to be resumed.
 
-    @property
-    def steps(self) -> int:
-        """How many there are, if no other limit comes first."""
-        return self.schedule.steps
-
-    def resume(self, optimizer: Optimizer) -> list[str]:
-        """Continue from the newest whole checkpoint if asked to; returns what is wrong with newer ones."""
+        Returns what the checkpoint says of the run's progress, or None, and what is wrong with newer checkpoints.
+        """
         if not self.args.resume:
-            return []
-        progress, damaged = run_state.restore_newest(self.folder, self.identity(), self.parameters, optimizer)
-        if progress is None:
-            return []
-        self.start_step = progress["step"]
-        if self.start_step > self.steps:
-            newest = f"{self.folder}/checkpoints/step-{self.start_step:06d}"
-            raise ValueError(f"{newest} is beyond the run's {self.steps} steps; raise --train.max_steps or --train.epochs")
-        self.elapsed, self.logged_as = progress["elapsed"], progress.get("logger")
-        self.clock -= self.elapsed
-        self.schedule.go_on(self.start_step, progress["samples"])
-        return [f"warning: {reason}; the checkpoint before it is taken" for reason in damaged]
+            return None, []
+        parameters = self.network.parameters
+        progress, damaged = run_state.restore_newest(self.folder, self.identity(), parameters, optimizer)
+        if progress is not None:
+            self.logged_as = progress.get("logger")
+        return progress, damaged
 
-    def open_folder(self) -> None:
-        """Make the run's folder and say in it how the run began; what lies beyond the steps begun with never happened."""
-        if self.args.overwrite:
-            run_dir.clear(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        stored = dataclasses.asdict(self.args)
-        given_elsewhere = ("devices", "num_nodes") if started_by() else ()
-        for name in ("out_dir", "resume", "overwrite", *given_elsewhere):
-            stored.pop(name)
-        run_dir.write_config(self.folder, self.method.title, yaml.safe_dump(stored, sort_keys=False), launch_id())
-        self.metrics.cut(self.start_step or -1)
-        run_state.cut(self.folder, self.start_step)
-        self.place_best(self.start_step)
-        for path in self.folder.glob("best-*.partial"):
-            shutil.rmtree(path)
-        self.logger = make_logger(
-            self.args.logger, self.folder, stored, self.start_step, self.logged_as, self.args.logger_project
-        )
-        if self.logger:
-            self.metrics.sinks.append(row_sink(self.logger, self.say))
+    def open(self, start_step: int) -> None:
+        """Make the run's folder and write config.yaml; what a resumed run left beyond `start_step` is deleted.
 
-    def check_folder(self) -> None:
-        """ValueError in every process where one does not see the folder that the first has opened."""
+        Raises ValueError in every process where one does not see the folder.
+        """
+        if self.is_writer:
+            self._open(start_step)
+        self.fabric.barrier()
         if any(self.hosts.all_reduce_max(not run_dir.is_run(self.folder))):
             reason = "a process does not see what the first one writes there"
             raise ValueError(f"--out_dir {self.folder}: {reason}; name a folder that all nodes share")
+        # all processes decide by the earlier rows, and must decide the same
+        self.metrics.resumed_rows = self.fabric.broadcast(self.metrics.resumed_rows)
+
+    def _open(self, start_step: int) -> None:
+        if self.args.overwrite:
+            run_dir.clear(self.folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = dataclasses.asdict(self.args)
+        from_launcher = ("devices", "num_nodes") if started_by() else ()
+        for name in ("out_dir", "resume", "overwrite", *from_launcher):
+            config.pop(name)
+        text = yaml.safe_dump(config, sort_keys=False)
+        run_dir.write_config(self.folder, self.setup.method.title, text, launch_id())
+        self.metrics.truncate(start_step or -1)
+        run_state.delete_after(self.folder, start_step)
+        self.place_best(start_step)
+        for path in self.folder.glob("best-*.partial"):
+            shutil.rmtree(path)
+        project = self.args.logger_project
+        self.logger = make_logger(self.args.logger, self.folder, config, start_step, self.logged_as, project)
+        if self.logger:
+            self.metrics.sinks.append(row_sink(self.logger, self.say))
 
     def identity(self) -> dict[str, Any]:
-        """What a run must share with the one it continues, or it would silently be another."""
-        own = {"seed": self.args.seed, "precision": self.precision, "training data": self.data.digest, "split": SPLIT}
-        measured = self.validation.measured(self.args.train.global_batch_size)
-        own |= {"validation data (--data.val_path)": self.data.held_out, "measured examples (--eval.max_batches)": measured}
-        return self.setup.identity() | own
+        """What must be the same where a run is resumed, or it would silently become another run."""
+        data = self.schedule.data
+        measured = self.validation.num_samples(self.args.train.global_batch_size)
+        return self.setup.identity() | {
+            "seed": self.args.seed,
+            "precision": self.settings.precision,
+            "training data": data.train_digest,
+            "split": SPLIT_RULE,
+            "validation data (--data.val_path)": data.val_digest,
+            "measured examples (--eval.max_batches)": measured,
+        }
+
+    def headline(self, start_step: int) -> list[str]:
+        """What the run is about to do: its data, its plan, where it starts."""
+        if start_step == self.schedule.steps:
+            return [*self._description, f"all {start_step} steps are done; final/ is written again"]
+        if start_step:
+            return [*self._description, f"continuing after step {start_step}"]
+        if self.args.resume:
+            return [*self._description, "no checkpoint to continue from; starting at step 0"]
+        return self._description
 
     @cached_property
-    def headline(self) -> list[str]:
-        """What is about to be done: the data, the plan, where it begins."""
-        lines = [
-            *data_lines(self.schedule, self.tokenizer),
-            *plan_lines(self.setup, self.schedule, self.settings, self.peak),
-        ]
-        if self.source.adapter:
-            lines.append("going on with this adapter: ranks, targets and tokens are its own")
-            lines += filter(None, [self.source.another_quantization(self.setup.quantize)])
-        if tokens := self.setup.untrained_tokens(self.data.special):
+    def _description(self) -> list[str]:
+        """The data and the plan, with warnings."""
+        setup, schedule = self.setup, self.schedule
+        lines = [*data_lines(schedule, setup.tokenizer), *plan_lines(setup, schedule, self.settings, self.peak)]
+        if setup.source.adapter:
+            lines.append("training continues from this adapter, with its ranks, targets and tokens")
+            lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
+        if tokens := setup.untrained_tokens(schedule.data.special_ids):
             remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
             lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
-        if self.start_step == self.steps:
-            lines.append(f"all {self.start_step} steps are done; final/ is written again")
-        elif self.start_step:
-            lines.append(f"continuing after step {self.start_step}")
-        elif self.args.resume:
-            lines.append("no checkpoint to continue from; beginning at step 0")
         return lines
 
-    def save(self, optimizer: Optimizer, done: int) -> None:
-        """The state after so many steps, to resume from; every process takes part."""
+    # ---- checkpoints
+
+    def save(self, optimizer: Optimizer, step: int, elapsed: float) -> None:
+        """Write the state after `step` steps, to resume from; every process takes part. elapsed: seconds of the run."""
         progress = {
-            "samples": self.schedule.seen(done),
-            "elapsed": self.elapsed,
+            "samples": self.schedule.seen(step),
+            "elapsed": elapsed,
             "identity": self.identity(),
-            "tokenizer": self.tokenizer.choices(),
+            "tokenizer": self.setup.tokenizer.choices(),
             "logger": [self.args.logger, self.logger.version] if self.logger else None,
         }
 
-        def then() -> None:
+        def when_written() -> None:
             run_state.prune(self.folder, self.args.save.keep_last)
-            self.place_best(done)
+            self.place_best(step)
 
-        # a copy of the whole model would take a CPU's memory from the steps
-        beside = self.fabric.device.type == "cuda" or not self.method.saves_full_model
-        self.saver.begin(done, self.parameters, optimizer, progress, then, beside)
+        # on a CPU, the copy of a whole model that writing in the background needs would take memory from the steps
+        in_background = self.fabric.device.type == "cuda" or not self.setup.method.saves_full_model
+        self.saver.begin(step, self.network.parameters, optimizer, progress, when_written, in_background)
 
-    def kept(self) -> str:
-        """What there is to go on with."""
+    def newest_checkpoint(self) -> str:
+        """What a failed run can continue from, for a message."""
         newest = run_state.newest(self.folder)
-        return f"{newest} is whole: --resume goes on from there" if newest else "no checkpoint was written before"
+        return f"{newest} is complete: --resume continues from it" if newest else "no checkpoint had been written"
+
+    # ---- folders to open
 
     def write_best(self, step: int) -> None:
-        """A folder to open of the best so far; it becomes best/ with the next checkpoint, or a resumed run had another."""
-        for earlier, path in self._bests() if self.main else ():
-            if earlier > (self.saver.start_step or 0):  # or a checkpoint that is still being written has it for its best
+        """Write the best weights so far under a preliminary name.
+
+        They become best/ when the next checkpoint is complete: otherwise a resumed run would have the best/ of steps that
+        it takes again.
+        """
+        for earlier, path in self._preliminary_bests() if self.is_writer else ():
+            if earlier > (self.saver.writing_step or 0):  # no checkpoint, complete or being written, has it as its best
                 shutil.rmtree(path)
         self.write(f"best-{step:06d}.partial")
 
-    def place_best(self, done: int) -> None:
-        """Make what was best after so many steps best/."""
-        for step, path in self._bests():
-            if step <= done:
-                run_dir.put_in_place(path, self.folder / "best")
+    def place_best(self, step: int) -> None:
+        """Give what was best after `step` steps the name best/."""
+        for best_step, path in self._preliminary_bests():
+            if best_step <= step:
+                run_dir.replace_folder(path, self.folder / "best")
 
-    def _bests(self) -> list[tuple[int, Path]]:
-        """What was best at some step, and is not best/ yet; the oldest first."""
-        found = [(path.name[5:-8], path) for path in self.folder.glob("best-*.partial")]
-        return sorted((int(step), path) for step, path in found if step.isdecimal())
+    def _preliminary_bests(self) -> list[tuple[int, Path]]:
+        """What `write_best` has written and is not best/ yet, with its step; the oldest first."""
+        paths = [(path.name[len("best-") : -len(".partial")], path) for path in self.folder.glob("best-*.partial")]
+        return sorted((int(step), path) for step, path in paths if step.isdecimal())
 
     def write(self, name: str) -> None:
-        """A folder to open, under its name only when complete.
+        """Write a folder to open, which gets its name only when it is complete.
 
-        All processes of a sharded network take part, which gathers it tensor by tensor; the first one writes.
+        A sharded network is gathered tensor by tensor, with all processes; the first one writes.
         """
         partial, folder = self.folder / f"{name}.partial", self.folder / name
-        if self.main:
+        if self.is_writer:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir()
-        values = {name: parameter.detach() for name, parameter in self.parameters.items()}
-        if self.method.saves_full_model and (self.main or self.mesh is not None):
-            result, dtype = Result(self.method, values), self.source.dtype(None)
-            write_result(partial if self.main else None, self.source, dtype, result, SHARD_BYTES / 1e9)
-        elif self.mesh is not None:
+        source, method, sharded = self.setup.source, self.setup.method, self.network.sharded
+        values = {name: parameter.detach() for name, parameter in self.network.parameters.items()}
+        if method.saves_full_model and (self.is_writer or sharded):
+            result, dtype = Result(method, values), source.dtype(None)
+            write_result(partial if self.is_writer else None, source, dtype, result, SHARD_BYTES / 1e9)
+        elif sharded:
             values = {name: full_tensor(value) for name, value in values.items()}
-        if not self.main:
+        if not self.is_writer:
             return
-        if not self.method.saves_full_model:
-            own = {"quantize": self.setup.quantize, "precision": self.precision}
-            record = base_record(self.source, folder)
-            self.method.write(partial, self.source, values, record | {"litft": record["litft"] | own})
-        copy_tokenizer(self.tokenizer, partial)
-        run_dir.put_in_place(partial, folder)
+        if not method.saves_full_model:
+            training = {"quantize": self.setup.quantize, "precision": self.settings.precision}
+            record = base_record(source, folder)
+            method.write(partial, source, values, record | {"litft": record["litft"] | training})
+        copy_tokenizer(self.setup.tokenizer, partial)
+        run_dir.replace_folder(partial, folder)
+
+    # ---- the end
 
     def finish(self) -> None:
-        """Say what came out, and what to do with it."""
+        """Print the results and what to do with them, and write the report."""
         lines = self.results()
         for line in lines:
             self.say(line)
         self.report(*lines)
-        self.say(f"the result is in {self.folder / 'final'}, all about the run in {self.folder / 'report.html'}; next:\n")
+        self.say(f"the result is in {self.folder / 'final'}, the report in {self.folder / 'report.html'}; next:\n")
         chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
-        kind = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
-        self.say(f"  {chat} --checkpoint_dir {self.folder / 'final'}{kind}")
+        quantize = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
+        self.say(f"  {chat} --checkpoint_dir {self.folder / 'final'}{quantize}")
 
     def results(self) -> list[str]:
-        """The scores before and after, and what it cost."""
+        """The scores before and after training, the time and the memory."""
         validation, lines = self.validation, []
         scores = (("validation loss", "{:.4f}", validation.losses), ("exact match", "{:.1%}", validation.matches))
         for name, form, values in scores:
@@ -244,20 +258,31 @@ class Run:
         return [*lines, f"{self.metrics.seconds:.0f} s of training, {self.metrics.summary(self.fabric.device)}"]
 
     def report(self, *lines: str) -> None:
-        """Write report.html."""
+        """Write report.html, with `lines` as its summary."""
         report = Report(
-            title=f"{self.method.title} on {self.source.folder.name}",
+            title=f"{self.setup.method.title} on {self.setup.source.folder.name}",
             summary=lines,
-            setup=self.headline,
+            setup=self._description,
             machine=machine_lines(self.fabric.device, self.fabric.world_size),
-            lengths=histogram(self.data.train.lengths),
+            lengths=histogram(self.schedule.data.train.lengths),
             answers=self.validation.answers,
         )
         write_report(self.folder, report)
 
+    def close_logger(self, status: str) -> None:
+        """Report the run's end, "success" or "failed", to the logger."""
+        if self.logger:
+            finish(self.logger, status, self.say)
+
+    def explain_os_error(self, error: OSError) -> OSError:
+        """The same error, with the free disk space and the newest checkpoint in its message."""
+        free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there" if self.folder.is_dir() else ""
+        reason: Iterable[str] = filter(None, [error.strerror or str(error), free, self.newest_checkpoint()])
+        return OSError(error.errno, "; ".join(reason), error.filename)
+
     def say(self, line: str) -> None:
-        """Put a line on the screen, above the bar where there is one."""
-        if self.main and sys.stderr.isatty():
+        """Print a line in the first process, above the progress bar where there is one."""
+        if self.is_writer and sys.stderr.isatty():
             tqdm.write(line)
-        elif self.main:
+        elif self.is_writer:
             print(line, flush=True)

@@ -1,7 +1,7 @@
-"""Run state to resume from: `checkpoints/step-NNNNNN/`, one torch.distributed.checkpoint folder in our names.
+"""Checkpoints to resume a run from: `checkpoints/step-NNNNNN/`, folders of torch.distributed.checkpoint (DCP).
 
-The same for one process or many. A folder under its final name is complete: it is written under another, synced to the
-disk, and renamed. Its progress.json states the sizes of the others, so that one cut short afterwards is known as such.
+The format is the same for one process and for many. A folder is written under a temporary name, synced to disk and renamed,
+so it becomes visible only when complete. Its progress.json has the sizes of the other files, to detect later truncation.
 """
 
 import json
@@ -21,11 +21,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from litft.run_dir import put_in_place
-from litft.training.optimizers import StochasticRounding, averaged
+from litft.run_dir import replace_folder
+from litft.training.optimizers import StochasticRounding, averaged_weights
 
 _PROGRESS = "progress.json"
-_OWN = "parameters."  # how the keys of what is trained begin
+_PARAMETERS = "parameters."  # prefix of the keys of trained parameters
 _DCP = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
     *((_DCP, name) for name in ("Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata")),
@@ -37,11 +37,11 @@ _METADATA_CLASSES = {
     *((module, "PosixPath") for module in ("pathlib", "pathlib._local")),
 }
 
-# DCP's word on one device, which is no distributed run
+# DCP warns whenever there is only one process
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
 
-class Damaged(ValueError):
+class DamagedCheckpoint(ValueError):
     """A checkpoint that cannot be read."""
 
     def __init__(self, folder: Path, error: BaseException | str) -> None:
@@ -50,12 +50,12 @@ class Damaged(ValueError):
 
 
 def newest(run: Path) -> Path | None:
-    """The newest complete checkpoint of a run."""
+    """Return the newest complete checkpoint of a run; None if it has none."""
     return max(_all(run), default=None, key=_step)
 
 
 def _all(run: Path) -> list[Path]:
-    """Every complete checkpoint, the oldest first."""
+    """Return all complete checkpoints, the oldest first."""
     folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
     return sorted(folders, key=_step)
 
@@ -65,12 +65,12 @@ def _step(folder: Path) -> int:
 
 
 class Saver:
-    """Writes a run's checkpoints, one at a time, beside its steps; every process takes part, each with what it holds."""
+    """Writes a run's checkpoints, one at a time, while training continues. Every process takes part with its own shards."""
 
-    def __init__(self, run: Path, main: bool, group: distributed.ProcessGroup | None) -> None:
-        self.run, self.main, self.group = run, main, group
-        self.start_step: int | None = None  # the step whose state is being written
-        self.saved: int | None = None
+    def __init__(self, run: Path, is_writer: bool, group: distributed.ProcessGroup | None) -> None:
+        self.run, self.is_writer, self.group = run, is_writer, group
+        self.writing_step: int | None = None  # the step whose state is being written
+        self.saved_step: int | None = None  # the step of the last complete checkpoint
 
     def begin(
         self,
@@ -78,181 +78,186 @@ class Saver:
         parameters: dict[str, nn.Parameter],
         optimizer: Optimizer,
         progress: dict[str, Any],
-        then: Callable[[], None],
-        beside: bool = True,
+        when_written: Callable[[], None],
+        in_background: bool = True,
     ) -> None:
-        """Write the state after `step` steps; OSError where that, or what was begun before, cannot be.
+        """Start to write the state after `step` steps. Raises OSError if it, or the previous one, cannot be written.
 
-        then: called in the first process once the checkpoint has its name. beside: while the run goes on, of a copy.
+        when_written: called in the first process once the checkpoint is complete. in_background: write a copy of the state
+        while training continues; otherwise return when the checkpoint is complete.
         """
         self.finish()
         self.partial = self.run / "checkpoints" / f"step-{step:06d}.partial"
-        if self.main:
+        if self.is_writer:
             shutil.rmtree(self.partial, ignore_errors=True)
         if self.group is not None:
             distributed.barrier(self.group)
-        self.start_step, self.then = step, then
-        self.progress = {"step": step, **progress, "optimizer": _numbers(parameters, optimizer)}
-        with averaged(optimizer), self._tidied():
-            # one thread: what goes wrong in another of DCP's is printed, and not raised
-            write = dcp.async_save if beside else dcp.save
-            self.written = write(_state(parameters, optimizer), checkpoint_id=self.partial, process_group=self.group)
-        if not beside:
+        self.writing_step, self.when_written = step, when_written
+        self.progress = {"step": step, **progress, "optimizer": _scalars(parameters, optimizer)}
+        with averaged_weights(optimizer), self._delete_on_error():
+            # with one thread: DCP prints errors of additional threads instead of raising them
+            write = dcp.async_save if in_background else dcp.save
+            self.result = write(_state(parameters, optimizer), checkpoint_id=self.partial, process_group=self.group)
+        if not in_background:
             self.finish()
 
     def poll(self) -> None:
-        """Give what is written its name; do not wait for what is not."""
-        if self.start_step is not None and self.written.done():
+        """Finish the checkpoint if it is written; do not wait for it."""
+        if self.writing_step is not None and self.result.done():
             self.finish()
 
     def finish(self) -> None:
-        """Wait for what was begun."""
-        if self.start_step is None:
+        """Wait for the checkpoint that is being written, and give it its final name."""
+        if self.writing_step is None:
             return
-        step, self.start_step = self.start_step, None
-        with self._tidied():
-            if isinstance(self.written, Future):
-                self.written.result()
-            if self.main:
+        step, self.writing_step = self.writing_step, None
+        with self._delete_on_error():
+            if isinstance(self.result, Future):
+                self.result.result()
+            if self.is_writer:
                 sizes = {path.name: path.stat().st_size for path in self.partial.iterdir()}
                 (self.partial / _PROGRESS).write_text(json.dumps(self.progress | {"files": sizes}) + "\n", "utf-8")
-                put_in_place(self.partial, self.partial.with_suffix(""))
-        self.saved = step
-        if self.main:
-            self.then()
+                replace_folder(self.partial, self.partial.with_suffix(""))
+        self.saved_step = step
+        if self.is_writer:
+            self.when_written()
 
     @contextmanager
-    def _tidied(self) -> Iterator[None]:
-        """Delete what cannot be written: on a full disk the older ones may need the room."""
+    def _delete_on_error(self) -> Iterator[None]:
+        """Within the context, an OSError deletes the incomplete checkpoint, which may free space on a full disk."""
         try:
             with _plain_errors(self.partial):
                 yield
         except OSError:
-            if self.main:
+            if self.is_writer:
                 shutil.rmtree(self.partial, ignore_errors=True)
             raise
 
 
 def read_progress(folder: Path) -> dict[str, Any]:
-    """What was saved beside the tensors, `step` among it; Damaged where that, or the size of a file, is not as written."""
+    """Return progress.json, `step` included. Raises DamagedCheckpoint if it is invalid, or a file's size does not match."""
     try:
         progress = json.loads((folder / _PROGRESS).read_text("utf-8"))
         if progress["step"] != _step(folder):
             raise ValueError(f"step {progress['step']!r}")
-        for name, kind in (("samples", int), ("elapsed", (int, float)), ("identity", dict), ("optimizer", dict)):
-            if not isinstance(progress[name], kind):
+        for name, types in (("samples", int), ("elapsed", (int, float)), ("identity", dict), ("optimizer", dict)):
+            if not isinstance(progress[name], types):
                 raise ValueError(f"{name} {str(progress[name])[:40]!r}")
         for name, size in progress["files"].items():
-            if (found := (folder / Path(name).name).stat().st_size) != size:
-                raise ValueError(f"{name} has {found:,} bytes, not {size:,}")
+            if (actual_size := (folder / Path(name).name).stat().st_size) != size:
+                raise ValueError(f"{name} has {actual_size:,} bytes, not {size:,}")
         return progress
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(folder, error) from None
+        raise DamagedCheckpoint(folder, error) from None
 
 
 def read_parameters(folder: Path) -> dict[str, Tensor]:
-    """The trained parameters alone, on the CPU, by their names; Damaged where they cannot be read."""
+    """Read only the trained parameters, by name, onto the CPU. Raises DamagedCheckpoint if they cannot be read."""
     reader = _Reader(folder)
-    state = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in _stored(reader).items() if k.startswith(_OWN)}
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for key, entry in _index(reader).items()
+        if key.startswith(_PARAMETERS)
+    }
     try:
         with _plain_errors(folder):
             dcp.load(state, storage_reader=reader)
     except OSError as error:
-        raise Damaged(folder, error) from None
-    return {key.removeprefix(_OWN): value for key, value in state.items()}
+        raise DamagedCheckpoint(folder, error) from None
+    return {key.removeprefix(_PARAMETERS): value for key, value in state.items()}
 
 
-def _stored(reader: "_Reader") -> dict[str, Any]:
-    """What a checkpoint's index says of each tensor."""
+def _index(reader: "_Reader") -> dict[str, Any]:
+    """Return the metadata of each tensor from a checkpoint's index."""
     try:
         return reader.read_metadata().state_dict_metadata
     except (OSError, EOFError, pickle.UnpicklingError, AttributeError, TypeError, ValueError, IndexError, KeyError) as error:
-        raise Damaged(Path(reader.path), error) from None
+        raise DamagedCheckpoint(Path(reader.path), error) from None
 
 
 def restore_newest(
     run: Path, identity: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Fill parameters and optimizer in place from the newest checkpoint that can be read.
+    """Restore parameters and optimizer in place from the newest readable checkpoint.
 
-    Returns what was saved beside them, None where no checkpoint was ever written, and what is wrong with newer ones.
-    ValueError where the run was another than `identity` says, and where every checkpoint is damaged.
+    Returns its progress.json (None if the run has no checkpoint), and the problems of newer checkpoints. Raises ValueError
+    if the checkpoint's identity differs from `identity`, or if all checkpoints are damaged.
     """
     damaged: list[str] = []
     for folder in reversed(_all(run)):
         try:
             progress = read_progress(folder)
             if "split" in identity and progress.get("identity", {}).get("split") != identity["split"]:
-                reason = "when which examples are held out still depended on how many there are"
-                remedy = "begin another run, with this one's newest result as --checkpoint_dir"
-                raise ValueError(f"{folder} was saved {reason}: it would now learn some that it was measured on; {remedy}")
-            if changed := changes(progress, identity):
-                remedy = "resume with what it began with, or begin another run with its newest result as --checkpoint_dir"
+                reason = "with an older validation split, so it would now train on examples it was validated on"
+                remedy = "start another run, with this one's newest result as --checkpoint_dir"
+                raise ValueError(f"{folder} was saved {reason}; {remedy}")
+            if changed := identity_changes(progress, identity):
+                remedy = "resume with the original settings, or start another run with its newest result as --checkpoint_dir"
                 raise ValueError(f"{folder} was saved with {'; '.join(changed)}; {remedy}")
             _restore(folder, progress, parameters, optimizer)
             return progress, damaged
-        except Damaged as error:
+        except DamagedCheckpoint as error:
             damaged.append(str(error))
     if damaged:
-        raise ValueError(f"{'; '.join(damaged)}: there is nothing to continue from; --overwrite begins again")
+        raise ValueError(f"{'; '.join(damaged)}: no checkpoint can be resumed; --overwrite starts again from step 0")
     return None, []
 
 
-def changes(progress: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """What of `now` is not as it was saved: each name with its value then and now."""
-    before = progress.get("identity", {})
-    odd = {name: (before.get(name), now[name]) for name in now if before.get(name) != now[name]}
-    return [f"{name} {str(then)[:40]}, now {str(value)[:40]}" for name, (then, value) in odd.items()]
+def identity_changes(progress: dict[str, Any], identity: dict[str, Any]) -> list[str]:
+    """Return the entries of `identity` that differ from the saved ones, each with its saved and its current value."""
+    saved = progress.get("identity", {})
+    changed = {name: (saved.get(name), identity[name]) for name in identity if saved.get(name) != identity[name]}
+    return [f"{name} {str(before)[:40]}, now {str(now)[:40]}" for name, (before, now) in changed.items()]
 
 
 def _restore(folder: Path, progress: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
-    """Fill in place. ValueError where the run had other parameters; Damaged."""
+    """Restore in place. Raises ValueError if the run had other parameters, DamagedCheckpoint if it cannot be read."""
     reader = _Reader(folder)
-    stored = _stored(reader)
-    found = {k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in stored.items()}
-    _begin(optimizer)
-    with averaged(optimizer):
+    index = _index(reader)
+    saved_shapes = {k: tuple(v.size) if isinstance(v, TensorStorageMetadata) else None for k, v in index.items()}
+    _init_state(optimizer)
+    with averaged_weights(optimizer):
         state = _state(parameters, optimizer)
         shapes = {key: tuple(value.shape) for key, value in state.items()}
-        if shapes != found:
-            odd = sorted(key for key in shapes.keys() | found.keys() if shapes.get(key) != found.get(key))
+        if shapes != saved_shapes:
+            changed = sorted(key for key in shapes.keys() | saved_shapes.keys() if shapes.get(key) != saved_shapes.get(key))
             raise ValueError(
-                f"{folder} was saved by a run with other trained parameters ({odd[0]}: {found.get(odd[0])} there, "
-                f"{shapes.get(odd[0])} here); resume with the flags the run began with"
+                f"{folder} was saved by a run with other trained parameters ({changed[0]}: {saved_shapes.get(changed[0])} "
+                f"saved, {shapes.get(changed[0])} now); resume with the run's original flags"
             )
         try:
             with _plain_errors(folder):
                 dcp.load(state, storage_reader=reader)
         except OSError as error:
-            raise Damaged(folder, error) from None
+            raise DamagedCheckpoint(folder, error) from None
         try:
-            _set_numbers(progress["optimizer"], parameters, optimizer)
+            _set_scalars(progress["optimizer"], parameters, optimizer)
         except (KeyError, ValueError, TypeError, AttributeError) as error:
-            raise Damaged(folder, error) from None
+            raise DamagedCheckpoint(folder, error) from None
 
 
 def prune(run: Path, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what a killed save left behind."""
+    """Delete all but the newest `keep` checkpoints, and the remains of interrupted saves."""
     _delete(run, _all(run)[:-keep])
 
 
-def cut(run: Path, step: int) -> None:
-    """Delete the checkpoints beyond `step`: they are damaged, or the run would have gone on from them."""
+def delete_after(run: Path, step: int) -> None:
+    """Delete the checkpoints after `step`; they are damaged, otherwise the run would continue from them."""
     _delete(run, [folder for folder in _all(run) if _step(folder) > step])
 
 
 def _delete(run: Path, folders: list[Path]) -> None:
-    for folder in folders:  # half a checkpoint must not bear a whole one's name
+    for folder in folders:  # an incomplete checkpoint must not have a final name
         folder.rename(folder.with_name(folder.name + ".partial"))
     for folder in (run / "checkpoints").glob("*.partial"):
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Reader(dcp.FileSystemReader):
-    """DCP's reader, but its index, a pickle, may name the classes of an index only: a run's folder may be a stranger's."""
+    """DCP's reader, with a restricted unpickler for the index, since a run folder may come from an untrusted source."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The index of the folder; UnpicklingError for anything else."""
+        """Read the index of the folder. Raises UnpicklingError if it names a class that does not belong in an index."""
         with open(Path(self.path) / ".metadata", "rb") as file:
             metadata = _Unpickler(file).load()
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
@@ -263,13 +268,13 @@ class _Reader(dcp.FileSystemReader):
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _METADATA_CLASSES:
-            raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of a checkpoint's index")
+            raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in a checkpoint's index")
         return super().find_class(module, name)
 
 
 @contextmanager
 def _plain_errors(folder: Path) -> Iterator[None]:
-    """DCP's own exception as what lies beneath it."""
+    """Within the context, replace DCP's exception by an OSError or KeyboardInterrupt with the original cause."""
     try:
         yield
     except CheckpointException as error:
@@ -279,8 +284,8 @@ def _plain_errors(folder: Path) -> Iterator[None]:
         raise OSError(0, str(causes[0]).split("\n")[0], str(folder)) from None
 
 
-def _begin(optimizer: Optimizer) -> None:
-    """Give a fresh optimizer its state tensors: one step with no gradient and no learning rate changes no weight."""
+def _init_state(optimizer: Optimizer) -> None:
+    """Create a new optimizer's state tensors by a step with zero gradients and learning rate, which changes no weight."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0 if not isinstance(group["lr"], Tensor) else torch.zeros_like(group["lr"])
@@ -293,8 +298,8 @@ def _begin(optimizer: Optimizer) -> None:
 
 
 def _state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Tensor]:
-    """The tensors of parameters and optimizer under flat names: they are loaded into in place."""
-    state = {f"{_OWN}{name}": parameter.detach() for name, parameter in parameters.items()}
+    """Return the tensors of parameters and optimizer under flat names; loading fills them in place."""
+    state = {f"{_PARAMETERS}{name}": parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         for kind, value in optimizer.state[parameter].items():
             if isinstance(value, Tensor):
@@ -302,27 +307,27 @@ def _state(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[st
     return state
 
 
-def _numbers(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
-    """What the optimizer keeps in plain numbers (steps, sums of weights), of its groups and of each parameter."""
+def _scalars(parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> dict[str, Any]:
+    """Return the Python numbers in the optimizer's groups and in each parameter's state (step counts, weight sums)."""
     return {
-        "groups": [_plain(group) for group in optimizer.param_groups],
-        "parameters": {name: _plain(optimizer.state[parameter]) for name, parameter in parameters.items()},
+        "groups": [_only_numbers(group) for group in optimizer.param_groups],
+        "parameters": {name: _only_numbers(optimizer.state[parameter]) for name, parameter in parameters.items()},
     }
 
 
-def _plain(values: dict[str, Any]) -> dict[str, float]:
+def _only_numbers(values: dict[str, Any]) -> dict[str, float]:
     return {name: value for name, value in values.items() if isinstance(value, int | float)}
 
 
-def _set_numbers(saved: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
-    """Put back what `_numbers` took."""
+def _set_scalars(saved: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+    """Restore the numbers that `_scalars` returned."""
     for group, values in zip(optimizer.param_groups, saved["groups"], strict=True):
-        group.update({name: values[name] for name in _plain(group)})
+        group.update({name: values[name] for name in _only_numbers(group)})
     for name, parameter in parameters.items():
         state = optimizer.state[parameter]
-        numbers = {kind: saved["parameters"][name][kind] for kind in _plain(state)}
+        numbers = {kind: saved["parameters"][name][kind] for kind in _only_numbers(state)}
         state.update(numbers)
-        if isinstance(optimizer, StochasticRounding) and parameter in optimizer.inner:  # what is frozen is not
-            # of a part of a parameter `state` is a copy: tensors are shared, numbers are not
-            for own in optimizer.inner[parameter].state.values():
-                own.update({kind: value for kind, value in numbers.items() if kind in own})
+        if isinstance(optimizer, StochasticRounding) and parameter in optimizer.inner:  # frozen parameters are not
+            # for a sharded parameter, `state` is a copy that shares the tensors, but not the numbers
+            for inner_state in optimizer.inner[parameter].state.values():
+                inner_state.update({kind: value for kind, value in numbers.items() if kind in inner_state})

@@ -1,4 +1,6 @@
-"""Which samples a step has, and how they are laid out: pure functions of the position in the data."""
+"""Which samples a step has, how they are laid out, and its learning rate: pure functions of the position in the data."""
+
+import math
 
 import numpy as np
 
@@ -11,78 +13,103 @@ from litft.training.memory_trace import Shape
 
 
 class Schedule:
-    """A run's steps. Position in the data: samples seen."""
+    """A run's steps. The position in the data is the number of samples seen.
+
+    size: samples per step (--train.global_batch_size); samples: how many the whole run sees; layout: how a step's samples
+    become micro-batches.
+    """
 
     def __init__(self, args: FinetuneArgs, data: DataSplits, ranks: int) -> None:
         self.data, self.size = data, args.train.global_batch_size
         self.order = Sampler(data.train.sizes, args.seed, data.weights)
         self.samples = planned_samples(args.train, self.order.size)
-        self.layout = layout_of(args, data, ranks)
+        self.layout = initial_layout(args, data, ranks)
         self.go_on(0, 0)
 
     def go_on(self, step: int, samples: int) -> None:
-        """Begin after so many steps: the last of a run that is made longer may have been a small one."""
-        self.origin = step, samples  # a step, and the samples seen before it
+        """Start after `step` steps that have seen `samples` samples.
+
+        The last step of a run that is made longer may have been smaller than the others.
+        """
+        self.origin = step, samples
         self.steps = step + max(0, -(-(self.samples - samples) // self.size))
         if samples < self.samples:
             self.lay_out(self.layout)
 
     def lay_out(self, layout: Layout) -> None:
-        """Have the steps run as `layout` says."""
+        """Lay the steps out as `layout` says, and find the largest micro-batch."""
         self.layout = layout
-        self.largest = largest_micro_batch(self.data.train, self.order, layout, self.samples, self.size, self.origin[1])
+        position = self.origin[1]
+        self.largest = largest_micro_batch(self.data.train, self.order, layout, self.samples, self.size, position)
 
     def shape(self) -> Shape:
-        """The largest micro-batch, and whether it is one of several of its step."""
-        rows, learned, several = self.largest
-        return Shape(len(rows), num_slots(self.data.train.lengths, rows) // len(rows), several, learned)
+        """The shape of the largest micro-batch, and whether gradients are accumulated over several in its step."""
+        rows, target_count, several = self.largest
+        return Shape(len(rows), num_slots(self.data.train.lengths, rows) // len(rows), several, target_count)
 
     def accumulates(self, step: int) -> bool:
-        """Whether a step has several micro-batches a rank."""
+        """Whether a step has several micro-batches per rank."""
         return len(self.layout.plan(self.lengths(step).tolist())) > self.layout.ranks
 
-    def first_of_several(self) -> int | None:
-        """The first step of the run that has several micro-batches a rank; None: there is none."""
+    def first_accumulating_step(self) -> int | None:
+        """The first step of the run that has several micro-batches per rank; None if no step has."""
         return next(filter(self.accumulates, range(self.origin[0], self.steps)), None)
 
     def longest(self) -> tuple[int, int]:
-        """The longest example of the largest micro-batch, and its tokens."""
-        number = max((number for row in self.largest.rows for number in row), key=lambda n: self.data.train.lengths[n])
-        return number, int(self.data.train.lengths[number])
+        """The number and the token count of the longest example in the largest micro-batch."""
+        lengths = self.data.train.lengths
+        number = max((number for row in self.largest.rows for number in row), key=lambda number: lengths[number])
+        return number, int(lengths[number])
 
     def step_indices(self, step: int) -> list[int]:
         """The numbers of a step's examples."""
         return self.order.indices(self.seen(step), self.seen(step + 1))
 
     def seen(self, steps: int) -> int:
-        """How many samples that many steps have seen, the position in the data."""
-        begun, samples = self.origin
-        if steps < begun:
+        """How many samples the first `steps` steps see: the position in the data after them."""
+        start_step, samples = self.origin
+        if steps < start_step:
             return min(steps * self.size, samples)
-        return min(samples + (steps - begun) * self.size, self.samples)
+        return min(samples + (steps - start_step) * self.size, self.samples)
 
     def lengths(self, step: int) -> np.ndarray:
-        """Tokens of each of a step's samples."""
+        """The number of tokens of each of a step's samples."""
         return self.data.train.lengths[self.step_indices(step)]
 
     def flops(self, flops: Flops) -> float:
-        """FLOPs of the whole run."""
+        """FLOPs of the whole run, from its first 200,000 samples."""
         train = self.data.train
         numbers = self.order.indices(0, min(self.samples, 200_000))
-        return flops.of(train.lengths[numbers], train.supervised[numbers]) * self.samples / len(numbers)
+        return flops.for_lengths(train.lengths[numbers], train.supervised[numbers]) * self.samples / len(numbers)
 
 
-def layout_of(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
-    """How the flags lay out the samples; where no two of them share a row, each row is one."""
-    rows, shortest = args.train.micro_batch_size, np.sort(data.train.lengths)[:2]
-    packs = args.data.packing and (len(shortest) < 2 or shortest.sum() <= data.limit)
+def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
+    """The layout that the flags ask for; without packing where no two samples fit into a row."""
+    rows, two_shortest = args.train.micro_batch_size, np.sort(data.train.lengths)[:2]
+    packs = args.data.packing and (len(two_shortest) < 2 or two_shortest.sum() <= data.limit)
     rows = (1 if args.data.packing else 4) if rows in (None, "auto") else rows
     return Layout(rows, data.limit if packs else None, ranks)
 
 
 def planned_samples(train: TrainArgs, size: int) -> int:
-    """How many samples the run will see, the position in the data at which it ends."""
+    """How many samples the run will see, with `size` samples per epoch: the position in the data at which it ends."""
     by_steps = train.max_steps * train.global_batch_size if train.max_steps else None
     epochs = train.epochs or (None if by_steps else 3.0)
     by_epochs = max(1, round(epochs * size)) if epochs else None
     return min(n for n in (by_steps, by_epochs) if n)
+
+
+def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
+    """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then the schedule's decay."""
+    warmup = round(train.warmup_fraction * steps)
+    if step < warmup:
+        return train.learning_rate * (step + 1) / warmup
+    progress = (step - warmup) / max(1, steps - warmup)
+    tail = round(train.decay_fraction * steps)
+    decay = {
+        "cosine": (1 + math.cos(math.pi * progress)) / 2,
+        "linear": 1 - progress,
+        "constant": 1.0,
+        "wsd": 1 - math.sqrt(max(0, step - steps + tail) / max(1, tail)),  # arXiv 2405.18392
+    }[train.lr_schedule]
+    return train.learning_rate * (train.min_lr_ratio + (1 - train.min_lr_ratio) * decay)

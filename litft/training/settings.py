@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from litft.args import FinetuneArgs
-from litft.distributed.devices import device_memory, shards
+from litft.distributed.devices import device_memory, num_shards
 from litft.training.activation_checkpointing import RECOMPUTED
-from litft.training.memory_plan import FILLED, Fit, Plan, fastest, in_words, predict
+from litft.training.memory_plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
 from litft.training.memory_trace import Shape
 from litft.training.schedule import Schedule
 from litft.training.setup import Setup
@@ -20,54 +20,56 @@ class Settings:
     device: torch.device
     strategy: str  # single, ddp, fsdp or hsdp
     reason: str  # for the strategy
-    width: int  # processes that share the weights
+    shards: int  # processes that share the weights
     precision: str
     recomputed: str
     plan: Plan
-    slower: float  # factor of a step's time, for what is recomputed or waits on the host
-    there: int  # bytes of a device's memory
+    slowdown: float  # factor of a step's time, for what is recomputed or waits on the host
+    device_bytes: int  # a device's memory
 
 
 def planned_shape(schedule: Schedule, strategy: str) -> Shape:
-    """The largest micro-batch as the plan counts it: DDP's buckets hold all gradients from the beginning."""
+    """The largest micro-batch as the plan counts it: DDP's buckets hold all gradients from the first step on."""
     shape = schedule.shape()
     return shape._replace(accumulated=shape.accumulated or strategy == "ddp")
 
 
 def choose(setup: Setup, schedule: Schedule, device: torch.device) -> Settings:
-    """Choose what the flags leave open, from the memory there is; lays out the schedule with the rows that were chosen.
+    """Choose what the flags leave open, by the device's memory; lays `schedule` out with the rows that were chosen.
 
-    ValueError for flags that the chosen strategy cannot do.
+    Raises ValueError for flags that the chosen strategy cannot do.
     """
-    args, reason, there = setup.args, "as asked for", device_memory(device, setup.args.devices)
+    args, reason, memory = setup.args, "as asked for", device_memory(device, setup.args.devices)
     for strategy in _strategies(args, schedule.layout.ranks):
-        width = shards(args, strategy)
-        precision = setup.precision(device, width)
-        found, smallest = _fastest(setup, schedule, device, strategy, precision, width, int(FILLED * there))
+        shard_count = num_shards(args, strategy)
+        precision = setup.precision(device, shard_count)
+        fit, smallest = _fastest(setup, schedule, device, strategy, precision, shard_count, int(USABLE_FRACTION * memory))
         if args.strategy == "auto" and strategy == "ddp":
-            needed = in_words(smallest.plan.memory.peak)
-            reason = f"since each needs {needed} with all of the weights, and has {in_words(there)}"
-        if found:
+            needed = format_bytes(smallest.plan.memory.peak)
+            reason = f"since each needs {needed} with all of the weights, and has {format_bytes(memory)}"
+        if fit:
             break
-    chosen = found or smallest
+    chosen = fit or smallest
     if chosen.rows != schedule.layout.rows:
         schedule.lay_out(replace(schedule.layout, rows=chosen.rows))
     _check(args, schedule, strategy, reason)
-    return Settings(device, strategy, reason, width, precision, chosen.recomputed, chosen.plan, chosen.slower, there)
+    return Settings(
+        device, strategy, reason, shard_count, precision, chosen.recomputed, chosen.plan, chosen.slowdown, memory
+    )
 
 
 def _check(args: FinetuneArgs, schedule: Schedule, strategy: str, reason: str) -> None:
-    """ValueError for flags that do not go with the strategy, or with several micro-batches a step."""
+    """Raise ValueError for flags that do not go with the strategy, or with several micro-batches per step."""
     if clashes := args.clashes(strategy):
         raise ValueError("\n".join(clashes) + (f" ({strategy}: {reason})" if args.strategy == "auto" else ""))
-    if args.train.optimizer_in_backward and (step := schedule.first_of_several()) is not None:
+    if args.train.optimizer_in_backward and (step := schedule.first_accumulating_step()) is not None:
         reason = f"the {args.train.global_batch_size} examples of step {step + 1} are several micro-batches"
         remedy = "lower --train.global_batch_size, or raise --train.micro_batch_size"
         raise ValueError(f"--train.optimizer_in_backward: {reason}, and each would be a step; {remedy}")
 
 
 def _strategies(args: FinetuneArgs, ranks: int) -> list[str]:
-    """Those to choose from, the fastest first."""
+    """The strategies to choose from, the fastest first."""
     if args.strategy != "auto":
         return [args.strategy]
     if ranks == 1:
@@ -76,15 +78,15 @@ def _strategies(args: FinetuneArgs, ranks: int) -> list[str]:
 
 
 def _fastest(
-    setup: Setup, schedule: Schedule, device: torch.device, strategy: str, precision: str, width: int, room: int
+    setup: Setup, schedule: Schedule, device: torch.device, strategy: str, precision: str, shard_count: int, budget: int
 ) -> tuple[Fit | None, Fit]:
-    """Of the settings that the flags leave open, the fastest that fit into `room` bytes, and the smallest."""
+    """Of the settings that the flags leave open, the fastest that fit into `budget` bytes, and the smallest."""
     train, first = setup.args.train, schedule.layout
     rows, kinds = [first.rows], [train.activation_checkpointing]
     if train.micro_batch_size == "auto":
         steps = (first.plan(schedule.lengths(step).tolist()) for step in range(min(schedule.steps, 16)))
-        most = max(sum(len(batch) for batch in step) for step in steps)
-        rows = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < 2 * most]
+        max_rows = max(sum(len(batch) for batch in step) for step in steps)
+        rows = [count for count in (1, 2, 4, 8, 16, 32, 64) if count < 2 * max_rows]
     if train.activation_checkpointing == "auto":
         kinds = list(RECOMPUTED)
 
@@ -92,7 +94,7 @@ def _fastest(
         if count != schedule.layout.rows:
             schedule.lay_out(replace(first, rows=count))
         shape, in_backward = planned_shape(schedule, strategy), train.optimizer_in_backward
-        fixed = (train.optimizer, kind, device.type, in_backward, offload, width)
+        fixed = (train.optimizer, kind, device.type, in_backward, offload, shard_count)
         return predict(setup.source, setup.method, precision, quantize, shape, *fixed)
 
-    return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], room)
+    return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)

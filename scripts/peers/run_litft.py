@@ -73,12 +73,13 @@ class Litft(Contender):
     def arrange(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:
         """Compiled, recomputed, offloaded, where asked for."""
         if setup["compile"] or setup["recomputed"] != "none" or setup["cpu_offload"] != "none":
-            from litft.training import activation_checkpointing
+            from litft.training.activation_checkpointing import recompute
+            from litft.training.compile import compile_blocks
             from litft.training.cpu_offload import offload_activations
 
-            activation_checkpointing.recompute(model, setup["recomputed"])
+            recompute(model, setup["recomputed"])
             if setup["compile"]:
-                activation_checkpointing.compile_blocks(model)
+                compile_blocks(model)
             if setup["cpu_offload"] == "activations":
                 offload_activations(model, torch.device(setup["device"]))
 

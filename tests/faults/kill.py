@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--flags", default="", help="more flags of the run, with spaces between them")
     args = parser.parse_args()
     random.seed(args.seed)
-    import_module("litft.training.trainer")  # what a run needs is there before the first begins
+    import_module("litft.training.finetune")  # what a run needs is there before the first begins
     top = Path(tempfile.mkdtemp(prefix="litft-kills-"))
     records = [{"instruction": f"Count to {n}", "output": " ".join(map(str, range(1, n % 12 + 2)))} for n in range(60)]
     (top / "data.json").write_text(json.dumps(records), "utf-8")

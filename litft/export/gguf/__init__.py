@@ -1,1 +1,1 @@
-"""GGUF, llama.cpp's format: models and their tokenizers to Hugging Face's folders, and runs of litft to GGUF."""
+"""GGUF, llama.cpp's file format: GGUF files to Hugging Face folders, and models and LoRA adapters to GGUF files."""

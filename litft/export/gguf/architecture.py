@@ -1,4 +1,4 @@
-"""An architecture in llama.cpp's words and in transformers': a GGUF file's metadata, and config.json."""
+"""Translation of architectures between a GGUF file's metadata and config.json."""
 
 import math
 from dataclasses import dataclass, field, fields, replace
@@ -14,7 +14,7 @@ from litft.model.config import Config, RopeConfig
 from litft.model.rope import inverse_frequencies
 from litft.model.transformer import GPT
 
-# llama.cpp's keys behind the architecture's name, and config.json's fields
+# GGUF keys, without the architecture's name in front, and their fields in config.json
 FIELDS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -31,162 +31,166 @@ FIELDS = {
     "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq",
 }
-# what else is read; of all keys those that hold numbers which need not be whole
-OTHERS = ("attention.value_length", "rope.dimension_count", "rope.scaling.original_context_length")
-FRACTIONS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base", "rope.freq_base_swa")
-FRACTIONS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.factor", "rope.scaling.attn_factor")
-REQUIRED = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
+# OTHER_KEYS: further keys that are checked. FLOAT_KEYS: keys whose values may be floats; all others must be integers
+OTHER_KEYS = ("attention.value_length", "rope.dimension_count", "rope.scaling.original_context_length")
+FLOAT_KEYS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base", "rope.freq_base_swa")
+FLOAT_KEYS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.factor", "rope.scaling.attn_factor")
+REQUIRED_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
-LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of every one so far
-TURNS_BY_TENSORS = ("llama", "phi3")  # the architectures whose rotation llama.cpp reads those tensors for
-HEEDS_WINDOWS = ("gemma2", "gemma3")  # the others attend to everything
-LOCAL_BASE = 1e4  # of the rotation of Gemma 3's layers with a window, unless the file says otherwise
+LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of all models so far
+READS_FACTORS = ("llama", "phi3")  # architectures for which llama.cpp reads these tensors
+SUPPORTS_WINDOWS = ("gemma2", "gemma3")  # llama.cpp ignores the sliding window of all others
+DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
 
 
 @dataclass(frozen=True)
-class Description:
-    """What a GGUF file says of its architecture."""
+class GgufArchitecture:
+    """Architecture of a model as a GGUF file describes it."""
 
-    architecture: str
-    metadata: dict[str, Any]  # by the keys behind the architecture's name
-    names: frozenset[str]  # of its tensors
+    name: str
+    metadata: dict[str, Any]  # by key, without the architecture's name in front
+    tensor_names: frozenset[str]
     vocab_size: int
     tied: bool
-    factors: dict[str, Tensor] = field(
-        default_factory=dict
-    )  # FREQS, LONG, SHORT: what the rotation's frequencies are divided by
+    # FREQS, LONG and SHORT: divisors of the rotary embedding's frequencies
+    factors: dict[str, Tensor] = field(default_factory=dict)
 
-    def hf(self) -> dict[str, Any]:
-        """The same as config.json; ValueError for what litft's network does not compute."""
+    def to_hf(self) -> dict[str, Any]:
+        """Return the content of config.json; raise ValueError for architectures that litft does not support."""
         self._check()
-        found = {name: self.metadata[key] for key, name in FIELDS.items() if key in self.metadata}
+        hf = {name: self.metadata[key] for key, name in FIELDS.items() if key in self.metadata}
         if self.metadata.get("expert_count"):
-            raise ValueError(f"{self.architecture} with experts is not supported; name a dense model")
-        found |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
-        if self.architecture == "llama":
-            found["attention_bias"] = "blk.0.attn_output.bias" in self.names
-            found["mlp_bias"] = "blk.0.ffn_up.bias" in self.names
-        return gguf_config(self.architecture, found | self._rotation(found))
+            raise ValueError(f"{self.name} with experts is not supported; use a dense model")
+        hf |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
+        if self.name == "llama":
+            hf["attention_bias"] = "blk.0.attn_output.bias" in self.tensor_names
+            hf["mlp_bias"] = "blk.0.ffn_up.bias" in self.tensor_names
+        return gguf_config(self.name, hf | self._rope_fields(hf))
 
     def _check(self) -> None:
-        """ValueError for values that are missing, or none that a model has."""
-        given, who = self.metadata, self.architecture
-        missing = [key for key in REQUIRED if key not in given]
-        if not any(key in given for key in FRACTIONS[:2]):
-            missing.append(FRACTIONS[0])
+        """Raise ValueError for missing or invalid values."""
+        metadata, name = self.metadata, self.name
+        missing = [key for key in REQUIRED_KEYS if key not in metadata]
+        if not any(key in metadata for key in FLOAT_KEYS[:2]):
+            missing.append(FLOAT_KEYS[0])
         if missing:
-            raise ValueError(f"{who}.{', '.join(missing)}: not in the metadata; download the file again")
-        for key in (*FIELDS, *OTHERS, *FRACTIONS):
-            value = given.get(key, 1)
+            raise ValueError(f"{name}.{', '.join(missing)}: missing from the metadata; download the file again")
+        for key in (*FIELDS, *OTHER_KEYS, *FLOAT_KEYS):
+            value = metadata.get(key, 1)
             if isinstance(value, list):
-                raise ValueError(f"{who}.{key} differs from layer to layer, which is not supported")
-            whole = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-            fits = whole or (key in FRACTIONS and isinstance(value, float) and math.isfinite(value))
-            if not fits or (value == 0 and key in REQUIRED):
-                raise ValueError(f"{who}.{key} {value!r} cannot be; download the file again")
-        lengths = [given.get(f"attention.{name}_length") for name in ("key", "value")]
+                raise ValueError(f"{name}.{key} differs between layers, which is not supported; use another model")
+            is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+            is_valid = is_count or (key in FLOAT_KEYS and isinstance(value, float) and math.isfinite(value))
+            if not is_valid or (value == 0 and key in REQUIRED_KEYS):
+                raise ValueError(f"{name}.{key} has the invalid value {value!r}; download the file again")
+        lengths = [metadata.get(f"attention.{kind}_length") for kind in ("key", "value")]
         if None not in lengths and lengths[0] != lengths[1]:
-            raise ValueError(f"{who}: keys of {lengths[0]} and values of {lengths[1]} numbers are not supported")
+            raise ValueError(
+                f"{name}: head dims {lengths[0]} of keys and {lengths[1]} of values differ, which is not supported"
+            )
         if (LONG in self.factors) != (SHORT in self.factors):
-            raise ValueError(f"{LONG} and {SHORT} belong together, and one is missing; download the file again")
+            raise ValueError(f"only one of the tensors {LONG} and {SHORT} exists; download the file again")
 
-    def _rotation(self, found: dict[str, Any]) -> dict[str, Any]:
-        """config.json's fields of the rotation."""
-        if "position_embd.weight" in self.names:
+    def _rope_fields(self, hf: dict[str, Any]) -> dict[str, Any]:
+        """Return config.json's fields of the rotary embedding."""
+        if "position_embd.weight" in self.tensor_names:
             return {}
         kind = self.metadata.get("rope.scaling.type", "linear" if "rope.scaling.factor" in self.metadata else "none")
-        original = self.metadata.get("rope.scaling.original_context_length")
-        rotation: dict[str, Any] = {}
+        original_length = self.metadata.get("rope.scaling.original_context_length")
+        rope: dict[str, Any] = {}
         if LONG in self.factors:
             divisors = {"short_factor": SHORT, "long_factor": LONG}
-            scaling = {name: self._listed(tensor) for name, tensor in divisors.items()}
-            rotation["original_max_position_embeddings"] = original
-            rotation["rope_scaling"] = {"rope_type": "longrope", "type": "longrope", **scaling}
-            rotation["rope_scaling"] |= self._attention_factor(found, original)
+            scaling = {name: self._factor_list(tensor) for name, tensor in divisors.items()}
+            rope["original_max_position_embeddings"] = original_length
+            rope["rope_scaling"] = {"rope_type": "longrope", "type": "longrope", **scaling}
+            rope["rope_scaling"] |= self._attention_factor(hf, original_length)
         elif FREQS in self.factors:
-            rotation["rope_scaling"] = self._llama3(found.get("rope_theta", 1e4))
+            rope["rope_scaling"] = self._llama3_scaling(hf.get("rope_theta", 1e4))
         elif kind in ("linear", "yarn"):
             scaling = {"rope_type": kind, "factor": self.metadata.get("rope.scaling.factor", 1.0)}
-            rotation["rope_scaling"] = scaling | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
+            rope["rope_scaling"] = scaling | (
+                {"original_max_position_embeddings": original_length} if kind == "yarn" else {}
+            )
         elif kind not in ("none", "longrope"):
-            raise ValueError(f"{self.architecture}.rope.scaling.type {kind!r} is not supported")
-        width = found.get("head_dim") or found["hidden_size"] // found["num_attention_heads"]
-        if (part := self.metadata.get("rope.dimension_count", width)) != width:
-            rotation["partial_rotary_factor"] = part / width
-        return rotation
+            raise ValueError(f"{self.name}.rope.scaling.type {kind!r} is not supported")
+        head_dim = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
+        if (rotary_dim := self.metadata.get("rope.dimension_count", head_dim)) != head_dim:
+            rope["partial_rotary_factor"] = rotary_dim / head_dim
+        return rope
 
-    def _listed(self, name: str) -> list[float]:
+    def _factor_list(self, name: str) -> list[float]:
         return [float(str(number)) for number in self.factors[name].float().numpy()]
 
-    def _attention_factor(self, found: dict[str, Any], original: int | None) -> dict[str, float]:
-        """What cos and sin are multiplied by, where that is another number than longrope's own."""
+    def _attention_factor(self, hf: dict[str, Any], original_length: int | None) -> dict[str, float]:
+        """Return the factor of cos and sin, if it differs from longrope's default."""
         stated = self.metadata.get("rope.scaling.attn_factor")
-        ratio = found["max_position_embeddings"] / (original or found["max_position_embeddings"])
-        own = math.sqrt(1 + math.log(ratio) / math.log(original)) if ratio > 1 else 1.0
-        return {} if stated is None or math.isclose(stated, own, rel_tol=1e-5) else {"attention_factor": stated}
+        ratio = hf["max_position_embeddings"] / (original_length or hf["max_position_embeddings"])
+        default = math.sqrt(1 + math.log(ratio) / math.log(original_length)) if ratio > 1 else 1.0
+        return {} if stated is None or math.isclose(stated, default, rel_tol=1e-5) else {"attention_factor": stated}
 
-    def _llama3(self, theta: float) -> dict[str, Any]:
-        """The scaling of Llama 3.1 that these divisors come from; what else they may be, as longrope with them."""
+    def _llama3_scaling(self, theta: float) -> dict[str, Any]:
+        """Return the Llama 3.1 scaling with these divisors; for any other divisors, an equivalent longrope scaling."""
         divisors = self.factors[FREQS].float()
-        guess = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
-        rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": guess}, 2 * len(divisors))
+        scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
+        rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling}, 2 * len(divisors))
         if torch.allclose(_divisors(rope), divisors, rtol=1e-4):
-            return guess
-        listed = self._listed(FREQS)
-        return {"rope_type": "longrope", "short_factor": listed, "long_factor": listed, "attention_factor": 1.0}
+            return scaling
+        factors = self._factor_list(FREQS)
+        return {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
 
     def check_rotation(self, config: Config) -> None:
-        """ValueError where the network would turn another part of the heads than the file says."""
-        stated = self.metadata.get("rope.dimension_count")
-        found = {layer.rope.dim for layer in config.layers if layer.rope}
-        if stated is not None and found - {stated}:
-            raise ValueError(f"{self.architecture}.rope.dimension_count {stated}: this family rotates {max(found)}")
+        """Raise ValueError if the network would rotate other dimensions of the heads than the file states."""
+        stated_dim = self.metadata.get("rope.dimension_count")
+        rotary_dims = {layer.rope.dim for layer in config.layers if layer.rope}
+        if stated_dim is not None and rotary_dims - {stated_dim}:
+            raise ValueError(f"{self.name}.rope.dimension_count {stated_dim}: this family rotates {max(rotary_dims)}")
         for name, divisors in self.factors.items():
-            if tuple(divisors.shape) not in {(dim // 2,) for dim in found}:
+            if tuple(divisors.shape) not in {(dim // 2,) for dim in rotary_dims}:
                 raise ValueError(
-                    f"{name} has the shape {tuple(divisors.shape)} for {max(found, default=0) // 2} frequencies"
+                    f"{name} has the shape {tuple(divisors.shape)} for {max(rotary_dims, default=0) // 2} frequencies"
                 )
 
-    def unheeded_window(self) -> int | None:
-        """The config's sliding window, where llama.cpp does not know it."""
-        return None if self.architecture in HEEDS_WINDOWS else self.metadata.get("attention.sliding_window")
+    def ignored_window(self) -> int | None:
+        """Return the model's sliding window if llama.cpp ignores it for this architecture, else None."""
+        return None if self.name in SUPPORTS_WINDOWS else self.metadata.get("attention.sliding_window")
 
 
-def described(file: GgufFile) -> Description:
-    """What a file says."""
-    architecture = file.metadata.get("general.architecture")
-    if file.metadata.get("general.type", "model") != "model" or not isinstance(architecture, str):
-        raise ValueError(f"{file.folder} holds no model but {file.metadata.get('general.type')!r}; name a model's file")
+def read_architecture(file: GgufFile) -> GgufArchitecture:
+    """Return the architecture of a GGUF file; raise ValueError if the file does not contain a language model."""
+    name = file.metadata.get("general.architecture")
+    if file.metadata.get("general.type", "model") != "model" or not isinstance(name, str):
+        raise ValueError(f"{file.folder} contains no model but {file.metadata.get('general.type')!r}; pass a model file")
     embedding, head = "token_embd.weight", "output.weight"
     if embedding not in file.names:
-        raise ValueError(f"{file.folder} holds no token_embd.weight; it is no language model, or not whole")
-    own = {key.removeprefix(f"{architecture}."): value for key, value in file.metadata.items()}
-    tied = head not in file.names or file.same(head, embedding)
+        raise ValueError(f"{file.folder} has no token_embd.weight: not a language model, or incomplete; use another file")
+    metadata = {key.removeprefix(f"{name}."): value for key, value in file.metadata.items()}
+    tied = head not in file.names or file.same_data(head, embedding)
     factors = {name: file.read(name) for name in (FREQS, LONG, SHORT) if name in file.names}
-    return Description(architecture, own, frozenset(file.names), file.meta(embedding).size(0), tied, factors)
+    return GgufArchitecture(name, metadata, frozenset(file.names), file.meta(embedding).size(0), tied, factors)
 
 
-def describe(config: Config) -> Description:
-    """What a file is to say of an architecture; ValueError where llama.cpp would compute something else."""
+def to_gguf_architecture(config: Config) -> GgufArchitecture:
+    """Return the GGUF description of `config`; raise ValueError if llama.cpp would compute something else."""
     rules = gguf_rules(config)
     with torch.device("meta"):
         parameters = [name for name, _ in GPT(config).named_parameters()]
-    names = frozenset(name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets)
-    architecture = gguf_architectures()[config.model_type]
+    tensor_names = frozenset(name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets)
+    name = gguf_architectures()[config.model_type]
     rope = next((layer.rope for layer in config.layers if layer.window is None), config.layers[0].rope)
     metadata, factors = _metadata(config, rope), _factors(rope)
-    found = Description(architecture, metadata, names, config.vocab_size, config.tied, factors)
-    lost = _differences(config, read_config(found.hf()), architecture in HEEDS_WINDOWS)
-    if lost := lost + ["rope"] * (bool(factors) and architecture not in TURNS_BY_TENSORS):
-        reason = f"llama.cpp's {architecture} has no place for this model's {', '.join(lost)}"
-        raise ValueError(f"{reason}, and would compute something else; keep it in Hugging Face's format")
-    return found
+    architecture = GgufArchitecture(name, metadata, tensor_names, config.vocab_size, config.tied, factors)
+    unsupported = _differences(config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS)
+    if unsupported := unsupported + ["rope"] * (bool(factors) and name not in READS_FACTORS):
+        reason = f"llama.cpp's architecture {name} does not support this model's {', '.join(unsupported)}"
+        raise ValueError(f"{reason}, and would compute something else; keep the model in Hugging Face's format")
+    return architecture
 
 
 def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
+    """Return the metadata of `config`; rope: that of the layers with full attention."""
     windows = {layer.window for layer in config.layers} - {None}
     epsilon = "attention.layer_norm_rms_epsilon" if config.norm.kind == "rms" else "attention.layer_norm_epsilon"
-    found = {
+    metadata = {
         "vocab_size": config.vocab_size,
         "context_length": config.max_positions,
         "embedding_length": config.dim,
@@ -197,29 +201,29 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
         epsilon: config.norm.eps,
     }
     if windows:
-        found["attention.sliding_window"] = max(windows)
+        metadata["attention.sliding_window"] = max(windows)
     for name, cap in (("attn", config.attention_softcap), ("final", config.logit_softcap)):
-        found |= {f"{name}_logit_softcapping": cap} if cap else {}
+        metadata |= {f"{name}_logit_softcapping": cap} if cap else {}
     if rope is None:
-        return found
-    lengths = dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
-    found |= lengths | {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
-    local = next((layer.rope for layer in config.layers if layer.rope and layer.rope.theta != rope.theta), None)
-    if local and local.theta != LOCAL_BASE:
-        found["rope.freq_base_swa"] = local.theta
+        return metadata
+    head_dims = dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
+    metadata |= head_dims | {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
+    local_rope = next((layer.rope for layer in config.layers if layer.rope and layer.rope.theta != rope.theta), None)
+    if local_rope and local_rope.theta != DEFAULT_LOCAL_THETA:
+        metadata["rope.freq_base_swa"] = local_rope.theta
     if rope.rope_type in ("linear", "yarn", "longrope"):
-        found["rope.scaling.type"] = rope.rope_type
+        metadata["rope.scaling.type"] = rope.rope_type
     if rope.rope_type in ("linear", "yarn"):
-        found["rope.scaling.factor"] = rope.factor
+        metadata["rope.scaling.factor"] = rope.factor
     if rope.rope_type in ("yarn", "longrope"):
-        found["rope.scaling.original_context_length"] = rope.original_max_positions
+        metadata["rope.scaling.original_context_length"] = rope.original_max_positions
     if rope.rope_type == "longrope":
-        found["rope.scaling.attn_factor"] = rope.attention_factor
-    return found
+        metadata["rope.scaling.attn_factor"] = rope.attention_factor
+    return metadata
 
 
 def _factors(rope: RopeConfig | None) -> dict[str, Tensor]:
-    """The tensors that say more of a rotation than the metadata."""
+    """Return the tensors of a rotary embedding that the metadata cannot describe."""
     if rope is None or rope.rope_type not in ("llama3", "longrope"):
         return {}
     if rope.rope_type == "llama3":
@@ -228,40 +232,44 @@ def _factors(rope: RopeConfig | None) -> dict[str, Tensor]:
 
 
 def _divisors(rope: RopeConfig) -> Tensor:
-    """What the plain frequencies are divided by."""
+    """Return the divisors of the unscaled frequencies."""
     return inverse_frequencies(replace(rope, rope_type="default"))[0] / inverse_frequencies(rope)[0]
 
 
-def _differences(config: Config, again: Config, windows: bool) -> list[str]:
-    """What another architecture is to be the same as `config`, and is not; windows: whether those count."""
+def _differences(config: Config, other: Config, compare_windows: bool) -> list[str]:
+    """Name the properties in which `other`, read from the GGUF description of `config`, differs from it."""
     skipped = {"model_type", "layers"}
-    found = [f.name for f in fields(config) if f.name not in skipped and getattr(config, f.name) != getattr(again, f.name)]
-    pairs = list(zip(config.layers, again.layers, strict=True))
-    if any(_scale(config, one.attention_scale) != _scale(again, two.attention_scale) for one, two in pairs):
-        found.append("attention_scale")
-    if any(not _same_rotation(one.rope, two.rope) for one, two in pairs):
-        found.append("rope")
-    if windows and any(one.window != two.window for one, two in pairs):
-        found.append("sliding windows")
-    return found + ["experts"] * any(one.experts != two.experts for one, two in pairs)
+    names = [f.name for f in fields(config) if f.name not in skipped and getattr(config, f.name) != getattr(other, f.name)]
+    pairs = list(zip(config.layers, other.layers, strict=True))
+    if any(_scale(config, layer.attention_scale) != _scale(other, twin.attention_scale) for layer, twin in pairs):
+        names.append("attention_scale")
+    if any(not _same_rotation(layer.rope, twin.rope) for layer, twin in pairs):
+        names.append("rope")
+    if compare_windows and any(layer.window != twin.window for layer, twin in pairs):
+        names.append("sliding windows")
+    return names + ["experts"] * any(layer.experts != twin.experts for layer, twin in pairs)
 
 
 def _scale(config: Config, stated: float | None) -> float:
     return round(config.head_dim**-0.5 if stated is None else stated, 6)
 
 
-def _same_rotation(one: RopeConfig | None, two: RopeConfig | None) -> bool:
-    """Whether they turn by the same angles, whatever they are called."""
-    if one is None or two is None:
-        return one is two
-    if (one.dim, one.rope_type == "dynamic", one.query_beta) != (two.dim, two.rope_type == "dynamic", two.query_beta):
-        return False
-    if (
-        "longrope" in (one.rope_type, two.rope_type)
-        and one.short_factor != one.long_factor
-        and one.original_max_positions != two.original_max_positions
+def _same_rotation(rope: RopeConfig | None, other: RopeConfig | None) -> bool:
+    """Whether two configs rotate by the same angles, even if their types differ."""
+    if rope is None or other is None:
+        return rope is other
+    if (rope.dim, rope.rope_type == "dynamic", rope.query_beta) != (
+        other.dim,
+        other.rope_type == "dynamic",
+        other.query_beta,
     ):
         return False
-    tables = zip(inverse_frequencies(one), inverse_frequencies(two), strict=True)
-    close = all(torch.allclose(ours, theirs, rtol=1e-4, atol=0) for ours, theirs in tables)
-    return close and math.isclose(one.attention_factor, two.attention_factor, rel_tol=1e-5)
+    if (
+        "longrope" in (rope.rope_type, other.rope_type)
+        and rope.short_factor != rope.long_factor
+        and rope.original_max_positions != other.original_max_positions
+    ):
+        return False
+    tables = zip(inverse_frequencies(rope), inverse_frequencies(other), strict=True)
+    close = all(torch.allclose(frequencies, twin, rtol=1e-4, atol=0) for frequencies, twin in tables)
+    return close and math.isclose(rope.attention_factor, other.attention_factor, rel_tol=1e-5)

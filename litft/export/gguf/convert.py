@@ -1,4 +1,4 @@
-"""GGUF to a model folder, and runs, models and LoRA adapters to GGUF; tensor by tensor."""
+"""Convert GGUF files to model folders, and runs, models and LoRA adapters to GGUF files, one tensor at a time."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from litft.checkpoints.weight_files import LazyTensor
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.export.convert import TrainedModel, compare, read_trained, write_folder
-from litft.export.gguf.architecture import describe, described
+from litft.export.gguf.architecture import read_architecture, to_gguf_architecture
 from litft.export.gguf.files import GgufFile, gguf
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import add_tokenizer, model_name, write_tokenizer
@@ -34,35 +34,35 @@ OUTTYPES = {
     "bf16": (_TYPES.BF16, _FILE_TYPES.MOSTLY_BF16),
     "q8_0": (_TYPES.Q8_0, _FILE_TYPES.MOSTLY_Q8_0),
 }
-BLOCK = 32  # columns that share a scale in Q8_0
+BLOCK = 32  # columns per scale in Q8_0
 QUANTIZATION_VERSION = 2
 
 
 @dataclass(frozen=True)
 class GgufFolder(PretrainedFolder):
-    """A GGUF file, as the source of a model folder."""
+    """A GGUF file as the source of a model folder."""
 
     file: GgufFile
 
     @property
     def checkpoint(self) -> GgufFile:
-        """Its tensors."""
+        """The file's tensors."""
         return self.file
 
     @property
     def stored_rules(self) -> list[Rule]:
-        """llama.cpp's names."""
+        """The mapping from llama.cpp's tensor names."""
         return gguf_rules(self.config)
 
 
 def read(args: GgufConvertArgs) -> Path:
-    """Write a GGUF file's model as a folder, and compare it with the file; ValueError for what litft does not know."""
+    """Write a GGUF file's model as a folder, and compare it with the file; raise ValueError for unsupported models."""
     file = GgufFile(Path(args.checkpoint_dir))
-    description = described(file)
+    architecture = read_architecture(file)
     try:
-        hf = description.hf() | _token_ids(file, description.vocab_size)
+        hf = architecture.to_hf() | _token_ids(file, architecture.vocab_size)
         config = read_config(hf)
-        description.check_rotation(config)
+        architecture.check_rotation(config)
     except ValueError as error:
         raise ValueError(f"{file.folder}: {error}") from None
     source = GgufFolder(file.folder, file.folder, None, hf, config, file)
@@ -72,70 +72,73 @@ def read(args: GgufConvertArgs) -> Path:
         write_tokenizer(file, folder)
         if isinstance(licence := file.metadata.get("general.license"), str):
             (folder / "README.md").write_text(f"---\nlicense: {json.dumps(licence)}\n---\n", "utf-8")
-        Tokenizer(folder)  # what would be refused later is refused now
+        Tokenizer(folder)  # fail before the weights are written if it cannot be loaded
         compare(folder, write_result(folder, source, dtype, None, args.shard_gb))
 
     out = write_folder(args.out_dir, fill)
     count = len(file.names)
-    print(f"converted {file.folder}: {out} ({description.architecture}, {count} tensors in {dtype})", file=sys.stderr)
+    print(f"converted {file.folder} to {out} ({architecture.name}, {count} tensors in {dtype})", file=sys.stderr)
     return out
 
 
 def _token_ids(file: GgufFile, size: int) -> dict[str, int | None]:
-    """config.json's fields that transformers has defaults for which may lie outside of the vocabulary."""
+    """Return config.json's token ids, None where absent: transformers' defaults may be outside of the vocabulary."""
     keys = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
-    stated = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: value if type(value) is int and 0 <= value < size else None for name, value in stated.items()}
+    ids = {name: file.metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    return {name: value if type(value) is int and 0 <= value < size else None for name, value in ids.items()}
 
 
 def write(args: GgufExportArgs) -> Path:
-    """Write a GGUF file, with Ollama's Modelfile beside a whole model; ValueError for what llama.cpp could not compute."""
+    """Write a GGUF file, plus a Modelfile for a full model; raise ValueError if llama.cpp does not support the model."""
     trained = read_trained(args)
-    what = _write_model if args.merge else _write_adapter
-    written: list[str] = []
+    write_file = _write_model if args.merge else _write_adapter
+    file_names: list[str] = []
 
     def fill(folder: Path) -> None:
-        written.append(what(folder, trained, args))
+        file_names.append(write_file(folder, trained, args))
 
     out = write_folder(args.out_dir, fill)
-    print(f"{trained.what}: {out / written[0]}{', and a Modelfile for Ollama' if args.merge else ''}", file=sys.stderr)
+    print(
+        f"exported {trained.path} to {out / file_names[0]}{', with a Modelfile for Ollama' if args.merge else ''}",
+        file=sys.stderr,
+    )
     return out
 
 
 def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
     source, tokenizer = trained.source, trained.tokenizer
     if tokenizer is None:
-        raise ValueError(f"{trained.what} has no tokenizer, and a GGUF file holds one; copy it into the folder")
+        raise ValueError(f"{trained.path} has no tokenizer, which a GGUF file needs; copy its files into the folder")
     result = trained.result(args.dequantized_base)
     config = result.config(source.config) if result else source.config
-    description = describe(config)
-    if window := description.unheeded_window():
-        reason = f"llama.cpp attends to all of a text here, and this model to {window} tokens"
+    architecture = to_gguf_architecture(config)
+    if window := architecture.ignored_window():
+        reason = f"llama.cpp ignores this model's sliding window of {window} tokens"
         print(f"warning: {reason}; answers to longer texts will differ", file=sys.stderr)
     outtype = args.outtype
     if outtype == "auto":
         outtype = "bf16" if source.dtype(None) == torch.bfloat16 else "f16"
     name = f"model-{outtype.upper()}.gguf"
-    writer = _writer(description.architecture, trained, outtype)
-    for key, value in description.metadata.items():
+    writer = _writer(architecture.name, trained, outtype)
+    for key, value in architecture.metadata.items():
         adders = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}
-        adders[type(value)](f"{description.architecture}.{key}", value)
+        adders[type(value)](f"{architecture.name}.{key}", value)
     add_tokenizer(writer, tokenizer, config.vocab_size)
     entries = model_entries(source, torch.float32, result, gguf_rules(config))
-    entries += [LazyTensor(name, factors, factors.float) for name, factors in description.factors.items()]
+    entries += [LazyTensor(name, factors, factors.float) for name, factors in architecture.factors.items()]
     _write_tensors(writer, folder / name, entries, outtype)
     (folder / "Modelfile").write_text(modelfile(name, tokenizer), "utf-8")
     return name
 
 
 def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> str:
-    """The factors under the names of the base's tensors; llama.cpp scales each pair by alpha / rank."""
+    """Write the LoRA matrices under the base's tensor names; llama.cpp scales each pair by alpha / rank."""
     method, values = trained.adapter()
     sites = _adapter_sites(method, trained)
     outtype = "f32" if args.outtype == "auto" else args.outtype
     factors = {site: method.factors(site, values) for site in sites}
-    of = peft_targets(trained.source.meta_model(), gguf_rules(trained.source.config))
-    fused = {slot.name: slot.fuse(factors) for slot in dict.fromkeys(of[site] for site in sites)}
+    targets = peft_targets(trained.source.meta_model(), gguf_rules(trained.source.config))
+    fused = {target.name: target.fuse(factors) for target in dict.fromkeys(targets[site] for site in sites)}
     alpha = Counter(pair.scale * pair.a.size(0) for pair in fused.values()).most_common(1)[0][0]
     writer = _writer(gguf_architectures()[trained.source.config.model_type], trained, outtype, "adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
@@ -143,32 +146,32 @@ def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) ->
     entries = []
     for name, (a, b, scale, _) in fused.items():
         b = b * (scale * a.size(0) / alpha) if alpha else b
-        entries += [LazyTensor(f"{name}.weight.lora_{end}", half, half.float) for end, half in (("a", a), ("b", b))]
+        entries += [LazyTensor(f"{name}.weight.lora_{half}", factor, factor.float) for half, factor in (("a", a), ("b", b))]
     name = f"adapter-{outtype.upper()}.gguf"
     _write_tensors(writer, folder / name, entries, outtype)
     return name
 
 
 def _adapter_sites(method: Method, trained: TrainedModel) -> list[str]:
-    """The Linears that have factors; ValueError where the adapter is more than those."""
+    """Return the adapted Linears; raise ValueError if the adapter trains anything else."""
     config = trained.source.config
-    odd = {
+    unsupported = {
         f"is {method.title}": not isinstance(method, LoRA),
         "is DoRA": isinstance(method, LoRA) and method.args.dora,
         "has new tokens": bool(method.tokens),
         "trains whole modules or biases": isinstance(method, LoRA) and bool(method.trained),
     }
-    sites = list(method.sites) if isinstance(method, LoRA) else []
-    ends = [site for site in sites if site == "embed" or (site == "lm_head" and config.tied)]
-    odd[f"adapts {' and '.join(ends)}"] = bool(ends)
-    if reasons := [reason for reason, holds in odd.items() if holds]:
-        remedy = "llama.cpp's adapters are plain LoRA of Linears; leave --merge false out"
-        raise ValueError(f"{trained.what} {', '.join(reasons)}: {remedy}")
+    sites = list(method.specs) if isinstance(method, LoRA) else []
+    embeddings = [site for site in sites if site == "embed" or (site == "lm_head" and config.tied)]
+    unsupported[f"adapts {' and '.join(embeddings)}"] = bool(embeddings)
+    if reasons := [reason for reason, applies in unsupported.items() if applies]:
+        remedy = "llama.cpp only supports plain LoRA of Linears as an adapter; leave --merge false out"
+        raise ValueError(f"{trained.path} {', '.join(reasons)}: {remedy}")
     return sites
 
 
 def _writer(architecture: str, trained: TrainedModel, outtype: str, kind: str = "model") -> gguf.GGUFWriter:
-    """With what every file says of itself."""
+    """Return a writer with the metadata that every file has."""
     writer = gguf.GGUFWriter(None, architecture)
     writer.add_type(kind)
     writer.add_name(model_name(trained.source.name, trained.tokenizer))
@@ -178,32 +181,32 @@ def _writer(architecture: str, trained: TrainedModel, outtype: str, kind: str = 
 
 
 def _write_tensors(writer: gguf.GGUFWriter, path: Path, entries: list[LazyTensor], outtype: str) -> None:
-    """Write the file, its tensors made one after the other."""
-    kinds = [_kind(entry, OUTTYPES[outtype][0]) for entry in entries]
-    for entry, kind in zip(entries, kinds, strict=True):
+    """Write the file, computing one tensor at a time."""
+    types = [_tensor_type(entry, OUTTYPES[outtype][0]) for entry in entries]
+    for entry, tensor_type in zip(entries, types, strict=True):
         shape = tuple(entry.like.shape)
-        size = int(np.prod(gguf.quant_shape_to_byte_shape(shape, kind)))
-        writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), size, raw_dtype=kind)
+        size = int(np.prod(gguf.quant_shape_to_byte_shape(shape, tensor_type)))
+        writer.add_tensor_info(entry.name, shape, np.dtype(np.float32), size, raw_dtype=tensor_type)
     try:
         writer.write_header_to_file(path)
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
-        for entry, kind in zip(entries, kinds, strict=True):
-            writer.write_tensor_data(_encoded(entry, kind))
+        for entry, tensor_type in zip(entries, types, strict=True):
+            writer.write_tensor_data(_encode(entry, tensor_type))
     finally:
         writer.close()
 
 
-def _kind(entry: LazyTensor, wanted: _TYPES) -> _TYPES:
-    """What a tensor is stored in: llama.cpp wants vectors, norms and positions in fp32, and whole blocks in Q8_0."""
-    plain = entry.name.endswith("_norm.weight") or entry.name.startswith(("position_embd", "rope_"))
-    if entry.like.dim() < 2 or plain:
+def _tensor_type(entry: LazyTensor, outtype: _TYPES) -> _TYPES:
+    """Return a tensor's storage type: llama.cpp needs fp32 for vectors, norms and positions, and full blocks in Q8_0."""
+    is_fp32 = entry.name.endswith("_norm.weight") or entry.name.startswith(("position_embd", "rope_"))
+    if entry.like.dim() < 2 or is_fp32:
         return _TYPES.F32
-    return _TYPES.F16 if wanted == _TYPES.Q8_0 and entry.like.size(-1) % BLOCK else wanted
+    return _TYPES.F16 if outtype == _TYPES.Q8_0 and entry.like.size(-1) % BLOCK else outtype
 
 
-def _encoded(entry: LazyTensor, kind: _TYPES) -> np.ndarray:
+def _encode(entry: LazyTensor, tensor_type: _TYPES) -> np.ndarray:
     tensor = entry.make().detach().cpu().contiguous()
-    if kind == _TYPES.F16 and (largest := float(tensor.abs().max())) > torch.finfo(torch.float16).max:
-        raise ValueError(f"{entry.name} holds {largest:.3g}, which fp16 does not; pass --outtype bf16")
-    return gguf.quantize(tensor.numpy(), kind)
+    if tensor_type == _TYPES.F16 and (largest := float(tensor.abs().max())) > torch.finfo(torch.float16).max:
+        raise ValueError(f"{entry.name} contains {largest:.3g}, which is out of range for fp16; pass --outtype bf16")
+    return gguf.quantize(tensor.numpy(), tensor_type)

@@ -1,4 +1,4 @@
-"""GGUF files: their metadata, and their tensors with the face of a checkpoint. Read by the package `gguf`, mapped."""
+"""GGUF files: metadata, and tensors with the interface of Checkpoint, memory-mapped by the package `gguf`."""
 
 import re
 from pathlib import Path
@@ -18,45 +18,45 @@ _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 class GgufFile:
-    """A model in one .gguf file, or in several that one of them counts; ValueError for what is none, or not whole.
+    """A model in one .gguf file or a split file; raise ValueError if it is not GGUF, damaged or incomplete.
 
-    metadata: its values by their keys, numbers and texts, and lists of them. Quantized tensors stand here as what their
-    bits stand for, in bf16's range: fp32 when read, to be rounded to bf16.
+    metadata: numbers, strings and lists of them, by key. Quantized tensors are dequantized: `read` returns fp32, and `meta`
+    gives bf16 as the dtype to store them in.
     """
 
     is_quantized = False
 
     def __init__(self, path: Path) -> None:
         self.folder = path
-        readers = [_reader(part) for part in _parts(path)]
+        readers = [_reader(part) for part in _part_files(path)]
         self.metadata: dict[str, Any] = {}
         for field in readers[0].fields.values():
             self.metadata[field.name] = self._contents(field)
         self._tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         count = self.metadata.get("split.tensors.count")
         if count is not None and count != len(self._tensors):
-            raise ValueError(f"{path}: {len(self._tensors)} tensors of {count} are there; download all parts")
+            raise ValueError(f"{path}: has {len(self._tensors)} of {count} tensors; download all parts")
 
     def _contents(self, field: Any) -> Any:
         try:
             value = field.contents()
         except UnicodeDecodeError:
-            raise ValueError(f"{self.folder}: {field.name} is no valid text; download the file again") from None
+            raise ValueError(f"{self.folder}: {field.name} is not valid UTF-8; download the file again") from None
         return _shortest(value) if isinstance(value, float) else value
 
     @property
     def names(self) -> list[str]:
-        """Every tensor's name, sorted."""
+        """The names of all tensors, sorted."""
         return sorted(self._tensors)
 
     def meta(self, name: str) -> Tensor:
-        """The tensor's shape, and the dtype to keep it in, as a meta tensor."""
+        """Return a meta tensor with the tensor's shape and the dtype to store it in."""
         tensor = self._tensors[name]
-        shape = [int(size) for size in reversed(tensor.shape)]  # llama.cpp counts from the innermost
+        shape = [int(size) for size in reversed(tensor.shape)]  # GGUF lists the innermost dimension first
         return torch.empty(shape, dtype=_PLAIN.get(tensor.tensor_type, torch.bfloat16), device="meta")
 
     def read(self, name: str) -> Tensor:
-        """The tensor: of a quantized one what it stands for, in fp32. ValueError for an encoding that is not known."""
+        """Read a tensor, dequantized to fp32 if it is quantized; raise ValueError for an unsupported quantization type."""
         tensor = self._tensors[name]
         shape = self.meta(name).shape
         if tensor.tensor_type == _TYPES.BF16:
@@ -66,36 +66,38 @@ class GgufFile:
         try:
             return torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type)).reshape(shape)
         except NotImplementedError:
-            reason = f"{name} is stored as {tensor.tensor_type.name}, which the package gguf does not decode"
-            raise ValueError(f"{self.folder}: {reason}; get another quantization of the model") from None
+            reason = f"{name} is stored as {tensor.tensor_type.name}, which the package gguf cannot dequantize"
+            raise ValueError(f"{self.folder}: {reason}; use another quantization of the model") from None
 
-    def same(self, name: str, other: str) -> bool:
-        """Whether two tensors have the same bits."""
-        one, two = self._tensors[name], self._tensors[other]
-        return one.tensor_type == two.tensor_type and one.data.shape == two.data.shape and bool((one.data == two.data).all())
+    def same_data(self, name: str, other: str) -> bool:
+        """Whether two tensors are bitwise equal."""
+        a, b = self._tensors[name], self._tensors[other]
+        return a.tensor_type == b.tensor_type and a.data.shape == b.data.shape and bool((a.data == b.data).all())
 
     def is_packed(self, name: str) -> bool:
-        """Whether bits stay packed: never; they are dequantized."""
+        """Whether a tensor stays quantized; always False, since GGUF tensors are dequantized."""
         return False
 
 
-def _parts(path: Path) -> list[Path]:
-    """The files of a model, of which `path` is one, or the folder that holds one model."""
+def _part_files(path: Path) -> list[Path]:
+    """Return all files of a model; `path` is one of them, or a folder with a single model."""
     if path.is_dir():
-        found = sorted(path.glob("*.gguf"))
-        first = [one for one in found if not (split := _SPLIT.fullmatch(one.name)) or split[2] == "00001"]
-        if len(first) != 1:
-            names = ", ".join(one.name for one in first[:10])
-            reason = f"{len(first)} models as .gguf ({names}); name the file" if first else "no .gguf file; name another"
-            raise ValueError(f"{path} holds {reason}")
-        path = first[0]
+        files = sorted(path.glob("*.gguf"))
+        models = [file for file in files if not (split := _SPLIT.fullmatch(file.name)) or split[2] == "00001"]
+        if len(models) != 1:
+            names = ", ".join(file.name for file in models[:10])
+            reason = (
+                f"{len(models)} GGUF models ({names}); pass one file" if models else "no .gguf file; pass another folder"
+            )
+            raise ValueError(f"{path} contains {reason}")
+        path = models[0]
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; name a .gguf file")
+        raise ValueError(f"{path} does not exist; pass a .gguf file")
     if not (split := _SPLIT.fullmatch(path.name)):
         return [path]
     count = int(split[3])
     paths = [path.with_name(f"{split[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
-    if missing := [one.name for one in paths if not one.is_file()]:
+    if missing := [part.name for part in paths if not part.is_file()]:
         raise ValueError(
             f"{path}: {len(missing)} of its {count} parts are missing: {', '.join(missing[:10])}; download them"
         )
@@ -104,14 +106,14 @@ def _parts(path: Path) -> list[Path]:
 
 def _reader(path: Path) -> Any:
     if path.open("rb").read(4) != b"GGUF":
-        raise ValueError(f"{path} is no GGUF file: it does not begin with the letters GGUF; download it again")
+        raise ValueError(f"{path} is not a GGUF file (it does not begin with the letters GGUF); download it again")
     try:
         return gguf.GGUFReader(path)
-    except Exception as error:  # of a damaged file: whatever numpy, struct or enums raise
+    except Exception as error:  # damaged files cause errors of numpy, struct and enum
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} is damaged or cut off ({reason}); download it again") from None
+        raise ValueError(f"{path} is damaged or truncated ({reason}); download it again") from None
 
 
 def _shortest(value: float) -> float:
-    """A number of 32 bits as it was once typed: 1e-05 rather than 9.999999747378752e-06."""
+    """Return the shortest decimal that rounds to the same fp32 number: 1e-05 rather than 9.999999747378752e-06."""
     return float(str(torch.tensor(value, dtype=torch.float32).numpy()))

@@ -1,7 +1,7 @@
-"""Tokenizers: what llama.cpp keeps of one in a GGUF file, and Hugging Face's files. Two kinds are known.
+"""Conversion of tokenizers between GGUF files and Hugging Face's files. Two of GGUF's tokenizer types are supported.
 
-"gpt2" there is byte-level BPE with merges: tokenizer.json, whose way of cutting text first llama.cpp knows by a name.
-"llama" there is sentencepiece's BPE by scores: tokenizer.model, or a tokenizer.json that was made of one, as it is here.
+"gpt2" is byte-level BPE with merges (tokenizer.json); GGUF stores llama.cpp's name for its pre-tokenizer. "llama" is
+sentencepiece BPE with scores: tokenizer.model, or a tokenizer.json that was converted from one, as is done here.
 """
 
 import json
@@ -17,21 +17,21 @@ from tokenizers import Tokenizer as Backend
 from litft.data.tokenizer import Tokenizer
 from litft.export.gguf.files import GgufFile, gguf
 
-_KINDS = gguf.TokenType
-SPACE = "\u2581"  # how sentencepiece spells a space
-UNREACHED = -1000.0  # the score that llama.cpp's own converter gives what no merge makes
+_TokenType = gguf.TokenType
+SPACE = "\u2581"  # sentencepiece's character for a space
+NO_MERGE_SCORE = -1000.0  # for tokens that no merge produces, as in llama.cpp's own converter
 
 
 _PHI3 = re.compile(r"phi-?3", re.IGNORECASE)
 
 
-class Cut(NamedTuple):
-    """How text is cut before byte-level BPE merges: by the patterns, one after the other, then GPT-2's own if it is to."""
+class PreTokenizer(NamedTuple):
+    """How text is split before byte-level BPE: by `digits`, then by each of the patterns, then by `gpt2`."""
 
     patterns: tuple[str, ...] = ()
-    digits: bool = False  # each by itself, before all else
-    gpt2: bool = True
-    ignore_merges: bool = False  # a whole piece that is a token is not looked at further
+    digits: bool = False  # split into single digits
+    gpt2: bool = True  # split by GPT-2's pattern
+    ignore_merges: bool = False  # a piece that is a token in the vocabulary is not split by merges
 
 
 _ENGLISH = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -42,15 +42,15 @@ _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
 _CASED2 = rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _SLASHED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _THREES = rf"{_ENGLISH}{_WORD}|\p{{N}}{{1,3}}{_REST}"
-# by llama.cpp's name for it (tokenizer.ggml.pre), the first of several for one and the same
-CUTS = {
-    "gpt-2": Cut(),
-    "smollm": Cut(digits=True),
-    "llama-bpe": Cut((_THREES,), gpt2=False, ignore_merges=True),
-    "dbrx": Cut((_THREES,), gpt2=False),
-    "qwen2": Cut((rf"{_ENGLISH}{_WORD}|\p{{N}}{_REST}",), gpt2=False),
-    "tekken": Cut((rf"{_CASED}{_CASED2}|\p{{N}}|{_SLASHED}",), gpt2=False, ignore_merges=True),
-    "gpt-4o": Cut((rf"{_CASED}{_ENGLISH}?{_CASED2}{_ENGLISH}?|\p{{N}}{{1,3}}|{_SLASHED}",), gpt2=False),
+# keyed by llama.cpp's name (tokenizer.ggml.pre); ALIASES are further names of the same pre-tokenizers
+PRE_TOKENIZERS = {
+    "gpt-2": PreTokenizer(),
+    "smollm": PreTokenizer(digits=True),
+    "llama-bpe": PreTokenizer((_THREES,), gpt2=False, ignore_merges=True),
+    "dbrx": PreTokenizer((_THREES,), gpt2=False),
+    "qwen2": PreTokenizer((rf"{_ENGLISH}{_WORD}|\p{{N}}{_REST}",), gpt2=False),
+    "tekken": PreTokenizer((rf"{_CASED}{_CASED2}|\p{{N}}|{_SLASHED}",), gpt2=False, ignore_merges=True),
+    "gpt-4o": PreTokenizer((rf"{_CASED}{_ENGLISH}?{_CASED2}{_ENGLISH}?|\p{{N}}{{1,3}}|{_SLASHED}",), gpt2=False),
 }
 ALIASES = {
     **dict.fromkeys("llama3 llama-v3 falcon3 pixtral".split(), "llama-bpe"),
@@ -60,118 +60,122 @@ ALIASES = {
     **dict.fromkeys("smaug-bpe chatglm-bpe glm4".split(), "dbrx"),
     "llama4": "gpt-4o",
 }
-ADD_BOS = {"llama-bpe", "tekken"}  # where llama.cpp adds it though the file says nothing
-NORMALIZED = {"qwen2"}  # to NFC, which llama.cpp leaves to whoever calls it
-# what ends a turn where the file does not say: the first of these that is a token
+ADD_BOS = {"llama-bpe", "tekken"}  # llama.cpp adds the BOS token unless the file says otherwise
+NORMALIZED = {"qwen2"}  # to NFC; llama.cpp leaves this to its callers
+# if the file names no end-of-turn token, the first of these in the vocabulary is used
 TURN_ENDS = "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT]".split()
 
 
 class _Tokens(NamedTuple):
-    """A vocabulary in the order of its ids, as the file lists it."""
+    """The tokens of a vocabulary, ordered by id."""
 
     texts: list[str]
-    kinds: list[int]  # llama.cpp's, which are sentencepiece's
+    types: list[int]  # gguf.TokenType, the same as sentencepiece's
     scores: list[float]
 
 
-# --- out of a GGUF file ---
+# --- from a GGUF file ---
 
 
 def write_tokenizer(file: GgufFile, folder: Path) -> None:
-    """Write the file's tokenizer, chat template and stop tokens as Hugging Face's files; ValueError where it has none."""
+    """Write tokenizer, chat template and stop tokens as Hugging Face's files; raise ValueError if one is unsupported."""
     stored = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     kind, texts = stored.get("model"), stored.get("tokens")
     if kind not in ("gpt2", "llama") or not isinstance(texts, list):
-        reason = f"its tokenizer is of the kind {kind!r}, and litft reads gpt2 (byte-level BPE) and llama (sentencepiece)"
-        raise ValueError(f"{file.folder}: {reason}; take the model in Hugging Face's format")
-    tokens = _listed(stored, texts, file.meta("token_embd.weight").size(0))
-    ids = _ids(stored, len(tokens.texts))
-    special = {f"{name}_token": tokens.texts[number] for name, number in ids.items() if name in ("bos", "eos", "unk", "pad")}
-    adds_bos = stored.get("add_bos_token", kind == "llama" or _pre(stored) in ADD_BOS) and "bos_token" in special
+        reason = f"its tokenizer type {kind!r} is not supported; supported: gpt2 (byte-level BPE) and llama (sentencepiece)"
+        raise ValueError(f"{file.folder}: {reason}; use the model in Hugging Face's format")
+    tokens = _read_tokens(stored, texts, file.meta("token_embd.weight").size(0))
+    ids = _special_ids(stored, len(tokens.texts))
+    special = {f"{name}_token": tokens.texts[i] for name, i in ids.items() if name in ("bos", "eos", "unk", "pad")}
+    adds_bos = stored.get("add_bos_token", kind == "llama" or _pre_tokenizer(stored) in ADD_BOS) and "bos_token" in special
     try:
-        backend = (_byte_level if kind == "gpt2" else _scored)(stored, tokens, special.get("unk_token"))
-    except Exception as error:  # tokenizers raises plain Exception
-        raise ValueError(f"{file.folder}: its tokenizer cannot be read ({error})") from None
+        backend = (_byte_level_bpe if kind == "gpt2" else _sentencepiece_bpe)(stored, tokens, special.get("unk_token"))
+    except Exception as error:  # the package tokenizers raises plain Exception
+        raise ValueError(f"{file.folder}: its tokenizer cannot be read ({error}); download the file again") from None
     if adds_bos:
         pairs = [(special["bos_token"], tokens.texts.index(special["bos_token"]))]
         template = processors.TemplateProcessing(single=[special["bos_token"], "$A"], pair=None, special_tokens=pairs)
         backend.post_processor = template
-    _add_whole(backend, tokens, drops=_PHI3.search(str(file.metadata.get("general.name"))) is not None)
+    _add_special_tokens(backend, tokens, strips_spaces=_PHI3.search(str(file.metadata.get("general.name"))) is not None)
     (folder / "tokenizer.json").write_text(backend.to_str(pretty=True), "utf-8")
     config = {"tokenizer_class": "PreTrainedTokenizerFast", **special, "add_bos_token": bool(adds_bos)}
     _write_json(folder / "tokenizer_config.json", config | {"clean_up_tokenization_spaces": False})
     if isinstance(template := file.metadata.get("tokenizer.chat_template"), str):
         (folder / "chat_template.jinja").write_text(template, "utf-8")
-    turn = next((tokens.texts.index(text) for text in TURN_ENDS if text in tokens.texts), None)
-    stops = [number for number in dict.fromkeys((ids.get("eos"), ids.get("eot", turn))) if number is not None]
-    if not stops:
-        raise ValueError(f"{file.folder}: no token ends an answer: tokenizer.ggml.eos_token_id is missing")
-    begins = {"bos_token_id": ids["bos"]} if "bos" in ids else {}
-    _write_json(folder / "generation_config.json", begins | {"eos_token_id": stops[0] if len(stops) == 1 else stops})
+    end_of_turn = next((tokens.texts.index(text) for text in TURN_ENDS if text in tokens.texts), None)
+    stop_ids = [i for i in dict.fromkeys((ids.get("eos"), ids.get("eot", end_of_turn))) if i is not None]
+    if not stop_ids:
+        raise ValueError(f"{file.folder} has no stop token: tokenizer.ggml.eos_token_id is missing; download the file again")
+    bos = {"bos_token_id": ids["bos"]} if "bos" in ids else {}
+    _write_json(folder / "generation_config.json", bos | {"eos_token_id": stop_ids[0] if len(stop_ids) == 1 else stop_ids})
 
 
-def _listed(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens:
-    """The tokens, without those at the end that only pad the vocabulary."""
+def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens:
+    """Return the tokens without the padding at the end of the vocabulary; raise ValueError for inconsistent metadata."""
     count = len(texts)
     if count != rows:
         raise ValueError(f"there are {count} tokens for {rows} rows of token_embd.weight; download the file again")
-    kinds, scores = stored.get("token_type", [int(_KINDS.NORMAL)] * count), stored.get("scores", [0.0] * count)
-    fit = all(isinstance(values, list) and len(values) == count for values in (kinds, scores))
-    if not fit or not set(kinds) <= set(map(int, _KINDS)) or not all(isinstance(score, (int, float)) for score in scores):
-        raise ValueError(f"token_type and scores are not what {count} tokens need, a kind and a number each")
-    while count and kinds[count - 1] == _KINDS.UNUSED:
+    types, scores = stored.get("token_type", [int(_TokenType.NORMAL)] * count), stored.get("scores", [0.0] * count)
+    complete = all(isinstance(values, list) and len(values) == count for values in (types, scores))
+    if (
+        not complete
+        or not set(types) <= set(map(int, _TokenType))
+        or not all(isinstance(score, (int, float)) for score in scores)
+    ):
+        raise ValueError(f"token_type and scores do not contain a valid type and number for each of {count} tokens")
+    while count and types[count - 1] == _TokenType.UNUSED:
         count -= 1
     if len(set(texts[:count])) != count:
-        twice = next(text for text in texts if texts.count(text) > 1)
-        raise ValueError(f"the token {twice!r} is in the file twice; litft cannot tell which is meant")
-    return _Tokens(texts[:count], kinds[:count], scores[:count])
+        duplicate = next(text for text in texts if texts.count(text) > 1)
+        raise ValueError(f"the token {duplicate!r} occurs more than once, so its id is ambiguous")
+    return _Tokens(texts[:count], types[:count], scores[:count])
 
 
-def _ids(stored: dict[str, Any], count: int) -> dict[str, int]:
-    """The ids of bos, eos, eot, unk and pad that are tokens; sentencepiece's usual ones where they are not said."""
-    usual = {"bos": 1, "eos": 2, "unk": 0} if stored["model"] == "llama" else {}
+def _special_ids(stored: dict[str, Any], count: int) -> dict[str, int]:
+    """Return the valid ids of bos, eos, eot, unk and pad; ids missing from the file default to sentencepiece's."""
+    defaults = {"bos": 1, "eos": 2, "unk": 0} if stored["model"] == "llama" else {}
     keys = {"bos": "bos", "eos": "eos", "eot": "eot", "unk": "unknown", "pad": "padding"}
-    found = {}
+    ids = {}
     for name, key in keys.items():
-        candidates = (stored.get(f"{key}_token_id"), usual.get(name))
-        found[name] = next((i for i in candidates if type(i) is int and 0 <= i < count), None)
-    return {name: i for name, i in found.items() if i is not None}
+        candidates = (stored.get(f"{key}_token_id"), defaults.get(name))
+        ids[name] = next((i for i in candidates if type(i) is int and 0 <= i < count), None)
+    return {name: i for name, i in ids.items() if i is not None}
 
 
-def _pre(stored: dict[str, Any]) -> str:
+def _pre_tokenizer(stored: dict[str, Any]) -> str:
     return ALIASES.get(name := stored.get("pre", "gpt-2"), name)
 
 
-def _byte_level(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
-    """Byte-level BPE by merges."""
-    if (pre := _pre(stored)) not in CUTS:
-        known = ", ".join([*CUTS, *ALIASES])
-        raise ValueError(f"it cuts text as llama.cpp's {pre!r} does, which litft does not know; known: {known}")
-    cut = CUTS[pre]
+def _byte_level_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
+    """Return a byte-level BPE tokenizer."""
+    if (pre := _pre_tokenizer(stored)) not in PRE_TOKENIZERS:
+        supported = ", ".join([*PRE_TOKENIZERS, *ALIASES])
+        raise ValueError(f"llama.cpp's pre-tokenizer {pre!r} is not supported; supported: {supported}")
+    split = PRE_TOKENIZERS[pre]
     merges = [(merge[: (at := merge.find(" ", 1))], merge[at + 1 :]) for merge in stored.get("merges", [])]
-    backend = Backend(models.BPE(vocab=_numbered(tokens), merges=merges, ignore_merges=cut.ignore_merges))
+    backend = Backend(models.BPE(vocab=_token_ids(tokens), merges=merges, ignore_merges=split.ignore_merges))
     if pre in NORMALIZED:
         backend.normalizer = normalizers.NFC()
     prefix = bool(stored.get("add_space_prefix", False))
-    steps = [pre_tokenizers.Digits(individual_digits=True)] if cut.digits else []
-    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns]
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=cut.gpt2))
+    steps = [pre_tokenizers.Digits(individual_digits=True)] if split.digits else []
+    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in split.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=split.gpt2))
     backend.pre_tokenizer = steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _scored(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
-    """sentencepiece's BPE, as transformers has it: the merges that make each piece, in the order of the pieces' scores."""
-    numbers, merges = _numbered(tokens), []
-    whole = {_KINDS.NORMAL, _KINDS.USER_DEFINED}
-    for text, kind, score in zip(*tokens, strict=True):
-        if kind in whole:
-            halves = ((text[:at], text[at:]) for at in range(1, len(text)))
-            own = [(-score, numbers[left], numbers[right]) for left, right in halves if left in numbers and right in numbers]
-            merges += own
+def _sentencepiece_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
+    """Return sentencepiece's BPE as transformers converts it: all merges that produce a token, sorted by its score."""
+    ids, merges = _token_ids(tokens), []
+    text_types = {_TokenType.NORMAL, _TokenType.USER_DEFINED}
+    for text, token_type, score in zip(*tokens, strict=True):
+        if token_type in text_types:
+            halves = ((text[:i], text[i:]) for i in range(1, len(text)))
+            text_merges = [(-score, ids[left], ids[right]) for left, right in halves if left in ids and right in ids]
+            merges += text_merges
     pairs = [(tokens.texts[left], tokens.texts[right]) for _, left, right in sorted(merges)]
-    backend = Backend(models.BPE(vocab=numbers, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    backend = Backend(models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
     spaces, prefix = normalizers.Replace(" ", SPACE), stored.get("add_space_prefix", True)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
@@ -179,18 +183,18 @@ def _scored(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Bac
     return backend
 
 
-def _numbered(tokens: _Tokens) -> dict[str, int]:
-    return {text: number for number, text in enumerate(tokens.texts)}
+def _token_ids(tokens: _Tokens) -> dict[str, int]:
+    return {text: i for i, text in enumerate(tokens.texts)}
 
 
-def _add_whole(backend: Backend, tokens: _Tokens, drops: bool) -> None:
-    """The tokens that are looked for before all else; drops: special ones with the spaces behind them, as Phi-3's."""
-    keeps = ("<unk>", "<s>", "<|endoftext|>")
+def _add_special_tokens(backend: Backend, tokens: _Tokens, strips_spaces: bool) -> None:
+    """Add the tokens that are matched before BPE; strips_spaces: special tokens swallow spaces after them, as in Phi-3."""
+    exceptions = ("<unk>", "<s>", "<|endoftext|>")
     special, plain = [], []
-    for text, kind in zip(tokens.texts, tokens.kinds, strict=True):
-        if kind in (_KINDS.CONTROL, _KINDS.UNKNOWN):
-            special.append(AddedToken(text, special=True, normalized=False, rstrip=drops and text not in keeps))
-        elif kind == _KINDS.USER_DEFINED:
+    for text, token_type in zip(tokens.texts, tokens.types, strict=True):
+        if token_type in (_TokenType.CONTROL, _TokenType.UNKNOWN):
+            special.append(AddedToken(text, special=True, normalized=False, rstrip=strips_spaces and text not in exceptions))
+        elif token_type == _TokenType.USER_DEFINED:
             plain.append(AddedToken(text, normalized=False))
     backend.add_special_tokens(special)
     backend.add_tokens(plain)
@@ -200,113 +204,115 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-# --- into a GGUF file ---
+# --- to a GGUF file ---
 
 
 def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
-    """Put a tokenizer, its chat template and its stop tokens into a gguf.GGUFWriter, padded to a vocabulary of `size`.
+    """Add a tokenizer, its chat template and its stop tokens to a gguf.GGUFWriter, padded to a vocabulary of `size`.
 
-    ValueError where llama.cpp would make other tokens of a text.
+    Raise ValueError if llama.cpp would tokenize text differently.
     """
     if tokenizer.vocab_size > size:
-        raise ValueError(f"the tokenizer has {tokenizer.vocab_size} tokens, and the model {size}; they are not of one model")
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens, but the model only {size}; use the model's own tokenizer"
+        )
     name, content = tokenizer.serialized()
     definition = json.loads(content) if name == "tokenizer.json" else None
     if definition and not definition["model"].get("byte_fallback"):
-        cut = _named_cut(definition, tokenizer.folder)
-        tokens = _padded(_kinds_of(tokenizer), {}, size)
+        pre = _pre_tokenizer_name(definition, tokenizer.folder)
+        tokens = _pad(_texts_and_types(tokenizer), {}, size)
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(cut)
+        writer.add_tokenizer_pre(pre)
         writer.add_token_merges([" ".join(merge) for merge in definition["model"]["merges"]])
     else:
-        tokens, prefix = _pieces(definition, content, tokenizer, size)
+        tokens, adds_space = _sentencepiece_tokens(definition, content, tokenizer, size)
         writer.add_tokenizer_model("llama")
         writer.add_tokenizer_pre("default")
         writer.add_token_scores(tokens.scores)
-        writer.add_add_space_prefix(prefix)
+        writer.add_add_space_prefix(adds_space)
     writer.add_token_list(tokens.texts)
-    writer.add_token_types(tokens.kinds)
+    writer.add_token_types(tokens.types)
     for kind, text in tokenizer.special.items():
-        if (number := tokenizer.token_id(text)) is not None and kind != "eos_token":
-            getattr(writer, f"add_{kind}_id")(number)
+        if (token_id := tokenizer.token_id(text)) is not None and kind != "eos_token":
+            getattr(writer, f"add_{kind}_id")(token_id)
     first, *others = tokenizer.stop_ids
-    ended = tokenizer.eos_id if tokenizer.eos_id in tokenizer.stop_ids else first
-    writer.add_eos_token_id(ended)
-    if other := [number for number in (first, *others) if number != ended]:
-        writer.add_eot_token_id(other[0])
+    eos_id = tokenizer.eos_id if tokenizer.eos_id in tokenizer.stop_ids else first
+    writer.add_eos_token_id(eos_id)
+    if eot_ids := [stop_id for stop_id in (first, *others) if stop_id != eos_id]:
+        writer.add_eot_token_id(eot_ids[0])
     writer.add_add_bos_token(tokenizer.adds_bos)
     writer.add_add_eos_token(False)
     writer.add_chat_template(tokenizer.chat_template)
 
 
 def model_name(name: str, tokenizer: Tokenizer | None) -> str:
-    """What general.name says: where it reads phi-3 llama.cpp drops the spaces behind special tokens, as Phi-3 does."""
+    """Return general.name: if it contains "phi-3", llama.cpp strips spaces after special tokens, as Phi-3 does."""
     kind, content = tokenizer.serialized() if tokenizer else ("", b"")
     added = json.loads(content)["added_tokens"] if kind == "tokenizer.json" else []
-    drops = any(token["rstrip"] for token in added) and any(token["content"] == "<|endoftext|>" for token in added)
-    if drops != bool(_PHI3.search(name)):
-        return f"{name} (phi-3)" if drops else _PHI3.sub("phi 3", name)
+    strips_spaces = any(token["rstrip"] for token in added) and any(token["content"] == "<|endoftext|>" for token in added)
+    if strips_spaces != bool(_PHI3.search(name)):
+        return f"{name} (phi-3)" if strips_spaces else _PHI3.sub("phi 3", name)
     return name
 
 
-def _named_cut(definition: dict[str, Any], folder: Path) -> str:
-    """llama.cpp's name for how a tokenizer.json cuts text."""
+def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
+    """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json; raise ValueError if there is none."""
     step = definition["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
     patterns = [s["pattern"].get("Regex") for s in steps if s.get("type") == "Split"]
     digits = any(s.get("type") == "Digits" and s["individual_digits"] for s in steps)
     gpt2 = any(s.get("type") == "ByteLevel" and s["use_regex"] for s in steps)
-    found = Cut(tuple(patterns), digits, gpt2, bool(definition["model"].get("ignore_merges")))
+    pre_tokenizer = PreTokenizer(tuple(patterns), digits, gpt2, bool(definition["model"].get("ignore_merges")))
     if {s.get("type") for s in steps} <= {"Split", "Digits", "ByteLevel"}:
-        for name, cut in CUTS.items():
-            if cut == found:
+        for name, candidate in PRE_TOKENIZERS.items():
+            if candidate == pre_tokenizer:
                 return name
-    reason = (
-        f"its tokenizer.json cuts text in a way that litft does not know llama.cpp's name of ({json.dumps(steps)[:300]})"
-    )
-    raise ValueError(f"{folder}: {reason}; known: {', '.join(CUTS)}")
+    reason = f"llama.cpp's name for the pre-tokenizer of its tokenizer.json is unknown ({json.dumps(steps)[:300]})"
+    raise ValueError(f"{folder}: {reason}; supported: {', '.join(PRE_TOKENIZERS)}")
 
 
-def _kinds_of(tokenizer: Tokenizer) -> dict[int, tuple[str, int]]:
-    """Text and kind of every token, by its id."""
+def _texts_and_types(tokenizer: Tokenizer) -> dict[int, tuple[str, int]]:
+    """Return the text and type of every token, by id."""
     special, added = tokenizer.special_ids, tokenizer.added_ids
-    kinds = {i: _KINDS.CONTROL if i in special else _KINDS.USER_DEFINED for i in special | added}
-    return {number: (text, int(kinds.get(number, _KINDS.NORMAL))) for text, number in tokenizer.vocabulary().items()}
+    types = {i: _TokenType.CONTROL if i in special else _TokenType.USER_DEFINED for i in special | added}
+    return {i: (text, int(types.get(i, _TokenType.NORMAL))) for text, i in tokenizer.vocabulary().items()}
 
 
-def _padded(known: dict[int, tuple[str, int]], scores: dict[str, float], size: int) -> _Tokens:
-    """The tokens in order; rows that stand for nothing get a name that no text has."""
-    entries = [known.get(number, (f"[PAD{number}]", int(_KINDS.UNUSED))) for number in range(size)]
-    texts = [text for text, _ in entries]
-    return _Tokens(texts, [kind for _, kind in entries], [scores.get(text, UNREACHED) for text in texts])
+def _pad(tokens: dict[int, tuple[str, int]], scores: dict[str, float], size: int) -> _Tokens:
+    """Return the tokens ordered by id, with an unused token for each row of the embedding that has none."""
+    rows = [tokens.get(i, (f"[PAD{i}]", int(_TokenType.UNUSED))) for i in range(size)]
+    texts = [text for text, _ in rows]
+    return _Tokens(texts, [token_type for _, token_type in rows], [scores.get(text, NO_MERGE_SCORE) for text in texts])
 
 
-def _pieces(definition: dict[str, Any] | None, content: bytes, tokenizer: Tokenizer, size: int) -> tuple[_Tokens, bool]:
-    """sentencepiece's tokens, and whether a text gets a space before it."""
-    known = _kinds_of(tokenizer)
+def _sentencepiece_tokens(
+    definition: dict[str, Any] | None, content: bytes, tokenizer: Tokenizer, size: int
+) -> tuple[_Tokens, bool]:
+    """Return sentencepiece's tokens, and whether the tokenizer puts a space before a text."""
+    tokens = _texts_and_types(tokenizer)
     if definition:
-        scores = _ranks(definition["model"]["merges"])
-        known = _spelled_bytes(known)
-        own = dict.fromkeys(_BYTES, _KINDS.BYTE) | {definition["model"].get("unk_token"): _KINDS.UNKNOWN}
-        prefix = _has_prefix(definition)
+        scores = _merge_scores(definition["model"]["merges"])
+        tokens = _name_bytes(tokens)
+        types = dict.fromkeys(_BYTES, _TokenType.BYTE) | {definition["model"].get("unk_token"): _TokenType.UNKNOWN}
+        adds_space = _adds_space(definition)
     else:
         from sentencepiece import sentencepiece_model_pb2 as sentencepiece
 
         model = sentencepiece.ModelProto.FromString(content)
         if model.trainer_spec.model_type != model.trainer_spec.BPE:
-            raise ValueError(f"{tokenizer.folder}: its tokenizer.model is no BPE, and llama.cpp's for this model are")
-        scores, own = {p.piece: p.score for p in model.pieces}, {p.piece: p.type for p in model.pieces if p.type != 1}
-        prefix = model.normalizer_spec.add_dummy_prefix
+            raise ValueError(f"{tokenizer.folder}: its tokenizer.model is not BPE, the only kind that llama.cpp supports")
+        scores, types = {p.piece: p.score for p in model.pieces}, {p.piece: p.type for p in model.pieces if p.type != 1}
+        adds_space = model.normalizer_spec.add_dummy_prefix
         if model.normalizer_spec.remove_extra_whitespaces:
-            spaces = "spaces at the ends of a text, beside special tokens, and several in a row"
-            print(f"note: llama.cpp keeps {spaces}, which this tokenizer drops", file=sys.stderr)
-    control = _KINDS.CONTROL
-    known = {i: (text, int(own.get(text, kind) if kind != control else kind)) for i, (text, kind) in known.items()}
-    return _padded(known, scores, size), prefix
+            spaces = "leading, trailing and repeated spaces, and those next to special tokens"
+            print(f"note: llama.cpp keeps {spaces}, which this tokenizer removes", file=sys.stderr)
+    control = _TokenType.CONTROL
+    tokens = {i: (text, int(types.get(text, kind) if kind != control else kind)) for i, (text, kind) in tokens.items()}
+    return _pad(tokens, scores, size), adds_space
 
 
-def _ranks(merges: Iterable[Sequence[str]]) -> dict[str, float]:
-    """Scores that make sentencepiece's BPE merge in this order: the earlier, the higher."""
+def _merge_scores(merges: Iterable[Sequence[str]]) -> dict[str, float]:
+    """Return scores that make sentencepiece's BPE apply the merges in this order: earlier merges have higher scores."""
     scores: dict[str, float] = {}
     for rank, (left, right) in enumerate(merges):
         scores.setdefault(left + right, -float(rank))
@@ -316,16 +322,16 @@ def _ranks(merges: Iterable[Sequence[str]]) -> dict[str, float]:
 _BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 
 
-def _spelled_bytes(known: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
-    """With every byte by sentencepiece's name: transformers calls Gemma's tab by itself."""
-    texts = {text for text, _ in known.values()}
+def _name_bytes(tokens: dict[int, tuple[str, int]]) -> dict[int, tuple[str, int]]:
+    """Rename byte tokens to sentencepiece's names: in transformers, Gemma's tab is a literal tab instead of <0x09>."""
+    texts = {text for text, _ in tokens.values()}
     missing = {chr(byte): name for byte, name in enumerate(_BYTES[:128]) if name not in texts}
-    return {number: (missing.get(text, text), kind) for number, (text, kind) in known.items()}
+    return {i: (missing.get(text, text), token_type) for i, (text, token_type) in tokens.items()}
 
 
-def _has_prefix(definition: dict[str, Any]) -> bool:
+def _adds_space(definition: dict[str, Any]) -> bool:
     """Whether a tokenizer.json puts a space before each text between special tokens, as sentencepiece does."""
     parts = json.dumps([definition["normalizer"], definition["pre_tokenizer"]])
-    if '"prepend_scheme": "first"' in parts:  # as in Mistral's: chats, which begin with a special token, have none
-        print("note: llama.cpp puts no space before texts here, which this tokenizer does outside of chats", file=sys.stderr)
+    if '"prepend_scheme": "first"' in parts:  # such as Mistral's; chats begin with a special token and so get no space
+        print("note: outside of chats, this tokenizer puts a space before a text, and llama.cpp does not", file=sys.stderr)
     return '"Prepend"' in parts or '"prepend_scheme": "always"' in parts

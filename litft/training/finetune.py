@@ -1,0 +1,132 @@
+"""Fine-tuning, from the flags to a run's folder: `litft.finetune`, and the four commands."""
+
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import litft
+from litft import run_dir
+from litft.args import FinetuneArgs, seconds
+from litft.args.finetune import apply_launcher
+from litft.args.processes import launch_id
+from litft.checkpoints.hub import fetch, hub_id, pinned_data
+from litft.data.dataset import load_data
+from litft.data.sources import hub_dataset
+from litft.distributed.devices import check_devices, make_fabric, pick_accelerator
+from litft.distributed.process_group import launch
+from litft.model.quantization import bitsandbytes
+from litft.pretrained import DEMO, resolve
+from litft.training.dry_run import dry_run
+from litft.training.loggers import check_logger
+from litft.training.metrics import Row
+from litft.training.schedule import Schedule
+from litft.training.settings import Settings, choose
+from litft.training.setup import Setup
+from litft.training.trainer import Trainer
+
+
+class Outcome(NamedTuple):
+    """A finished run: its folder, and the newest value of every column of its metrics.csv."""
+
+    folder: Path
+    metrics: Row
+
+
+def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) -> Outcome | None:
+    """Train with these arguments; returns None after a dry run.
+
+    callback: called in the first process with every row of metrics.csv when it is written. Raises ValueError for mistakes
+    of the user, `Interrupted` where a signal ended the run with its state saved.
+    """
+    args, named = _resolve(args)
+    setup, schedule, settings = prepare(args)
+    if args.dry_run:
+        dry_run(setup, schedule, settings)
+        return None
+    fabric = make_fabric(args, settings.strategy)
+    hosts = launch(fabric, args.timeout)
+    # the first process makes the folder; all have looked at what was there before any gets here
+    name = str(named or run_dir.claim(setup.method.title)) if fabric.global_rank == 0 else None
+    folder = Path(fabric.broadcast(name))
+    if any(hosts.all_reduce_max(args.resume)):
+        setup.args = replace(setup.args, resume=True, overwrite=False)
+    hosts.check_equal(_shared_facts(setup, schedule, settings))
+    trainer = Trainer(fabric, hosts, setup, schedule, settings, folder)
+    trainer.metrics.sinks += [callback] if callback else []
+    trainer.fit()
+    return Outcome(folder, trainer.metrics.newest)
+
+
+def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
+    """The arguments with what they leave open filled in, and the run's folder if they name one; ValueError."""
+    args = apply_launcher(args)
+    if problems := args.problems():
+        raise ValueError("\n".join(problems))
+    if args.checkpoint_dir is None:
+        args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)]))
+    args = _pin_hub_ids(args)
+    folder = run_dir.from_flags(args.out_dir, args.resume)
+    # torchrun restarts all nodes after a failure, but tells only the node where a process has died
+    if run_dir.launched_by(folder, launch_id()):
+        args = replace(args, resume=True, overwrite=False)
+    if folder:
+        inputs = (args.checkpoint_dir, args.base_dir, *args.data.path, args.data.val_path, args.data.template)
+        run_dir.check(folder, args.resume, args.overwrite, inputs)
+    return args, folder
+
+
+def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
+    """Replace hub ids by the commits that they stand for now, so that config.yaml says which were used."""
+    models = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
+    pinned = {name: str(fetch(model)[1]) for name, model in models.items() if model}
+    data = [str(pinned_data(dataset)) if (dataset := hub_dataset(path)) else path for path in args.data.path]
+    return replace(args, **pinned, data=replace(args.data, path=data))
+
+
+def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
+    """Prepare the method, the data and the plan, before the processes meet and without reading a weight; ValueError."""
+    source = resolve(args.checkpoint_dir, args.base_dir)
+    source.check()
+    setup = Setup(args, source)
+    if setup.quantize != "none":
+        bitsandbytes()  # raises here rather than after the data has been read
+    device = torch.device(pick_accelerator(args.accelerator))
+    check_devices(device.type, args.devices)
+    _check_offload(setup, device)
+    check_logger(args.logger)
+    source.check_length("--data.max_seq_length", args.data.max_seq_length)
+    vocab_size, max_positions = setup.method.vocab_size(source.config), source.config.max_positions
+    data = load_data(args.data, setup.tokenizer, vocab_size, max_positions, seconds(args.timeout))
+    for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
+        if value and not len(data.val):
+            reason = "it needs a validation loss, and nothing is held out"
+            raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
+    if setup.tokenizer.uses_date:  # a resumed run keeps the date of its first day
+        setup.args = replace(args, data=replace(args.data, date=setup.tokenizer.day))
+    schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
+    return setup, schedule, choose(setup, schedule, device)
+
+
+def _check_offload(setup: Setup, device: torch.device) -> None:
+    """Raise ValueError where --train.cpu_offload has nothing to move."""
+    args, offload = setup.args, setup.args.train.cpu_offload
+    if offload != "none" and device.type == "cpu":
+        raise ValueError(f"--train.cpu_offload {offload}: without a GPU all is in the host's memory; leave it out")
+    is_full = setup.method.name == "full"
+    one_device = args.devices * args.num_nodes == 1
+    if one_device and offload == "parameters" and (setup.quantize != "none" or is_full):
+        reason = "trained weights stay on the GPU" if is_full else "quantized weights stay on the GPU"
+        raise ValueError(f"--train.cpu_offload parameters: {reason}; leave it out")
+
+
+def _shared_facts(setup: Setup, schedule: Schedule, settings: Settings) -> dict[str, Any]:
+    """What must be the same on all processes of a run."""
+    groups = {name: value if isinstance(value, dict) else {"": value} for name, value in asdict(setup.args).items()}
+    flags = {f"--{name}.{key}".rstrip("."): value for name, group in groups.items() for key, value in group.items()}
+    versions = {"torch": torch.__version__, "litft": litft.__version__}
+    chosen = {"strategy": settings.strategy, "recomputation": settings.recomputed, "rows": schedule.layout.rows}
+    data = {"training data": schedule.data.train_digest, "validation data": schedule.data.val_digest}
+    return {**versions, **chosen, **data, **setup.identity(), **flags}
