@@ -1,4 +1,4 @@
-"""Fine-tune with LLaMA-Adapter:
+"""Fine-tune a model with LLaMA-Adapter.
 
 python finetune/adapter.py                                        # the embedded demo
 python finetune/adapter.py --checkpoint_dir DIR --data.path FILE

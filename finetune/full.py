@@ -1,4 +1,4 @@
-"""Fine-tune the whole model:
+"""Fine-tune all weights of a model.
 
 python finetune/full.py                                        # the embedded demo
 python finetune/full.py --checkpoint_dir DIR --data.path FILE

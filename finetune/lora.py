@@ -1,4 +1,4 @@
-"""Fine-tune with LoRA:
+"""Fine-tune a model with LoRA.
 
 python finetune/lora.py                                        # the embedded demo
 python finetune/lora.py --checkpoint_dir DIR --data.path FILE

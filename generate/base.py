@@ -1,4 +1,4 @@
-"""Complete a prompt, or a file of prompts:
+"""Complete a prompt, or every prompt of a file.
 
 python generate/base.py --checkpoint_dir DIR --prompt "Once upon a time"
 """

@@ -1,4 +1,4 @@
-"""Chat with a model, by default with the newest run's:
+"""Chat with a model in the terminal. Default: the model of the newest run.
 
 python generate/chat.py --checkpoint_dir DIR
 """

@@ -1,4 +1,4 @@
-"""Serve a model to clients of the OpenAI API, with a chat page, by default the newest run's:
+"""Serve a model over the OpenAI API and a chat page. Default: the model of the newest run.
 
 python generate/serve.py --checkpoint_dir DIR
 """

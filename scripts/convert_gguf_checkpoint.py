@@ -1,4 +1,4 @@
-"""Turn a GGUF file of llama.cpp's, quantized or not, into a model folder that litft and transformers open:
+"""Convert a GGUF file of llama.cpp, quantized or not, to a model folder for litft and transformers.
 
 python scripts/convert_gguf_checkpoint.py --checkpoint_dir SmolLM2-135M-Instruct.Q4_1.gguf --out_dir smollm2
 """

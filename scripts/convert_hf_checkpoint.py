@@ -1,4 +1,4 @@
-"""Rewrite a model folder (.bin, odd shards, mixed dtypes, MXFP4, a multimodal one) as clean safetensors in one dtype:
+"""Convert a model folder (.bin files, mixed dtypes, MXFP4, multimodal) to safetensors of one dtype.
 
 python scripts/convert_hf_checkpoint.py --checkpoint_dir model --out_dir clean --precision bf16
 """

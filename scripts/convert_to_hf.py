@@ -1,4 +1,4 @@
-"""Write a folder to open out of a run, or of one of its checkpoints: merged, or the adapter by itself:
+"""Export a run or one of its checkpoints for Hugging Face libraries: merged, or the adapter only.
 
 python scripts/convert_to_hf.py --checkpoint_dir out/lora/checkpoints/step-000200 --out_dir model --shard_gb 2
 """

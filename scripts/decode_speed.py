@@ -1,12 +1,12 @@
-"""Decoding speed of litft, beside transformers' generate with its dynamic and its static cache; needs the `test` extra.
+"""Measure the decoding speed of litft, and of transformers' generate with its dynamic and static cache.
 
-    python scripts/decode_speed.py --checkpoint_dir DIR --precision bf16
+    python scripts/decode_speed.py --checkpoint_dir DIR --precision bf16    # needs pip install -e '.[test]'
     python scripts/decode_speed.py --checkpoint_dir FOLDER_WITH_A_CONFIG_JSON --only_litft --accelerator cuda
 
-All take turns in one process, answer by answer: the same model, dtype, threads and prompt, greedy, so many new tokens
-whatever they are; an answer is reading the prompt, every step, and the choice of tokens. The tokens must agree (in fp32), or
-the comparison is refused. Beside it the device's speed of copying memory, and what part of that decoding reaches: a token
-reads every weight once, and the keys and values so far. Without weights in the folder they are random ones.
+All contenders run in one process and take turns, answer by answer. They have the same model, dtype, threads and prompt, decode
+greedily, and generate the same number of tokens. The time of an answer covers prefill, all decode steps and the choice of
+tokens. In fp32 the tokens must be equal; otherwise the comparison is refused. The last line relates litft's speed to the copy
+bandwidth of the device: a decode step reads every weight and the KV cache once. If the folder has no weights, they are random.
 """
 
 import os
@@ -29,32 +29,32 @@ from litft.cli import COMMANDS, user_errors
 
 @dataclass
 class SpeedArgs:
-    """Measure decoding, alone or beside transformers'."""
+    """Measure the decoding speed of litft, alone or compared with transformers."""
 
     checkpoint_dir: str | None = None
-    """The model's folder, or one with its config.json alone: then the weights are random."""
+    """The folder of the model. If it has only a config.json, the weights are random."""
     precision: Literal["bf16", "fp32"] = "bf16"
     """The dtype of weights and computation."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
+    """The device type to run on. auto: cuda if available."""
     compile: bool = False
-    """Compile litft's reading and decoding."""
+    """Compile litft's prefill and decode steps."""
     only_litft: bool = False
-    """Leave transformers out."""
+    """Do not measure transformers."""
     rows: int = 1
-    """How many texts at once."""
+    """Number of sequences to decode at the same time."""
     prompt_tokens: int = 32
-    """The length of the prompt, random tokens."""
+    """Number of random tokens in the prompt."""
     new_tokens: int = 128
-    """How many tokens each answer has."""
-    speculative_rounds: int = 5
-    """How often each takes its turn, after one that is not counted."""
+    """Number of tokens per answer."""
+    rounds: int = 5
+    """Number of measured answers per contender, after one warmup answer."""
     busy: int = 0
-    """Measure beside so many other processes that each use a core all the time."""
+    """Number of other processes that keep a core busy during the measurement."""
 
     def problems(self) -> list[str]:
-        """What is missing, or impossible."""
-        missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name a model's folder"]
+        """Return the problems of the flags."""
+        missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the folder of the model"]
         positive = ("rows", "prompt_tokens", "new_tokens", "rounds")
         return (
             missing + impossible_numbers(self) + below_minimum(self, "", 1, *positive) + below_minimum(self, "", 0, "busy")
@@ -62,7 +62,7 @@ class SpeedArgs:
 
 
 def main(args: SpeedArgs) -> None:
-    """Measure, and print a line each."""
+    """Measure all contenders and print the results."""
     import torch
 
     from litft.distributed.devices import DTYPES, limit_threads, pick_accelerator
@@ -82,31 +82,31 @@ def main(args: SpeedArgs) -> None:
         for parameter in model.parameters():
             parameter.normal_(0, 0.02)
     fuse_linears(model, pack=not args.compile)
-    limit_threads(model, args.rows)  # as the commands do, and for all contenders
+    limit_threads(model, args.rows)  # as litft's commands do; applies to all contenders
     prompt = torch.randint(0, model.config.vocab_size, (1, args.prompt_tokens), generator=torch.Generator().manual_seed(0))
-    contenders = {"litft": ours(model, prompt, args)}
+    contenders = {"litft": litft_answer(model, prompt, args)}
     if not args.only_litft:
-        contenders |= theirs(args, has_weights, device, prompt)
-    found: dict[str, list[float]] = {name: [] for name in contenders}
+        contenders |= transformers_answers(args, has_weights, device, prompt)
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     tokens: dict[str, list[int]] = {}
-    for _ in range(args.speculative_rounds + 1):
+    for _ in range(args.rounds + 1):
         for name, answer in contenders.items():
-            began = time.perf_counter()
+            start = time.perf_counter()
             tokens[name] = answer()
-            found[name].append(time.perf_counter() - began)
+            seconds[name].append(time.perf_counter() - start)
     if has_weights and args.precision == "fp32" and any(other != tokens["litft"] for other in tokens.values()):
-        raise ValueError("the contenders say different things: there is nothing to compare")
-    report(args, model, {name: seconds[1:] for name, seconds in found.items()}, device)
+        raise ValueError("the contenders generated different tokens, so their speeds cannot be compared; measure litft with --only_litft")
+    report(args, model, {name: times[1:] for name, times in seconds.items()}, device)
 
 
-def ours(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
-    """litft's answer: the decoder that `litft generate` has, and its greedy choice."""
+def litft_answer(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
+    """Return a function that generates an answer as `litft generate` does, greedily, and returns its token ids."""
     from litft.args import Sampling
     from litft.inference.decoder import Decoder
     from litft.inference.generation import Request, generate_batch
 
     class Silent:
-        """No text is made: transformers makes none either."""
+        """A tokenizer that decodes no text, because transformers' generate decodes none either."""
 
         def decode(self, ids: list[int], skip_special: bool = True) -> str:
             return ""
@@ -124,8 +124,8 @@ def ours(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
     return answer
 
 
-def theirs(args: SpeedArgs, has_weights: bool, device, prompt) -> dict[str, Callable[[], list[int]]]:
-    """transformers' answers, with its two caches."""
+def transformers_answers(args: SpeedArgs, has_weights: bool, device, prompt) -> dict[str, Callable[[], list[int]]]:
+    """Return the same functions for transformers, by name: one with the dynamic and one with the static cache."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -139,16 +139,16 @@ def theirs(args: SpeedArgs, has_weights: bool, device, prompt) -> dict[str, Call
     settings = dict(max_new_tokens=args.new_tokens, min_new_tokens=args.new_tokens, do_sample=False, eos_token_id=None)
 
     def answer(cache: str) -> list[int]:
-        # without a mask, generate takes the end tokens of earlier turns for padding
-        out = model.generate(inputs, attention_mask=torch.ones_like(inputs), cache_implementation=cache, **settings)
-        return out[0, args.prompt_tokens :].tolist()
+        # without a mask, generate would treat stop tokens in the prompt as padding
+        output = model.generate(inputs, attention_mask=torch.ones_like(inputs), cache_implementation=cache, **settings)
+        return output[0, args.prompt_tokens :].tolist()
 
     return {f"transformers, {cache} cache": (lambda cache=cache: answer(cache)) for cache in ("dynamic", "static")}
 
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Inside, so many other processes compute without end."""
+    """Within the context, `count` other processes each keep a core busy."""
     processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
@@ -157,41 +157,41 @@ def busy_processes(count: int) -> Iterator[None]:
             process.kill()
 
 
-def report(args: SpeedArgs, model, found: dict[str, list[float]], device) -> None:
-    """A line each, and what part of the memory's speed litft reaches."""
+def report(args: SpeedArgs, model, times: dict[str, list[float]], device) -> None:
+    """Print the tokens/s of each contender, and the share of the copy bandwidth that litft reaches."""
     import torch
 
     config, rates = model.config, {}
-    for name, seconds in found.items():
+    for name, seconds in times.items():
         rates[name] = args.rows * args.new_tokens / statistics.median(seconds)
         spread = f"{args.rows * args.new_tokens / max(seconds):.1f} to {args.rows * args.new_tokens / min(seconds):.1f}"
         print(f"{name}: {rates[name]:.1f} tokens/s ({spread})")
     if others := [rate for name, rate in rates.items() if name != "litft"]:
         print(f"litft / the faster one: {rates['litft'] / max(others):.2f}")
     weights = sum(p.nbytes for p in model.parameters()) - (0 if config.tied else model.embed.weight.nbytes)
-    keys = 2 * len(config.layers) * config.n_kv_heads * config.head_dim * (args.prompt_tokens + args.new_tokens / 2)
-    read = weights + args.rows * keys * model.dtype.itemsize
-    copied = copy_speed(device)
-    reached = read * rates["litft"] / args.rows
+    cache_size = 2 * len(config.layers) * config.n_kv_heads * config.head_dim * (args.prompt_tokens + args.new_tokens / 2)
+    bytes_read = weights + args.rows * cache_size * model.dtype.itemsize
+    bandwidth = copy_speed(device)
+    read_speed = bytes_read * rates["litft"] / args.rows
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
-        f"{read / 1e9:.2f} GB a step: {reached / 1e9:.1f} GB/s, {reached / copied:.0%} of the copy bandwidth "
-        f"({copied / 1e9:.1f} GB/s); {args.precision}, {hardware}, torch {torch.__version__}, {date.today()}"
+        f"{bytes_read / 1e9:.2f} GB per step: {read_speed / 1e9:.1f} GB/s, {read_speed / bandwidth:.0%} of the copy bandwidth "
+        f"({bandwidth / 1e9:.1f} GB/s); {args.precision}, {hardware}, torch {torch.__version__}, {date.today()}"
     )
 
 
 def copy_speed(device, size: int = 2**28) -> float:
-    """Bytes a second that a copy reads and writes, together."""
+    """Return the copy bandwidth of the device in bytes/s: bytes read plus bytes written."""
     import torch
 
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target, seconds = torch.empty_like(source), []
     for _ in range(8):
-        began = time.perf_counter()
+        start = time.perf_counter()
         target.copy_(source)
         if device.type == "cuda":
             torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return 2 * size / statistics.median(seconds[2:])
 
 

@@ -1,4 +1,4 @@
-"""Fetch a model or an adapter from the Hugging Face hub; a download that was cut off goes on:
+"""Download a model or an adapter from the Hugging Face hub. An interrupted download continues.
 
 python scripts/download.py --repo_id HuggingFaceTB/SmolLM2-135M-Instruct --out_dir smollm2
 """

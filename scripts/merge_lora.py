@@ -1,4 +1,4 @@
-"""Merge a LoRA adapter into its base:
+"""Merge a LoRA adapter into its base model.
 
 python scripts/merge_lora.py --checkpoint_dir out/lora/final --out_dir merged
 """

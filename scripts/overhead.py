@@ -1,8 +1,8 @@
-"""What logging and checkpoints cost: the time between steps as a part of the time in them, in one run.
+"""Measure the overhead of logging and checkpoints: the time between steps relative to the time in steps, in one run.
 
 python scripts/overhead.py --checkpoint_dir DIR --data.path FILE [--method full] [any flag of finetune/<method>.py]
 
-Whatever passes between the end of a step and the beginning of the next is measured: rows, lines, checkpoints, signals.
+The time between steps includes metrics rows, printed lines, checkpoints and signal handling.
 """
 
 import sys
@@ -18,7 +18,7 @@ DEFAULTS = (
 
 
 def main(method: str, words: list[str]) -> None:
-    """Run it, and print the overhead of each ten steps."""
+    """Train, then print the overhead of each window of save.interval steps (default 10)."""
     from litft.training.finetune import finetune
 
     args = parse(COMMANDS[f"finetune {method}"].args, [*DEFAULTS, *words])
@@ -28,16 +28,16 @@ def main(method: str, words: list[str]) -> None:
         marks.append((int(row["step"]), time.perf_counter(), row["seconds"]))
 
     finetune(args, callback)
-    size = args.save.interval
-    windows = [(b[1] - a[1], b[2] - a[2]) for a, b in zip(marks, marks[size:], strict=False) if a[0] % size == 1]
-    shares = [wall / stepping - 1 for wall, stepping in windows]
-    step = median(stepping for _, stepping in windows) / size
-    print(f"overhead of each {size} steps: {', '.join(f'{share:.2%}' for share in shares)}; median {median(shares):.2%}")
+    interval = args.save.interval
+    windows = [(end[1] - start[1], end[2] - start[2]) for start, end in zip(marks, marks[interval:], strict=False) if start[0] % interval == 1]
+    shares = [wall_time / in_steps - 1 for wall_time, in_steps in windows]
+    step = median(in_steps for _, in_steps in windows) / interval
+    print(f"overhead of each {interval} steps: {', '.join(f'{share:.2%}' for share in shares)}; median {median(shares):.2%}")
     print(f"a step takes {step:.3f} s")
 
 
 if __name__ == "__main__":
-    given = sys.argv[1:]
-    chosen = given.pop(given.index("--method") + 1) if "--method" in given else "lora"
+    argv = sys.argv[1:]
+    method = argv.pop(argv.index("--method") + 1) if "--method" in argv else "lora"
     with user_errors():
-        main(chosen, [word for word in given if word != "--method"])
+        main(method, [word for word in argv if word != "--method"])

@@ -1,4 +1,4 @@
-"""The README's table of families: what litft's logits differ by from transformers', measured now:
+"""Measure how far litft's logits are from transformers', and print the table of model families in the README.
 
 python scripts/parity_table.py [--families llama,gemma2] [--write]
 """
@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 def table(families: list[str]) -> str:
-    """A Markdown table: for each family the worst of its variations, as parts of the largest logit."""
+    """Return a Markdown table: per family the worst difference of its variations, relative to the largest logit."""
     import parity
 
     import litft
@@ -41,20 +41,20 @@ def table(families: list[str]) -> str:
 
 
 def main() -> None:
-    """Print the table, or put it into the README."""
+    """Print the table. With --write, also put it into the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", help="Only these, a,b,c. Default: all.")
-    parser.add_argument("--write", action="store_true", help="Put the table into README.md, in place of the one there.")
+    parser.add_argument("--families", help="Measure only these families: a,b,c. Default: all.")
+    parser.add_argument("--write", action="store_true", help="Replace the table in README.md.")
     args = parser.parse_args()
     try:
         import parity
     except ImportError as error:
-        parser.error(f"{error}; pip install -e '.[test]'")
+        parser.error(f"{error}; run pip install -e '.[test]'")
     families = args.families.split(",") if args.families else list(parity.ROWS)
     if unknown := [name for name in families if name not in parity.ROWS]:
-        parser.error(f"no row for {', '.join(unknown)}; known: {', '.join(parity.ROWS)}")
+        parser.error(f"--families: no row for {', '.join(unknown)}; choose from: {', '.join(parity.ROWS)}")
     if args.write and args.families:
-        parser.error("--write needs all families: the README's table is replaced as a whole")
+        parser.error("--write replaces the complete table in README.md; leave --families out")
     text = table(families)
     print(text, end="")
     if args.write:

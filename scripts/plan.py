@@ -1,4 +1,4 @@
-"""Say what training a model will need: memory by kind, FLOPs, hours:
+"""Estimate the memory, FLOPs and hours that training a model will take. Nothing is trained.
 
 python scripts/plan.py --checkpoint_dir DIR --method lora --chip H100
 """

@@ -1,4 +1,4 @@
-"""Tokenize a data set, and look at it before a GPU is paid for:
+"""Tokenize a data set and print its statistics and samples. No GPU is needed.
 
 python scripts/prepare_data.py --checkpoint_dir DIR --data.path FILE
 """

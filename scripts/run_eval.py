@@ -1,4 +1,4 @@
-"""Score a model, and its base beside it, by lm-evaluation-harness tasks or on your own examples:
+"""Evaluate a model next to its base model, on lm-evaluation-harness tasks or on your own examples.
 
 python scripts/run_eval.py --checkpoint_dir DIR --tasks hellaswag --data.path FILE
 """

@@ -1,4 +1,4 @@
-"""The README's table of strategies: how far losses of several processes are from one's, measured now (some minutes):
+"""Train with several processes and with one, and print the table of loss differences in the README. Takes a few minutes.
 
 python scripts/strategy_table.py [--write]
 """
@@ -14,7 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 
 def demo(folder: Path) -> tuple[Path, Path]:
-    """The embedded model, and a file of its examples."""
+    """Return the folder of the demo model and a new file with 40 of its examples."""
     from litft.pretrained import DEMO
 
     lines = (DEMO / "train.jsonl").read_text("utf-8").splitlines()[:40]
@@ -24,25 +24,25 @@ def demo(folder: Path) -> tuple[Path, Path]:
 
 
 def difference(one: dict[str, list[float]], several: dict[str, list[float]]) -> str:
-    """The largest of any step's loss, and of any validation's."""
+    """Return the largest difference of any step's training loss or any validation loss."""
     pairs = (pair for name in ("loss", "val_loss") for pair in zip(one[name], several[name], strict=True))
     return f"{max(abs(a - b) for a, b in pairs):.0e}"
 
 
 def table() -> str:
-    """A Markdown table: for each method and base the largest difference of ten steps' and the validations' losses."""
+    """Return a Markdown table: per method and base, the largest difference of the losses of ten steps and their validations."""
     from strategies import METHODS, PROCESSES, cases, losses
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model, data = demo(folder)
-        found = {strategy: losses(model, data, folder, strategy, cases(strategy)) for strategy in PROCESSES}
+        results = {strategy: losses(model, data, folder, strategy, cases(strategy)) for strategy in PROCESSES}
     several = [strategy for strategy in PROCESSES if strategy != "single"]
     head = [f"{strategy}, {PROCESSES[strategy]} processes" for strategy in several]
     lines = [f"| method, base | loss, first to last step | {' | '.join(head)} |", "|---" * (len(head) + 2) + "|"]
-    for case in sorted(found["single"], key=lambda case: METHODS.index(case.split()[0])):
-        one = found["single"][case]["loss"]
-        cells = [difference(found["single"][case], found[s][case]) if case in found[s] else "-" for s in several]
+    for case in sorted(results["single"], key=lambda case: METHODS.index(case.split()[0])):
+        one = results["single"][case]["loss"]
+        cells = [difference(results["single"][case], results[s][case]) if case in results[s] else "-" for s in several]
         lines.append(
             f"| {case.replace(' none', '').replace(' ', ', ')} | {one[0]:.2f} → {one[9]:.2f} | {' | '.join(cells)} |"
         )

@@ -1,9 +1,9 @@
-"""The fine-tuning scripts over a grid of flags, each run in a process of its own; prints a Markdown table.
+"""Run the fine-tuning scripts over a grid of flags, one process per run, and print a Markdown table.
 
     python scripts/sweep.py --grid methods --checkpoint_dir DIR --data.path FILE --flags="--train.epochs 1"
 
-A run that is finished is not repeated, so that a sweep goes on where it was stopped. Without --checkpoint_dir the embedded
-demo is trained by its recipes.
+Finished runs are not repeated, so an interrupted sweep continues where it stopped. Without --checkpoint_dir, the runs train
+the embedded demo with its recipes.
 """
 
 import csv
@@ -46,26 +46,26 @@ class Cell(NamedTuple):
 
 
 def methods() -> list[Cell]:
-    """Every method and every kin of LoRA once, as the defaults have it."""
-    kin = {"rsLoRA": "--lora.rslora", "DoRA": "--lora.dora", "PiSSA": "--lora.init pissa", "OLoRA": "--lora.init olora"}
-    kin |= {"LoRA+ (ratio 16)": "--lora.lr_ratio 16", "LoRA on nf4": "--quantize nf4", "LoRA on int8": "--quantize int8"}
+    """Return a cell for every method and every variant of LoRA, with default flags."""
+    variants = {"rsLoRA": "--lora.rslora", "DoRA": "--lora.dora", "PiSSA": "--lora.init pissa", "OLoRA": "--lora.init olora"}
+    variants |= {"LoRA+ (ratio 16)": "--lora.lr_ratio 16", "LoRA on nf4": "--quantize nf4", "LoRA on int8": "--quantize int8"}
     cells = [
         Cell("full", "full", ""),
         Cell("LoRA", "lora", ""),
-        *(Cell(label, "lora", flags) for label, flags in kin.items()),
+        *(Cell(label, "lora", flags) for label, flags in variants.items()),
     ]
     return [*cells, Cell("LLaMA-Adapter v1", "adapter", ""), Cell("LLaMA-Adapter v2", "adapter_v2", "")]
 
 
 def rates() -> list[Cell]:
-    """Learning rates three apart, four of each method."""
+    """Return four learning rates per method, each about three times the one before."""
     grid = {"full": (1e-5, 3e-5, 1e-4, 3e-4), "lora": (1e-4, 3e-4, 1e-3, 3e-3)}
     grid |= {"adapter": (1e-3, 3e-3, 1e-2, 3e-2), "adapter_v2": (3e-4, 1e-3, 3e-3, 1e-2)}
     return [Cell(f"{m} {rate:g}", m, f"--train.learning_rate {rate}") for m, values in grid.items() for rate in values]
 
 
 def halves() -> list[Cell]:
-    """Each method at half, once and double its default rate."""
+    """Return three cells per method: half, once and twice its default learning rate."""
     cells = []
     for method, args in METHODS.items():
         rate = args().train.learning_rate
@@ -76,7 +76,7 @@ def halves() -> list[Cell]:
 
 
 def shapes() -> list[Cell]:
-    """LoRA's rank, targets and batch, and the adapters' sizes."""
+    """Return cells for the rank, targets and batch size of LoRA and for the prefix of LLaMA-Adapter."""
     cells = [Cell(f"lora, r {r}", "lora", f"--lora.r {r} --lora.alpha {2 * r}") for r in (4, 8, 16, 32)]
     cells += [Cell(f"lora, {t}", "lora", f"--lora.targets {t}") for t in ("q_proj,v_proj", "q_proj,k_proj,v_proj,o_proj")]
     cells += [Cell(f"lora, batch {b}", "lora", f"--train.global_batch_size {b}") for b in (8, 16, 32)]
@@ -92,24 +92,24 @@ class SweepArgs:
     """Run the fine-tuning scripts over a grid."""
 
     grid: Literal["methods", "rates", "halves", "shapes"] = "methods"
-    """methods: each once. rates: four of each method. halves: each at half, once and double its default. shapes: ranks,
-    targets, batches, prefixes."""
+    """methods: each method once. rates: four learning rates per method. halves: half, once and twice the default learning
+    rate. shapes: LoRA ranks, targets and batch sizes, adapter prefixes."""
     checkpoint_dir: str | None = None
-    """The model's folder. Default: the embedded demo."""
+    """The folder of the model. Default: the embedded demo."""
     flags: str = ""
-    """Flags of every run, as one text behind a =: --flags="--train.epochs 1"."""
+    """Flags for every run, as one string after an =: --flags="--train.epochs 1"."""
     out_dir: str = "out/sweep"
-    """The folder of the runs."""
+    """The folder to write the runs to."""
     data: DataArgs = field(default_factory=DataArgs)
 
     def problems(self) -> list[str]:
-        """What is missing."""
+        """Return the problems of the flags."""
         missing = self.checkpoint_dir and not self.data.path
-        return impossible_numbers(self) + (["--data.path is missing: name the file of examples"] if missing else [])
+        return impossible_numbers(self) + (["--data.path is missing: name the file of training examples"] if missing else [])
 
 
 class Figures(NamedTuple):
-    """What a run has shown."""
+    """The results of a run: trained parameters, peak memory in GiB, tokens/s, first and last validation loss."""
 
     trained: int
     memory: float
@@ -119,19 +119,19 @@ class Figures(NamedTuple):
 
 
 def run(cell: Cell, args: SweepArgs, number: int) -> Figures:
-    """Run one cell, or read what its finished run has left."""
+    """Run one cell, or read the results of its finished run."""
     folder = Path(args.out_dir) / f"{number:02d}-{re.sub(r'[^a-z0-9.]+', '-', cell.label.lower())}"
     log = folder.with_suffix(folder.suffix + ".log")
     if not (run_dir.is_run(folder) and run_dir.finished(folder) and log.is_file()):
-        where = (
+        model_flags = (
             ["--checkpoint_dir", args.checkpoint_dir, "--data.path", ",".join(args.data.path)] if args.checkpoint_dir else []
         )
-        words = [*where, "--out_dir", str(folder), "--overwrite", *shlex.split(args.flags), *shlex.split(cell.flags)]
+        words = [*model_flags, "--out_dir", str(folder), "--overwrite", *shlex.split(args.flags), *shlex.split(cell.flags)]
         command = [sys.executable, str(ROOT / "finetune" / f"{cell.method}.py"), *words]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            fail(f"{cell.label}: {shlex.join(command)}\n{done.stderr[-2000:]}")
-        log.write_text(done.stdout, "utf-8")
+        process = subprocess.run(command, capture_output=True, text=True)
+        if process.returncode:
+            fail(f"{cell.label}: {shlex.join(command)}\n{process.stderr[-2000:]}")
+        log.write_text(process.stdout, "utf-8")
     with (folder / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     losses = [float(row["val_loss"]) for row in rows if row["val_loss"]]
@@ -141,13 +141,13 @@ def run(cell: Cell, args: SweepArgs, number: int) -> Figures:
 
 
 def main(args: SweepArgs) -> None:
-    """Run every cell, and print a line of the table after each."""
+    """Run every cell and print its row of the table."""
     Path(args.out_dir).mkdir(parents=True, exist_ok=True)
     print("| | trained parameters | peak memory, GiB | tokens/s | validation loss |\n|---|---|---|---|---|")
     for number, cell in enumerate(GRIDS[args.grid]()):
-        found = run(cell, args, number)
-        sizes = f"{found.trained:,} | {found.memory:.2f} | {found.speed:,.0f}"
-        print(f"| {cell.label} | {sizes} | {found.before:.4f} → {found.after:.4f} |", flush=True)
+        figures = run(cell, args, number)
+        sizes = f"{figures.trained:,} | {figures.memory:.2f} | {figures.speed:,.0f}"
+        print(f"| {cell.label} | {sizes} | {figures.before:.4f} → {figures.after:.4f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Put a run's result on the Hugging Face hub, with a model card written from the run; --dry_run shows what would go:
+"""Upload the result of a run to the Hugging Face hub with a generated model card. --dry_run only lists the files.
 
 python scripts/upload.py --checkpoint_dir out/lora --repo_id me/my-adapter --dry_run
 """

@@ -188,3 +188,10 @@ def kill_after(step: int, run: Path, *words: str | Path, cwd: Path) -> None:
         time.sleep(0.001)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def write_records(path: Path, records: list[dict]) -> Path:
+    """Write a JSON or JSON Lines file."""
+    lines = path.suffix == ".jsonl"
+    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records), "utf-8")
+    return path

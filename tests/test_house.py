@@ -85,6 +85,12 @@ def test_every_file_has_its_place_in_the_order():
         assert files - {"__init__"} == set(order)
 
 
+def test_every_folder_of_the_library_has_one_of_tests():
+    """And no other folder holds tests."""
+    folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
+    assert folders == {path.parent.name for path in LIBRARY.glob("*/__init__.py")}
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(LIBRARY)))
 def test_every_file_says_what_it_is_and_stays_readable(path):
     tree = ast.parse(path.read_text("utf-8"))
@@ -93,6 +99,7 @@ def test_every_file_says_what_it_is_and_stays_readable(path):
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef):
             assert node.end_lineno - node.lineno < 60, node.name
+    assert len(path.read_text("utf-8").splitlines()) <= 400
 
 
 def test_nothing_is_unpickled_but_weights_and_nothing_evaluated():
@@ -130,5 +137,5 @@ def test_the_mutation_table_names_lines_and_tests_that_exist(pytestconfig):
     assert problems(entries) == []
     files = {test.partition("::")[0] for test in collected}
     named = {test for entry in entries for test in entry.tests if "[" in test and test.partition("::")[0] in files}
-    if files >= {f"tests/{path.name}" for path in (ROOT / "tests").glob("test_*.py")}:
+    if files >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}:
         assert named <= collected

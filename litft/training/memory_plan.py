@@ -1,7 +1,7 @@
 """The memory and FLOPs that a run needs, and the fastest settings that fit. No weight is read or allocated.
 
 Weights, gradients and optimizer state follow from the shapes; temporary memory is measured by `memory_trace`.
-`tests/test_plan.py` compares the sum with torch's MemTracker over complete training steps.
+`tests/training/test_plan.py` compares the sum with torch's MemTracker over complete training steps.
 """
 
 import copy

@@ -8,7 +8,7 @@ import torch
 import transformers
 from conftest import script
 from parity import ROWS, draw, relative, shaken, theirs
-from test_peft import peft_losses
+from peft_reference import peft_losses
 
 import litft
 from litft.args import AdapterArgs, DataArgs, LoRAArgs

@@ -3,9 +3,9 @@
 import pytest
 import torch
 import transformers
+from method_cases import FAMILIES, METHODS, saved, tokens_for
 from parity import ROWS, draw, relative, shaken
 from parts import logits
-from test_methods import FAMILIES, METHODS, saved, tokens_for
 
 import litft
 from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides

@@ -2,7 +2,7 @@
 
 Minutes each, hence slow. LITFT_TEST_BATCH=16 is the command line's own default and takes half an hour on two cores:
 
-    LITFT_TEST_BATCH=16 pytest -n 0 -m slow tests/test_real.py
+    LITFT_TEST_BATCH=16 pytest -n 0 -m slow tests/training/test_real.py
 """
 
 import csv

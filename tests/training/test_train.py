@@ -90,11 +90,11 @@ def test_the_samples_are_ragged_enough_to_tell(tiny):
 
 WORKER = """
 import sys, torch
-sys.path[:0] = [{tests!r}]
+sys.path[:0] = [{tests!r}, {tests!r} + "/training"]
 from litft.args import LoRAFinetuneArgs
 from litft.distributed.devices import make_fabric
 from litft.data.packing import Layout
-from litft.training.trainer import Trainer, accumulate
+from litft.training.trainer import accumulate
 from test_train import LAYOUTS, ragged, trainable
 fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
 fabric.launch()

@@ -12,7 +12,7 @@ import openai
 import pytest
 import torch
 from conftest import adapted, refused, script
-from serving import NEVER, Server, lengthened
+from server_process import NEVER, Server, lengthened
 
 import litft
 from litft.args import AdapterV2Args, LoRAArgs, Sampling

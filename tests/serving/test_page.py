@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from conftest import adapted
-from serving import Server, lengthened
+from server_process import Server, lengthened
 
 import litft
 from litft.args import LoRAArgs

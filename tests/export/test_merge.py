@@ -5,8 +5,8 @@ import json
 import pytest
 import torch
 from conftest import script
+from peft_reference import TOKENS, write_adapter
 from safetensors.torch import load_file, save_file
-from test_peft import TOKENS, write_adapter
 
 import litft
 from litft.args import MergeArgs

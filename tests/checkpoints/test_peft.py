@@ -7,31 +7,14 @@ import pytest
 import torch
 from conftest import adapted, script
 from parity import shaken, theirs
+from peft_reference import TOKENS, peft_losses, write_adapter
 
 import litft
 from litft.args import AdapterV2Args, DataArgs, LoRAArgs
 from litft.data.dataset import load_data
-from litft.data.packing import collate
 from litft.inference.fused_linears import pack_weights
 from litft.methods import AdapterV2, LoRA, disabled
 from litft.pretrained import load_models, resolve
-
-
-def write_adapter(base, folder, seed=1, **values):
-    """An adapter written by PEFT with random A and B; returns PEFT's model."""
-    from peft import LoraConfig, get_peft_model
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="float32")
-    values = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear", **values}
-    model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", **values))
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-    model.save_pretrained(folder)
-    return model
 
 
 def attached(folder, precision=None, **values):
@@ -41,9 +24,6 @@ def attached(folder, precision=None, **values):
     method.choose(model, source.adapter_rules)
     method.attach(model)
     return model, method, source
-
-
-TOKENS = torch.randint(512, (2, 23), generator=torch.Generator().manual_seed(2))
 
 
 @pytest.mark.parametrize(
@@ -109,24 +89,6 @@ def test_an_adapter_read_and_written_again_is_the_same(tiny, tmp_path, values):
     method.write(tmp_path / "second", source, values, {"base_model_name_or_path": str(tiny)})
     found = PeftModel.from_pretrained(theirs(tiny), tmp_path / "second").eval()(TOKENS).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def peft_losses(reference, samples, rate, steps, decay=0.01):
-    """Training as PEFT's users do it, with the loss as a sum over the count: the reference of the trajectory."""
-    batch = collate([[sample] for sample in samples])
-    mask = (torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])).long()
-    parameters = [p for p in reference.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(parameters, lr=rate, betas=(0.9, 0.95), weight_decay=decay)
-    losses = []
-    for _ in range(steps):
-        logits = reference(input_ids=batch.tokens, attention_mask=mask).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten(), ignore_index=-100)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def test_ten_steps_are_pefts(tiny, examples, tmp_path):

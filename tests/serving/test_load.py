@@ -9,7 +9,7 @@ from itertools import product
 import openai
 import pytest
 from conftest import adapted
-from serving import Server
+from server_process import Server
 
 import litft
 from litft.args import LoRAArgs

@@ -7,55 +7,23 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from parity import ROWS, draw, relative, shaken, theirs
+from method_cases import FAMILIES, METHODS, TOKENS, saved, tokens_for
+from parity import ROWS, relative, shaken, theirs
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import litft
 from litft.args import (
-    AdapterArgs,
     AdapterV2Args,
-    FullFinetuneArgs,
     LoRAArgs,
     MergeArgs,
 )
 from litft.export.convert import merge
-from litft.methods import Adapter, AdapterV2, Full, LoRA, detach, disabled
+from litft.methods import AdapterV2, LoRA, detach, disabled
 from litft.methods.mixins import Mixin, TrainedWeight
 from litft.model.mlp import grouped_product
-from litft.pretrained import base_record, resolve
-from litft.save_pretrained import Result, write_result
+from litft.pretrained import resolve
 
-FAMILIES = {
-    "llama": "grouped",
-    "gpt_neox": "parallel, partial",
-    "falcon": "40B: groups, two norms",
-    "gemma2": "soft caps, windows",
-    "phi3": "fused",
-    "qwen3_moe": "renormalized",
-}
-WHOLE = ["embed", "lm_head", "down_proj"]
-METHODS = {
-    "full": lambda: Full(FullFinetuneArgs()),
-    "lora": lambda: LoRA(LoRAArgs(r=3, alpha=5)),
-    "rslora": lambda: LoRA(LoRAArgs(r=3, alpha=5, rslora=True, rank_pattern=["down_proj=2"], alpha_pattern=["v_proj=9"])),
-    "dora": lambda: LoRA(LoRAArgs(r=3, alpha=5, dora=True)),
-    "pissa": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="pissa")),
-    "olora": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="olora")),
-    "lora, all it has": lambda: LoRA(LoRAArgs(r=3, alpha=5, targets=["*"], bias="all", modules_to_save=["norm"])),
-    "lora, whole parts, new tokens": lambda: with_tokens(
-        LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=WHOLE, bias="all"))
-    ),
-    "lora, whole ends": lambda: LoRA(LoRAArgs(r=3, targets=["q_proj"], bias="lora", modules_to_save=["embed", "lm_head"])),
-    "dora of some, pissa": lambda: LoRA(LoRAArgs(r=3, dora=True, targets=["v_proj", "up_proj", "embed"], init="pissa")),
-    "adapter": lambda: Adapter(AdapterArgs(prompt_length=4, start_layer=1)),
-    "adapter_v2": lambda: AdapterV2(AdapterV2Args(prompt_length=4, start_layer=1)),
-    "adapter_v2, no prefix": lambda: AdapterV2(AdapterV2Args(prompt_length=0, bias=False)),
-    "lora, new tokens": lambda: with_tokens(LoRA(LoRAArgs(r=3))),
-    "adapter, new tokens": lambda: with_tokens(Adapter(AdapterArgs(prompt_length=4))),
-    "adapter_v2, no prefix, new tokens": lambda: with_tokens(AdapterV2(AdapterV2Args(prompt_length=0, bias=False))),
-    "full, new tokens": lambda: with_tokens(Full(FullFinetuneArgs())),
-}
 MERGE = [name for name in METHODS if not name.startswith("adapter") or name.startswith("adapter_v2, no prefix")]
 QUANTIZED = [None, "nf4", "int8"]
 
@@ -99,7 +67,6 @@ SAME_KERNELS = ("rslora", "olora", "lora, new tokens", "adapter, new tokens", "a
 DIFFERENTIATED = [
     case for case in HALVES[1] if case.values[0] not in SAME_KERNELS and case.values[1] in ("llama", "phi3", "qwen3_moe")
 ]
-TOKENS = draw(2, 23, seed=8)
 
 
 def test_cases_cover_every_pair():
@@ -112,12 +79,6 @@ def test_cases_cover_every_pair():
         cases = [case.values for case in half]
         assert {(method, kind) for method, _, kind in cases} >= set(product(quantizable, QUANTIZED))
         assert {case[1:] for case in cases} == set(product(FAMILIES, QUANTIZED)) and len(cases) == len(CASES) // 2
-
-
-def with_tokens(method):
-    """Two tokens behind the vocabulary of 96, and one within it."""
-    method.tokens = {96: [5, 6], 97: [], 40: [40]}
-    return method
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -145,14 +106,6 @@ def folders(make_model):
     return folder
 
 
-def tokens_for(method):
-    """What the model reads, new tokens among it."""
-    tokens = TOKENS.clone()
-    if method.tokens:
-        tokens[0, ::5] = torch.tensor([96, 97, 40, 96, 97])
-    return tokens
-
-
 def attached(folder, name, kind):
     """A model with a fresh method: (model, method, source)."""
     source, method = resolve(folder), METHODS[name]()
@@ -161,19 +114,6 @@ def attached(folder, name, kind):
     torch.manual_seed(3)
     method.attach(model)
     return model, method, source
-
-
-def saved(model, method, source, out, kind=None):
-    """The folder that a run would leave."""
-    out.mkdir(parents=True, exist_ok=True)
-    values = method.values(model)
-    if method.saves_full_model:
-        write_result(out, source, torch.float32, Result(method, values), 1.0)
-    else:
-        record = base_record(source, out)
-        own = {"quantize": kind or "none", "precision": "fp32"}
-        method.write(out, source, values, record | {"litft": record["litft"] | own})
-    return out
 
 
 @pytest.mark.parametrize("name, family, kind", HALVES[0])

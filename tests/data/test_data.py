@@ -14,7 +14,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from conftest import ENV
+from conftest import ENV, write_records
 
 import litft
 from litft.args import DataArgs
@@ -47,12 +47,6 @@ TALK = [
     {"role": "user", "content": "Who\nare you?"},
     {"role": "assistant", "content": " I am a model."},
 ]
-
-
-def write(path, records):
-    lines = path.suffix == ".jsonl"
-    path.write_text("\n".join(map(json.dumps, records)) if lines else json.dumps(records), "utf-8")
-    return path
 
 
 def encoded(record, tokenizer, **settings):
@@ -145,7 +139,7 @@ def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
     _, tokenizer = litft.load(tiny)
     record = {"instruction": "a", "input": "", "output": "once upon a time " * 20}
     long = {"instruction": "once upon a time " * 30, "input": "", "output": "a"}
-    path = write(tmp_path / "a.jsonl", [record, long, {"instruction": "a", "input": "", "output": "b"}])
+    path = write_records(tmp_path / "a.jsonl", [record, long, {"instruction": "a", "input": "", "output": "b"}])
     data = load(path, tokenizer, max_seq_length=150)
     assert (len(data.train), data.count(CUT, CUT_AWAY), data.skipped) == (2, 2, 1)
     assert max(sample.tokens.numel() for sample in data.train) == 150
@@ -221,15 +215,15 @@ def test_a_text_has_one_beginning_and_one_end(tiny, text):
 def test_splits(tmp_path, tiny):
     _, tokenizer = litft.load(tiny)
     records = [{"instruction": str(n), "input": "", "output": str(n)} for n in range(20)]
-    whole = write(tmp_path / "whole.json", records)
+    whole = write_records(tmp_path / "whole.json", records)
     first, again, other = (load(whole, tokenizer, val_fraction=0.25, seed=seed) for seed in (1, 1, 2))
     names = [{tuple(s.tokens.tolist()) for s in data.val} for data in (first, again, other)]
     assert len(first.train) + len(first.val) == 20 and len(first.val) and names[0] == names[1] != names[2]
     assert first.train_digest == again.train_digest != other.train_digest
     assert not names[0] & {tuple(s.tokens.tolist()) for s in first.train}
     (tmp_path / "folder").mkdir()
-    write(tmp_path / "folder" / "train.jsonl", records[:12])
-    write(tmp_path / "folder" / "validation.json", records[12:])
+    write_records(tmp_path / "folder" / "train.jsonl", records[:12])
+    write_records(tmp_path / "folder" / "validation.json", records[12:])
     data = load(tmp_path / "folder", tokenizer, val_fraction=0.5)
     assert (len(data.train), len(data.val)) == (12, 8)
 
@@ -241,10 +235,10 @@ def test_examples_longer_than_the_models_context_are_refused(tmp_path, tiny, nam
     if text:
         (tmp_path / name).write_text(text)
     else:
-        write(tmp_path / name, [{"instruction": "Count.", "output": "one two three " * n} for n in (1, 2, 70)])
+        write_records(tmp_path / name, [{"instruction": "Count.", "output": "one two three " * n} for n in (1, 2, 70)])
     with pytest.raises(ValueError, match=r"max_seq_length 4000: the longest example has .* was made for 256; use 256"):
         load(tmp_path / name, tokenizer, max_seq_length=4000)
-    write(tmp_path / "short.json", [{"instruction": "Count.", "output": "one two " * n} for n in (1, 2, 3)])
+    write_records(tmp_path / "short.json", [{"instruction": "Count.", "output": "one two " * n} for n in (1, 2, 3)])
     assert load(tmp_path / "short.json", tokenizer, max_seq_length=4000).limit == 4000
 
 
@@ -259,7 +253,7 @@ def test_each_record_stays_on_its_side(tmp_path, tiny):
         {"instruction": f"No {n}", "input": "x" * (n % 3 * 30), "output": "once upon a time " * (n % 9)}
         for n in range(1, 300)
     ]
-    path, base = write(tmp_path / "a.json", records), dict(val_fraction=0.1)
+    path, base = write_records(tmp_path / "a.json", records), dict(val_fraction=0.1)
     tokenizer = Tokenizer(tiny)
     data = load(path, tokenizer, **base)
     train, val = numbers(data.train, tokenizer), numbers(data.val, tokenizer)
@@ -274,13 +268,16 @@ def test_each_record_stays_on_its_side(tmp_path, tiny):
         (records[7:], {}),
         ([r for r in records if r["input"]] * 2, {}),
     ):
-        data = load(write(tmp_path / "b.json", other), Tokenizer(tiny), **base, **settings)
+        data = load(write_records(tmp_path / "b.json", other), Tokenizer(tiny), **base, **settings)
         assert not numbers(data.train, tokenizer) & val and not numbers(data.val, tokenizer) & train
         assert len(data.train) + len(data.val) + data.skipped == len(other)
         assert "max_seq_length" not in settings or 20 < data.skipped < 150
     both = [r["instruction"] for r in records if not r["input"]]
     again = load(
-        write(tmp_path / "c.json", questions), Tokenizer(tiny), columns=["instruction=question", "output=answer"], **base
+        write_records(tmp_path / "c.json", questions),
+        Tokenizer(tiny),
+        columns=["instruction=question", "output=answer"],
+        **base,
     )
     assert numbers(again.val, tokenizer) & {int(text[3:]) for text in both} == val & {int(text[3:]) for text in both}
 
@@ -303,16 +300,16 @@ def test_something_is_held_out_and_something_stays(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
     records = [{"instruction": f"No {n}", "output": "Yes."} for n in range(4)]
     for count, fraction, held in ((4, 1e-9, 1), (4, 0.999999, 3), (1, 0.5, 0), (4, 0.0, 0)):
-        data = load(write(tmp_path / f"{count}.json", records[:count]), tokenizer, val_fraction=fraction)
+        data = load(write_records(tmp_path / f"{count}.json", records[:count]), tokenizer, val_fraction=fraction)
         assert (len(data.train), len(data.val)) == (count - held, held)
-    data = load(write(tmp_path / "same.json", records[:2] * 50), tokenizer, val_fraction=0.5)
+    data = load(write_records(tmp_path / "same.json", records[:2] * 50), tokenizer, val_fraction=0.5)
     assert (len(data.train), len(data.val)) == (50, 50) and not len(data.duplicates)
 
 
 def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny, shared):
     tokenizer = Tokenizer(tiny)
     thoughts = [{"role": "assistant", "content": f"<think>\n{n}\n</think>\n\n{n}"} for n in range(40)]
-    path = write(tmp_path / "a.json", [{"messages": [QUESTION, t, QUESTION, t]} for t in thoughts])
+    path = write_records(tmp_path / "a.json", [{"messages": [QUESTION, t, QUESTION, t]} for t in thoughts])
     template = str(shared / "chat_templates" / "Qwen-QwQ-32B.jinja")
     data = load(path, tokenizer, val_fraction=0.25, template=template)
     kept, out = ({said(sample, tokenizer) for sample in half} for half in (data.train, data.val))
@@ -323,8 +320,8 @@ def test_a_duplicate_of_a_validation_sample_is_found(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
     records = [{"instruction": str(n), "input": "", "output": str(n)} for n in range(10)]
     train, val = (
-        write(tmp_path / "train.json", records),
-        write(tmp_path / "val.json", [records[3], records[8], {"text": "x"}]),
+        write_records(tmp_path / "train.json", records),
+        write_records(tmp_path / "val.json", [records[3], records[8], {"text": "x"}]),
     )
     data = load(train, tokenizer, val_path=str(val))
     assert data.duplicates.tolist() == [3, 8]
@@ -345,7 +342,7 @@ def test_texts_that_begin_alike_are_no_duplicates(tmp_path, tiny):
 def test_an_answer_has_one_name_whatever_the_template(tmp_path, tiny, shared):
     """Of a conversation one template makes one example, and another one of each turn."""
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\n1\n</think>\n\none"}]
-    path, found = write(tmp_path / "a.json", [{"messages": talk + talk}] * 2), []
+    path, found = write_records(tmp_path / "a.json", [{"messages": talk + talk}] * 2), []
     for template in ("alpaca", str(shared / "chat_templates" / "Qwen-QwQ-32B.jinja")):
         tokenizer = Tokenizer(tiny)
         data = load(path, tokenizer, vocab_size=600, template=template).train
@@ -358,7 +355,9 @@ def test_an_answer_has_one_name_whatever_the_template(tmp_path, tiny, shared):
 def test_an_example_with_a_cut_answer_has_a_name_of_its_own(tmp_path, tiny):
     """Its loss counts tokens of that answer, of which the example without it has none."""
     talk = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "one"}]
-    path = write(tmp_path / "a.json", [{"messages": [*talk, talk[0], {"role": "assistant", "content": "two " * 50}]}])
+    path = write_records(
+        tmp_path / "a.json", [{"messages": [*talk, talk[0], {"role": "assistant", "content": "two " * 50}]}]
+    )
     found = set()
     for length in (140, 200):
         samples = load(path, Tokenizer(tiny), template="vicuna", val_fraction=0.0, max_seq_length=length).train
@@ -372,7 +371,9 @@ def test_several_paths_with_weights(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
     paths = []
     for name, count in (("a", 10), ("b", 6)):
-        paths.append(str(write(tmp_path / f"{name}.json", [{"instruction": name, "output": str(n)} for n in range(count)])))
+        paths.append(
+            str(write_records(tmp_path / f"{name}.json", [{"instruction": name, "output": str(n)} for n in range(count)]))
+        )
     args = DataArgs(path=paths, weights=[0.5, 2], val_fraction=0.0)
     data = load_data(args, tokenizer, 512, 256)
     order = Sampler(data.train.sizes, 1, data.weights)
@@ -403,7 +404,7 @@ def test_a_bad_file_is_named_with_line_or_record(tmp_path, tiny, name, content, 
 
 def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
     records = [{"instruction": "a", "output": "b"}] * 18 + [{"foo": 1}, {"bar": 2}]
-    path = write(tmp_path / "a.json", records)
+    path = write_records(tmp_path / "a.json", records)
     with pytest.raises(ValueError, match=r"(?s)record 18.*record 19.*2 of 20 records .* are bad; --data.skip_bad"):
         load(path, Tokenizer(tiny), skip_bad=0.05)
     data = load(path, Tokenizer(tiny), skip_bad=0.1)
@@ -415,7 +416,7 @@ def test_a_share_of_bad_records_can_be_allowed(tmp_path, tiny):
 
 def test_a_format_and_columns_by_name(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
-    path = write(tmp_path / "a.json", [{"text": "one", "label": "two"}])
+    path = write_records(tmp_path / "a.json", [{"text": "one", "label": "two"}])
     ((sample),) = load(path, tokenizer, columns=["prompt=text", "completion=label"]).train
     assert said(sample, tokenizer).split() == ["two</s>"]
     with pytest.raises(ValueError, match=r"--data.columns foo=...: no format has that field; known: answer, "):
@@ -429,7 +430,7 @@ def test_a_format_and_columns_by_name(tmp_path, tiny):
 def test_a_turns_end_becomes_a_stop_token(tmp_path, shared):
     """Also where only the template knows it, and never from an example that was cut."""
     talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there, you"}]
-    path = write(tmp_path / "a.jsonl", [{"messages": talk}])
+    path = write_records(tmp_path / "a.jsonl", [{"messages": talk}])
     for limit, expected in ((None, [128001, 128009]), (10, [128001])):
         tokenizer = Tokenizer(shared / "tokenizers" / "llama-3.1")
         for mask_prompt in (True, False):
@@ -443,7 +444,7 @@ def test_a_turns_end_becomes_a_stop_token(tmp_path, shared):
 
 def test_an_end_token_outside_the_vocabulary_is_named_too(tmp_path, shared):
     """It is the last target and never an input."""
-    path = write(tmp_path / "a.json", [{"instruction": "hi", "output": "hello"}])
+    path = write_records(tmp_path / "a.json", [{"instruction": "hi", "output": "hello"}])
     tokenizer = Tokenizer(shared / "tokenizers" / "llama-3.1")
     # without BOS, whose id is beyond the limit as well
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<|eot_id|>' if m.role == 'assistant' }}{% endfor %}"
@@ -452,7 +453,7 @@ def test_an_end_token_outside_the_vocabulary_is_named_too(tmp_path, shared):
 
 
 def test_ids_outside_the_vocabulary_are_named(tmp_path, tiny):
-    path = write(tmp_path / "a.json", [{"instruction": "a", "output": "zebra"}])
+    path = write_records(tmp_path / "a.json", [{"instruction": "a", "output": "zebra"}])
     with pytest.raises(ValueError, match=r"record 0: token .* has the id \d+, but the model's vocabulary ends at 63"):
         load(path, Tokenizer(tiny), 64)
     largest = max(store.report.largest[0] for store in load(path, Tokenizer(tiny)).train.stores)
@@ -477,7 +478,7 @@ def entries(folder) -> set[str]:
 
 def test_what_decides_the_tokens_decides_the_entry(tmp_path, tiny, own_cache):
     """design.md 4.13: data, tokenizer, template, mask policy, length, and code."""
-    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    path = write_records(tmp_path / "a.json", [{"messages": TALK[1:]}])
     load(path, Tokenizer(tiny))
     (first,) = entries(own_cache)
     load(path, Tokenizer(tiny))
@@ -492,13 +493,13 @@ def test_what_decides_the_tokens_decides_the_entry(tmp_path, tiny, own_cache):
     tokenizer.add_tokens(["there"])
     load(path, tokenizer, 600)
     assert len(entries(own_cache)) == len(changes) + 2
-    write(path, [{"messages": TALK[1:3]}])
+    write_records(path, [{"messages": TALK[1:3]}])
     assert load(path, Tokenizer(tiny)).train_digest != before
     assert len(entries(own_cache)) == len(changes) + 3
 
 
 def test_another_version_of_the_code_tokenizes_anew(tmp_path, tiny, own_cache, monkeypatch):
-    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    path = write_records(tmp_path / "a.json", [{"messages": TALK[1:]}])
     load(path, Tokenizer(tiny))
     monkeypatch.setattr(token_cache, "version", lambda name: "another")
     token_cache._code_version.cache_clear()
@@ -562,7 +563,9 @@ def test_a_file_is_hashed_once_while_nothing_of_it_has_changed(tmp_path, own_cac
 
 
 def test_processes_that_prepare_at_once_do_not_collide(tmp_path, tiny, own_cache):
-    path = write(tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 9} for n in range(3000)])
+    path = write_records(
+        tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 9} for n in range(3000)]
+    )
     processes = [prepare(path, tiny) for _ in range(2)]
     answers = [process.communicate()[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
@@ -571,7 +574,9 @@ def test_processes_that_prepare_at_once_do_not_collide(tmp_path, tiny, own_cache
 
 
 def test_a_process_killed_while_it_prepares_leaves_nothing_in_the_way(tmp_path, tiny, own_cache):
-    path = write(tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 30} for n in range(6000)])
+    path = write_records(
+        tmp_path / "a.jsonl", [{"instruction": str(n), "output": "once upon a time " * 30} for n in range(6000)]
+    )
     process = prepare(path, tiny)
     while not list(own_cache.glob("*.partial/tokens.bin")):
         assert process.poll() is None
@@ -585,7 +590,7 @@ def test_a_process_killed_while_it_prepares_leaves_nothing_in_the_way(tmp_path, 
 
 @pytest.mark.parametrize("damage", ["tokens cut", "tokens gone", "no report", "half a report", "empty report", "no units"])
 def test_a_damaged_entry_is_made_anew(tmp_path, tiny, own_cache, damage):
-    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}] * 9)
+    path = write_records(tmp_path / "a.json", [{"messages": TALK[1:]}] * 9)
     whole = load(path, Tokenizer(tiny))
     expected = whole.train[8].tokens.tolist()  # before the file that it is read from is damaged
     (entry,) = (own_cache / name for name in entries(own_cache))
@@ -603,7 +608,7 @@ def test_a_damaged_entry_is_made_anew(tmp_path, tiny, own_cache, damage):
 
 
 def test_a_whole_cache_that_is_read_only_serves(tmp_path, tiny, own_cache):
-    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    path = write_records(tmp_path / "a.json", [{"messages": TALK[1:]}])
     whole = load(path, Tokenizer(tiny))
     for lock in own_cache.glob("*.lock"):
         lock.unlink()
@@ -614,7 +619,7 @@ def test_a_whole_cache_that_is_read_only_serves(tmp_path, tiny, own_cache):
 def test_a_day_that_the_template_writes_is_part_of_the_data(tmp_path, tiny, own_cache):
     template = tmp_path / "dated.jinja"
     template.write_text("{{ strftime_now('%d %b %Y') }}\n" + STYLES["vicuna"])
-    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    path = write_records(tmp_path / "a.json", [{"messages": TALK[1:]}])
     tokenizer = Tokenizer(tiny)
     days = [load(path, tokenizer, template=str(template), date=day) for day in ("2026-01-01", "2026-06-01", "2026-01-01")]
     assert days[0].train_digest == days[2].train_digest != days[1].train_digest and len(entries(own_cache)) == 2
@@ -624,7 +629,7 @@ def test_a_day_that_the_template_writes_is_part_of_the_data(tmp_path, tiny, own_
 def test_a_cache_that_cannot_be_written_says_where_else(tmp_path, tiny, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    path = write(tmp_path / "a.json", [{"messages": TALK[1:]}])
+    path = write_records(tmp_path / "a.json", [{"messages": TALK[1:]}])
     with pytest.raises(ValueError, match="Not a directory; set XDG_CACHE_HOME to another folder"):
         load(path, Tokenizer(tiny))
 
@@ -646,7 +651,7 @@ def test_every_style_learns_each_answer_and_its_end(tiny, style):
 
 def test_guanacos_texts_are_conversations(tmp_path, tiny):
     """Which decides how --eval.prompts are asked."""
-    path = write(tmp_path / "a.jsonl", [{"text": "### Human: once### Assistant: upon"}] * 2)
+    path = write_records(tmp_path / "a.jsonl", [{"text": "### Human: once### Assistant: upon"}] * 2)
     (report,) = load(path, Tokenizer(tiny)).reports.values()
     assert report.formats == {"guanaco": 2}
 
@@ -664,7 +669,7 @@ def test_a_prompt_that_is_learned_is_learned_once(tiny, shared):
 
 def test_columns_that_no_record_has_are_told(tmp_path, tiny):
     pair = {"instruction": "a", "output": "b"}
-    path = write(tmp_path / "a.jsonl", [pair | {"ctx": "c"}, pair])
+    path = write_records(tmp_path / "a.jsonl", [pair | {"ctx": "c"}, pair])
     with pytest.raises(ValueError, match=r"--data.columns input=contxt: no record has the field 'contxt'"):
         load(path, Tokenizer(tiny), columns=["input=contxt"])
     data = load(path, Tokenizer(tiny), columns=["input=ctx"])

@@ -12,9 +12,7 @@ from types import SimpleNamespace
 import conftest
 import numpy as np
 import pytest
-from conftest import script
-from test_data import write
-from test_train import rows_of
+from conftest import rows_of, script, write_records
 
 from litft.data.packing import Layout, num_slots
 from litft.data.sampler import Sampler, largest_micro_batch
@@ -27,7 +25,7 @@ def data(tmp_path_factory):
     """Forty examples: six have an empty answer, one a control token behind it, one ends without an answer."""
     talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b</s>"}]
     records = [*RECORDS, {"messages": talk}, {"messages": [*talk, talk[0]]}]
-    return write(tmp_path_factory.mktemp("preview") / "data.jsonl", records)
+    return write_records(tmp_path_factory.mktemp("preview") / "data.jsonl", records)
 
 
 def test_a_dry_run_shows_everything_and_writes_nothing(tiny, data, tmp_path):
@@ -109,16 +107,16 @@ def test_a_styles_tokens_that_the_tokenizer_lacks_are_told(tiny, data, tmp_path)
 
 
 def test_duplicates_of_validation_samples_are_told(tiny, tmp_path):
-    write(tmp_path / "train.json", RECORDS)
-    write(tmp_path / "val.json", RECORDS[3:6])
+    write_records(tmp_path / "train.json", RECORDS)
+    write_records(tmp_path / "val.json", RECORDS[3:6])
     words = ["--checkpoint_dir", tiny, "--data.path", "train.json", "--data.val_path", "val.json"]
     text = script("scripts/prepare_data.py", *words, cwd=tmp_path).stdout
     assert "warning: 3 training examples are also in the validation set" in text
 
 
 def test_several_paths_and_other_names_on_the_command_line(tiny, tmp_path):
-    write(tmp_path / "a.json", RECORDS[1:6])
-    write(tmp_path / "b.jsonl", [{"q": "Why?", "a": "So."}] * 5)
+    write_records(tmp_path / "a.json", RECORDS[1:6])
+    write_records(tmp_path / "b.jsonl", [{"q": "Why?", "a": "So."}] * 5)
     words = ["--checkpoint_dir", tiny, "--data.path", "a.json,b.jsonl", "--data.columns", "question=q,answer=a"]
     words += ["--data.weights", "2,0.5", "--train.epochs", "1", "--data.val_fraction", "0", "--dry_run"]
     text = script("finetune/lora.py", *words, "--train.global_batch_size", "4", cwd=tmp_path).stdout
@@ -194,7 +192,7 @@ def test_the_largest_micro_batch_of_a_run_is_found(layout):
 def test_the_largest_micro_batch_comes_at_step_1(tiny, tmp_path):
     """One example of thirty is forty times as long, and the order puts it late: memory peaks at the first step."""
     records = [{"instruction": "a", "output": "b" * (2 if n != 7 else 1500)} for n in range(30)]
-    write(tmp_path / "a.json", records)
+    write_records(tmp_path / "a.json", records)
     longer = Path(shutil.copytree(tiny, tmp_path / "model")) / "config.json"
     longer.write_text(json.dumps(json.loads(longer.read_text()) | {"max_position_embeddings": 2048}))
     words = ["--checkpoint_dir", "model", "--data.path", "a.json", "--data.val_fraction", "0"]
