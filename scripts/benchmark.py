@@ -1,16 +1,16 @@
-"""Whole training steps of litft, alone or in alternation with a peer; needs the `test` extra.
+"""Measure complete training steps of litft, alone or compared with peft, litgpt or another commit of litft.
 
     python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer peft --out benchmark.json
     python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer litgpt --peer_python ENV/bin/python
-    python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer 532a5ef        # litft as that commit has it
+    python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer 532a5ef        # litft at that commit
     python scripts/benchmark.py --checkpoint_dir FOLDER_WITH_A_CONFIG_JSON --method full --data.max_seq_length 4096
 
-With a peer both train the same LoRA adapter on the same samples in the same order, with the same dtype, threads and fused
-AdamW. Each contender lives in a process (and with --peer_python an environment) of its own, so its peak memory is its own,
-and they take turns step by step, so that what else the machine does strikes all alike. A step is collating, forward,
-backward, clipping and the optimizer. The losses must agree, or the comparison is refused: then they did not do the same
-work. Without weights in the folder they are random ones, and without --data.path so are the tokens. `scripts/peers/` holds
-what each contender does.
+Needs `pip install -e '.[test]'`. With a peer, all contenders train the same LoRA adapter on the same samples in the same
+order, with the same dtype, threads and fused AdamW. Each contender has its own process (and environment, with
+--peer_python), so peak memory is measured per contender. They take turns step by step, so other load on the machine affects
+all equally. A step is collation, forward, backward, gradient clipping and the optimizer step. If the losses differ, the
+contenders did not do the same work and the comparison is refused. Without weights in the folder the weights are random;
+without --data.path the tokens are. `scripts/peers/` has the code of each contender.
 """
 
 import json
@@ -33,85 +33,92 @@ from litft.cli import fail, user_errors
 
 ROOT = Path(__file__).parent.parent
 PEERS = Path(__file__).parent / "peers"
-APART = {"fp32": 1e-3, "bf16": 5e-2}  # how far losses may be, of contenders that begin with the same adapter
+LOSS_TOLERANCE = {"fp32": 1e-3, "bf16": 5e-2}  # for contenders that start from the same adapter
 Rows = list[dict[str, float]]
 
 
 @dataclass
 class BenchmarkArgs:
-    """Measure litft's training steps, and compare them with those of a peer."""
+    """Measure complete training steps of litft, alone or compared with peers."""
 
     checkpoint_dir: str | None = None
-    """The model's folder, or one with its config.json alone: then the weights are random."""
+    """The folder of the model. If it has only a config.json, the weights are random."""
     method: Literal["lora", "adapter", "adapter_v2", "full"] = "lora"
-    """How it is trained; a peer does LoRA."""
+    """The training method. Comparing with peers needs lora."""
     peer: list[str] = field(default_factory=list)
-    """What to compare with: peft, litgpt, commits of litft's, or litft itself otherwise: padded, compiled, selective, full
-    (of activation checkpointing), dora, nf4."""
+    """What to compare with: peft, litgpt, commits of litft, or litft with one change: padded, compiled, dora, nf4, or
+    selective or full activation checkpointing. Several: a,b."""
     peer_python: str = sys.executable
-    """The interpreter of the environment that holds the peer."""
+    """The Python interpreter of the environment in which the peer is installed."""
     steps: int = 12
-    """Measured steps of each contender."""
+    """Number of measured steps per contender."""
     warmup: int = 2
-    """Steps of each contender before the measured ones."""
+    """Number of steps per contender before the measured ones."""
     precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
-    """What the network computes in: bf16 on a GPU, else fp32."""
+    """The dtype of the computation. bf16-true (full fine-tuning only): the weights are bf16 too. auto: bf16 on a GPU, fp32
+    on a CPU."""
     quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
-    """Keep the frozen Linears in 4 or 8 bits."""
+    """Quantize the frozen Linears to 4 or 8 bits."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where to run."""
+    """The device type to run on. auto: cuda if available."""
     threads: int = 2
-    """CPU threads of each contender."""
+    """CPU threads per contender."""
     out: str | None = None
-    """A file for the figures as JSON."""
+    """A JSON file to write the results to. Default: no file."""
     data: DataArgs = field(default_factory=DataArgs)
     train: TrainArgs = field(default_factory=lambda: TrainArgs(activation_checkpointing="none"))
     lora: LoRAArgs = field(default_factory=LoRAArgs)
     adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
 
     def problems(self) -> list[str]:
-        """What is missing, or not compared."""
-        found = [] if self.checkpoint_dir else ["--checkpoint_dir is missing"]
+        """Return the problems of the flags."""
+        problems = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the folder of the model"]
         counts = ("steps", "threads")
-        found += [f"--{name} {getattr(self, name)}: must be at least 1" for name in counts if getattr(self, name) < 1]
-        found += [] if self.warmup >= 0 else [f"--warmup {self.warmup}: must be at least 0"]
+        problems += [f"--{name} {getattr(self, name)}: must be at least 1" for name in counts if getattr(self, name) < 1]
+        problems += [] if self.warmup >= 0 else [f"--warmup {self.warmup}: must be at least 0"]
         if self.method == "full" and self.quantize != "none":
-            found.append(f"--quantize {self.quantize}: full fine-tuning changes every weight; leave it out")
+            problems.append(f"--quantize {self.quantize}: full fine-tuning trains every weight; leave --quantize out")
         if self.method != "full" and self.precision == "bf16-true":
-            found.append("--precision bf16-true: of full fine-tuning; use bf16")
+            problems.append("--precision bf16-true applies only to full fine-tuning; use bf16")
         if self.train.optimizer_in_backward or self.train.cpu_offload == "parameters":
-            found.append("--train.optimizer_in_backward and --train.cpu_offload parameters are not measured; leave them out")
+            problems.append(
+                "--train.optimizer_in_backward and --train.cpu_offload parameters are not supported here; leave them out"
+            )
         if self.peer and (self.method != "lora" or self.quantize != "none"):
-            found.append(f"--peer {','.join(self.peer)}: compared is LoRA on unquantized weights")
+            problems.append(
+                f"--peer {','.join(self.peer)}: comparison needs unquantized LoRA; use --method lora --quantize none"
+            )
         if self.peer and not self.data.path:
-            found.append(f"--peer {','.join(self.peer)}: name the samples by --data.path")
+            problems.append(f"--peer {','.join(self.peer)}: comparing needs samples; name their file with --data.path")
         if "auto" in (self.train.micro_batch_size, self.train.activation_checkpointing):
-            found.append("micro_batch_size and activation_checkpointing are what is measured: name them")
-        return found + impossible_numbers(self) + self.lora.problems() + self.train.problems()
+            problems.append(
+                "--train.micro_batch_size and --train.activation_checkpointing must not be auto here; give their values"
+            )
+        return problems + impossible_numbers(self) + self.lora.problems() + self.train.problems()
 
 
-class Side:
-    """A contender's process, from which each turn's figures come."""
+class ContenderProcess:
+    """The process of a contender. It runs one step per turn and answers with the measurements."""
 
     def __init__(self, script: Path, python: str, setup: Path, env: dict[str, str]) -> None:
         command = [python, str(script), str(setup)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
-        self.answer()  # it is ready
+        self.answer()  # wait until it is ready
 
     def answer(self) -> dict[str, float]:
-        """The next line; exits where the process has ended."""
+        """Read the next answer. Exit if the process has ended."""
         line = self.process.stdout.readline()
         if not line:
-            fail(f"{' '.join(map(str, self.process.args))} has ended; its message is above")
+            fail(f"{' '.join(map(str, self.process.args))} ended unexpectedly; its error is above")
         return json.loads(line)
 
-    def turn(self, numbers: list[int]) -> dict[str, float]:
-        """One step on these samples."""
-        self.process.stdin.write(json.dumps(numbers) + "\n")
+    def turn(self, sample_ids: list[int]) -> dict[str, float]:
+        """Run one step on the samples with these indices, and return its measurements."""
+        self.process.stdin.write(json.dumps(sample_ids) + "\n")
         self.process.stdin.flush()
         return self.answer()
 
-    def __enter__(self) -> "Side":
+    def __enter__(self) -> "ContenderProcess":
         return self
 
     def __exit__(self, *_: Any) -> None:
@@ -120,7 +127,7 @@ class Side:
 
 
 def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any]:
-    """What all contenders are told, with the samples and the fresh adapter that they share."""
+    """Write the shared samples and the new adapter to `folder`, and return the setup of the contenders."""
     from litft.data.dataset import length_limit
     from litft.pretrained import resolve
 
@@ -130,8 +137,8 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
     if args.data.path:
         samples = real_samples(args, source)
     else:
-        draw = random.Random(0)
-        rows = [[draw.randrange(source.config.vocab_size) for _ in range(limit + 1)] for _ in range(32)]
+        rng = random.Random(0)
+        rows = [[rng.randrange(source.config.vocab_size) for _ in range(limit + 1)] for _ in range(32)]
         samples = [(row[:-1], row[1:]) for row in rows]
     (folder / "samples.json").write_text(json.dumps(samples))
     if args.peer:
@@ -157,7 +164,7 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
 
 
 def real_samples(args: BenchmarkArgs, source: Any) -> list[tuple[list[int], list[int]]]:
-    """The training samples, as every run of litft sees them."""
+    """Return (tokens, targets) of the training samples, prepared as in a fine-tuning run."""
     from litft.data.dataset import load_data
 
     if (tokenizer := source.tokenizer()) is None:
@@ -167,7 +174,7 @@ def real_samples(args: BenchmarkArgs, source: Any) -> list[tuple[list[int], list
 
 
 def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
-    """The fresh adapter that all sides begin with."""
+    """Write the new LoRA adapter that all contenders start from."""
     import torch
 
     from litft.methods import LoRA
@@ -183,11 +190,11 @@ def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
 
 
 def contenders(args: BenchmarkArgs, setup: dict[str, Any], folder: Path) -> dict[str, tuple[Path, str, dict, dict]]:
-    """Who takes part: each one's script, interpreter, setup and environment."""
+    """Return the script, interpreter, setup and environment variables of each contender by name."""
     env = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": str(args.threads), "PYTHONPATH": str(ROOT)}
     rows = args.train.micro_batch_size or 4
-    found = {"litft": (PEERS / "run_litft.py", sys.executable, setup, env)}
-    otherwise = {
+    selected = {"litft": (PEERS / "run_litft.py", sys.executable, setup, env)}
+    variants = {
         "padded": {"room": None, "rows": rows},
         "compiled": {"compile": True},
         "selective": {"recomputed": "selective"},
@@ -198,67 +205,77 @@ def contenders(args: BenchmarkArgs, setup: dict[str, Any], folder: Path) -> dict
     for peer in args.peer:
         if peer == "peft":
             script = PEERS / "run_peft.py"
-            found["peft, padded"] = (script, args.peer_python, setup | {"rows": rows}, env)
-            found["peft, unpadded"] = (script, args.peer_python, setup | {"rows": 1}, env)
+            selected["peft, padded"] = (script, args.peer_python, setup | {"rows": rows}, env)
+            selected["peft, unpadded"] = (script, args.peer_python, setup | {"rows": 1}, env)
         elif peer == "litgpt":
-            found["litgpt"] = (PEERS / "run_litgpt.py", args.peer_python, setup | {"rows": rows}, env)
-        elif peer in otherwise:
-            found[f"litft, {peer}"] = (PEERS / "run_litft.py", sys.executable, setup | otherwise[peer], env)
+            selected["litgpt"] = (PEERS / "run_litgpt.py", args.peer_python, setup | {"rows": rows}, env)
+        elif peer in variants:
+            selected[f"litft, {peer}"] = (PEERS / "run_litft.py", sys.executable, setup | variants[peer], env)
         else:
-            tree = unpacked(peer, folder)
-            old = setup | {"compile": False, "recomputed": "none", "cpu_offload": "none"}
-            found[f"litft {peer}"] = (PEERS / "run_litft.py", sys.executable, old, env | {"PYTHONPATH": str(tree)})
-    return found
+            tree = extract_commit(peer, folder)
+            commit_setup = setup | {"compile": False, "recomputed": "none", "cpu_offload": "none"}
+            selected[f"litft {peer}"] = (
+                PEERS / "run_litft.py",
+                sys.executable,
+                commit_setup,
+                env | {"PYTHONPATH": str(tree)},
+            )
+    return selected
 
 
-def unpacked(commit: str, folder: Path) -> Path:
-    """The library as a commit has it."""
-    done = subprocess.run(["git", "-C", ROOT, "archive", commit, "litft"], capture_output=True)
-    if done.returncode:
-        raise ValueError(f"--peer {commit}: neither a peer nor a commit of litft's; --help names them")
+def extract_commit(commit: str, folder: Path) -> Path:
+    """Write the library at a commit to `folder` and return its folder. Raise ValueError if the commit does not exist."""
+    archive = subprocess.run(["git", "-C", ROOT, "archive", commit, "litft"], capture_output=True)
+    if archive.returncode:
+        raise ValueError(f"--peer {commit}: neither a peer nor a commit of litft; see --help for the peers")
     tree = folder / commit
     tree.mkdir()
-    subprocess.run(["tar", "-x", "-C", tree], input=done.stdout, check=True)
+    subprocess.run(["tar", "-x", "-C", tree], input=archive.stdout, check=True)
     return tree
 
 
 def measure(args: BenchmarkArgs, device: str) -> dict[str, Rows]:
-    """Let the contenders take turns, the first to go changing every round; what each step showed, by contender."""
+    """Run the contenders in turns, each round starting with another one, and return the measured steps of each by name."""
     from litft.data.sampler import Sampler
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         setup = write_setup(args, device, folder)
-        sides = {}
-        for number, (name, (script, python, own, env)) in enumerate(contenders(args, setup, folder).items()):
+        processes = {}
+        for number, (name, (script, python, contender_setup, env)) in enumerate(contenders(args, setup, folder).items()):
             path = folder / f"setup-{number}.json"
-            path.write_text(json.dumps(own))
-            sides[name] = stack.enter_context(Side(script, python, path, env))
-        found: dict[str, Rows] = {name: [] for name in sides}
+            path.write_text(json.dumps(contender_setup))
+            processes[name] = stack.enter_context(ContenderProcess(script, python, path, env))
+        rows: dict[str, Rows] = {name: [] for name in processes}
         order = Sampler([len(json.loads((folder / "samples.json").read_text()))], seed=42)
-        names, size = list(sides), args.train.global_batch_size
+        names, batch_size = list(processes), args.train.global_batch_size
         for step in range(args.warmup + args.steps):
             for turn in range(len(names)):
                 name = names[(step + turn) % len(names)]
-                found[name].append(sides[name].turn(order.indices(step * size, (step + 1) * size)))
+                rows[name].append(processes[name].turn(order.indices(step * batch_size, (step + 1) * batch_size)))
             print(f"step {step + 1} of {args.warmup + args.steps}", file=sys.stderr)
-    return found
+    return rows
 
 
-def summarise(args: BenchmarkArgs, found: dict[str, Rows], peak: float | None) -> dict[str, dict[str, float]]:
-    """Medians over the measured steps, and how many times litft's speed is that of each; exits where losses differ."""
-    for name, rows in found.items():
-        apart = max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, found["litft"], strict=True))
-        # litgpt begins with another adapter, so that only the first step is the same
-        first = abs(rows[0]["loss"] - found["litft"][0]["loss"])
-        if name == "litft, nf4":  # other weights
+def summarise(args: BenchmarkArgs, all_rows: dict[str, Rows], peak: float | None) -> dict[str, dict[str, float]]:
+    """Return the medians over the measured steps by contender, and how much faster litft is. Exit if the losses differ.
+
+    peak: the peak FLOPs per second of the device, or None if unknown.
+    """
+    for name, rows in all_rows.items():
+        difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, all_rows["litft"], strict=True))
+        # litgpt starts from another adapter (also with B = 0), so only its first loss must agree
+        first_difference = abs(rows[0]["loss"] - all_rows["litft"][0]["loss"])
+        if name == "litft, nf4":  # quantized weights: other losses
             continue
-        if (first if name == "litgpt" else apart) > APART["fp32" if args.precision == "fp32" else "bf16"]:
-            fail(f"{name}'s losses are {apart:.1e} from litft's: they do not train the same model on the same tokens")
-    rows = {name: steps[args.warmup :] for name, steps in found.items()}
+        if (first_difference if name == "litgpt" else difference) > LOSS_TOLERANCE[
+            "fp32" if args.precision == "fp32" else "bf16"
+        ]:
+            fail(f"{name}: losses differ from litft's by up to {difference:.1e}; both must train the same model and tokens")
+    rows = {name: steps[args.warmup :] for name, steps in all_rows.items()}
 
-    def median(steps: Rows, other: Rows) -> float:
-        return statistics.median(a["seconds"] / b["seconds"] for a, b in zip(steps, other, strict=True))
+    def median_ratio(steps: Rows, reference: Rows) -> float:
+        return statistics.median(a["seconds"] / b["seconds"] for a, b in zip(steps, reference, strict=True))
 
     table = {}
     for name, steps in rows.items():
@@ -267,10 +284,10 @@ def summarise(args: BenchmarkArgs, found: dict[str, Rows], peak: float | None) -
         table[name] = {
             "seconds_per_step": seconds,
             "tokens_per_second": statistics.median(row["tokens"] / row["seconds"] for row in steps),
-            "litft_is_faster_by": median(steps, rows["litft"]),
+            "litft_is_faster_by": median_ratio(steps, rows["litft"]),
             "mfu": flops / peak if flops and peak else None,
             "peak_memory_gib": steps[-1]["memory_gib"],
-            "first_step_seconds": found[name][0]["seconds"],
+            "first_step_seconds": all_rows[name][0]["seconds"],
             "graphs": steps[-1]["graphs"],
             "last_loss": steps[-1]["loss"],
         }
@@ -278,18 +295,18 @@ def summarise(args: BenchmarkArgs, found: dict[str, Rows], peak: float | None) -
 
 
 def hardware(device: str) -> str:
-    """What this ran on, in words."""
+    """Return a description of the device."""
     import torch
 
     if device == "cuda":
         return torch.cuda.get_device_name()
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
     names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
 
 
-COLUMNS = {
+COLUMNS = {  # by title: (key of the figures, format)
     "s a step": ("seconds_per_step", "{:.2f}"),
     "tokens/s": ("tokens_per_second", "{:,.0f}"),
     "litft is faster by": ("litft_is_faster_by", "{:.2f}"),
@@ -301,7 +318,7 @@ COLUMNS = {
 
 
 def main(args: BenchmarkArgs) -> None:
-    """Measure, print a Markdown table, write the JSON."""
+    """Measure, print a Markdown table and write the JSON file."""
     import torch
 
     from litft.distributed.devices import pick_accelerator, pick_precision
@@ -310,8 +327,8 @@ def main(args: BenchmarkArgs) -> None:
     device = pick_accelerator(args.accelerator)
     args.precision = pick_precision(args.precision, torch.device(device))
     torch.set_num_threads(args.threads)
-    found = measure(args, device)
-    figures = summarise(args, found, peak_flops(torch.device(device), args.precision))
+    rows = measure(args, device)
+    figures = summarise(args, rows, peak_flops(torch.device(device), args.precision))
     about = {
         "hardware": hardware(device),
         "date": date.today().isoformat(),
@@ -321,10 +338,10 @@ def main(args: BenchmarkArgs) -> None:
     print(f"{about['hardware']}, {args.threads} threads, {args.precision}, torch {torch.__version__}, {about['date']}\n")
     print("| | " + " | ".join(COLUMNS) + " |\n|---" + "|---" * len(COLUMNS) + "|")
     for name, row in figures.items():
-        cells = [form.format(row[key]) if row[key] is not None else "" for key, form in COLUMNS.values()]
+        cells = [template.format(row[key]) if row[key] is not None else "" for key, template in COLUMNS.values()]
         print(f"| {name} | {' | '.join(cells)} |")
     if args.out:
-        Path(args.out).write_text(json.dumps({**about, "figures": figures, "steps": found}, indent=2) + "\n", "utf-8")
+        Path(args.out).write_text(json.dumps({**about, "figures": figures, "steps": rows}, indent=2) + "\n", "utf-8")
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
     python scripts/decode_speed.py --checkpoint_dir DIR --precision bf16    # needs pip install -e '.[test]'
     python scripts/decode_speed.py --checkpoint_dir FOLDER_WITH_A_CONFIG_JSON --only_litft --accelerator cuda
 
-All contenders run in one process and take turns, answer by answer. They have the same model, dtype, threads and prompt, decode
-greedily, and generate the same number of tokens. The time of an answer covers prefill, all decode steps and the choice of
-tokens. In fp32 the tokens must be equal; otherwise the comparison is refused. The last line relates litft's speed to the copy
-bandwidth of the device: a decode step reads every weight and the KV cache once. If the folder has no weights, they are random.
+All contenders run in one process and take turns, answer by answer. They have the same model, dtype, threads and prompt,
+decode greedily, and generate the same number of tokens. The time of an answer covers prefill, all decode steps and the
+choice of tokens. In fp32 the tokens must be equal; otherwise the comparison is refused. The last line relates litft's speed
+to the copy bandwidth of the device: a decode step reads every weight and the KV cache once. If the folder has no weights,
+they are random.
 """
 
 import os
@@ -95,7 +96,9 @@ def main(args: SpeedArgs) -> None:
             tokens[name] = answer()
             seconds[name].append(time.perf_counter() - start)
     if has_weights and args.precision == "fp32" and any(other != tokens["litft"] for other in tokens.values()):
-        raise ValueError("the contenders generated different tokens, so their speeds cannot be compared; measure litft with --only_litft")
+        raise ValueError(
+            "the contenders generated different tokens, so their speeds cannot be compared; measure litft with --only_litft"
+        )
     report(args, model, {name: times[1:] for name, times in seconds.items()}, device)
 
 
@@ -175,8 +178,9 @@ def report(args: SpeedArgs, model, times: dict[str, list[float]], device) -> Non
     read_speed = bytes_read * rates["litft"] / args.rows
     hardware = torch.cuda.get_device_name() if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
     print(
-        f"{bytes_read / 1e9:.2f} GB per step: {read_speed / 1e9:.1f} GB/s, {read_speed / bandwidth:.0%} of the copy bandwidth "
-        f"({bandwidth / 1e9:.1f} GB/s); {args.precision}, {hardware}, torch {torch.__version__}, {date.today()}"
+        f"{bytes_read / 1e9:.2f} GB per step: {read_speed / 1e9:.1f} GB/s, "
+        f"{read_speed / bandwidth:.0%} of the copy bandwidth ("
+        f"{bandwidth / 1e9:.1f} GB/s); {args.precision}, {hardware}, torch {torch.__version__}, {date.today()}"
     )
 
 

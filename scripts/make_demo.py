@@ -1,11 +1,12 @@
-"""Make the embedded demo: a tiny base model and a small instruction set, composed here from nothing but this file.
+"""Make the embedded demo: a tiny base model and a small instruction set, generated entirely from this file.
 
     python scripts/make_demo.py [--out litft/demo] [--seed 0]
 
-A little world of people, creatures, words and sums is told as plain prose, and a 1.8 M parameter Llama learns that prose
-by heart: about six minutes on two CPU cores. It has never seen a question, so it cannot answer one. The instruction set
-asks about four fifths of the world; the questions held back are about the rest, which the base has read of but which no
-instruction names. What fine-tuning teaches is therefore to answer, and exact match on the held-out part measures it.
+The script describes a small world of people, creatures, words and sums in plain prose, and trains a Llama of 1.8 M
+parameters to memorize it, which takes about six minutes on two CPU cores. The base model has never seen a question, so it
+cannot answer one. The training questions cover about four fifths of the world. The held-out questions cover the rest: facts
+that the base model has read but no training question asks for. So fine-tuning teaches the model to answer, and exact match
+on the held-out questions measures that.
 """
 
 import argparse
@@ -29,11 +30,11 @@ from litft.checkpoints.weight_files import LazyTensor, write_weights
 from litft.families import family, read_config
 from litft.model.transformer import GPT
 
-HELD_OUT = 1 / 5  # of each kind's entities
-PHRASINGS = 3  # questions a trained fact; a held-out one gets a single question
-SWEEPS = 200  # times the whole world is told; one sweep is about 23,000 tokens
-NOTE = 6  # facts in a document that mixes entities
-CONTEXT, ROW, BATCH = 256, 128, 32  # tokens the model is declared for; tokens a training row, rows a step
+HELD_OUT = 1 / 5  # share of the entities of each kind
+PHRASINGS = 3  # questions per training fact; a held-out fact has one question
+SWEEPS = 200  # passes over the world, each in new words; one sweep is about 23,000 tokens
+NOTE = 6  # facts per document that mixes entities
+CONTEXT, ROW, BATCH = 256, 128, 32  # context length of the model, tokens per training row, rows per step
 PEAK_RATE, WARMUP = 3e-3, 50
 END = "<|end|>"
 
@@ -59,8 +60,8 @@ ARCHITECTURE = {
     "torch_dtype": "bfloat16",
 }
 
-# The generation prompt ends in "Answer:" because byte-level BPE splits before the space of " Ashby": what is generated
-# is then tokenized just as in training, and as in the prose.
+# The generation prompt ends in "Answer:" without a space: byte-level BPE keeps the space in " Ashby", so generated answers
+# are tokenized as in training and in the prose.
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
 {%- if message.role == "system" -%}{{ message.content + "\\n" }}
@@ -79,7 +80,7 @@ lora: {r: 16, alpha: 32, dropout: 0.0, targets: [all-linear]}
 eval: {exact_match: true}
 """
 
-# ---- the world: names, then what is told and asked about them -------------------------------------------------------
+# ---- the world: names, then statements and questions about them -------------------------------------------------------
 
 PEOPLE = """
     Ada Alaric Amos Anselm Astrid Barnaby Basil Beatrix Bertil Blanche Bruno Cecily Clement Conrad Cora Dagmar Dario
@@ -126,24 +127,24 @@ SUMS = {f"{a} plus {b}": str(a + b) for a, b in combinations_with_replacement(ra
 
 
 def pairs(text: str) -> dict[str, str]:
-    """Read "hot cold, big small"."""
+    """Parse "hot cold, big small" to a dict."""
     return dict(pair.split() for pair in text.split(","))
 
 
 def plural(noun: str) -> str:
-    """English plurals, as far as NOUNS need them."""
+    """Return the English plural of a noun in NOUNS."""
     regular = noun + "es" if noun.endswith(("s", "x", "ch", "sh")) else re.sub(r"(?<![aeiou])y$", "ie", noun) + "s"
     return pairs(PLURALS).get(noun, regular)
 
 
 class Attribute(NamedTuple):
-    """Something to know about an entity: {x} is the entity, {y} the value.
+    """A property of entities with its templates: {x} is the entity, {y} the value.
 
-    There are at least eight statements each: a fact read in one wording cannot be asked for later (arXiv 2309.14316).
+    Each has at least eight statements: a model cannot recall a fact that it read in one wording only (arXiv 2309.14316).
     """
 
-    values: str | dict[str, str]  # a pool to draw from, or what is so
-    templates: str  # what is told ends in a full stop, what is asked in a question mark
+    values: str | dict[str, str]  # values to draw from, or the true value per entity
+    templates: str  # statements end with a full stop, questions with a question mark
 
 
 PERSON = [
@@ -267,37 +268,37 @@ KINDS = [
     (list(SUMS), [SUM]),
 ]
 
-# ---- telling and asking ----------------------------------------------------------------------------------------------
+# ---- facts as prose and as questions --------------------------------------------------------------------------------------
 
 
 class Fact(NamedTuple):
-    """One thing that is so."""
+    """The value of one attribute of one entity."""
 
     entity: str
     attribute: Attribute
     value: str
     held_out: bool
 
-    def told(self, rng: random.Random) -> str:
-        """A sentence that states it."""
+    def statement(self, rng: random.Random) -> str:
+        """Return a random sentence that states the fact."""
         sentence = rng.choice(_sentences(self.attribute.templates, ".")).format(x=self.entity, y=self.value)
         return sentence[0].upper() + sentence[1:]
 
-    def asked(self, rng: random.Random) -> list[Record]:
-        """Questions about it, each with the answer."""
+    def questions(self, rng: random.Random) -> list[Record]:
+        """Return questions about the fact, each with the answer."""
         count = 1 if self.held_out else PHRASINGS
-        questions = rng.sample(_sentences(self.attribute.templates, "?"), count)
-        return [{"instruction": q.format(x=self.entity), "input": "", "output": self.value} for q in questions]
+        templates = rng.sample(_sentences(self.attribute.templates, "?"), count)
+        return [{"instruction": template.format(x=self.entity), "input": "", "output": self.value} for template in templates]
 
 
 @cache
 def _sentences(text: str, mark: str) -> list[str]:
-    """The sentences of `text` that end in `mark`."""
+    """Return the sentences of `text` that end in `mark`."""
     return [s for s in re.findall(r"\S[^.?]*[.?]", " ".join(text.split())) if s.endswith(mark)]
 
 
 def compose_world(rng: random.Random) -> list[list[Fact]]:
-    """Each entity's facts; what a person is and has is drawn, what a word means is not."""
+    """Return the facts of each entity. Facts about people and creatures are random; those about words and sums are true."""
     world = []
     for names, attributes in KINDS:
         held_out = set(rng.sample(names, round(HELD_OUT * len(names))))
@@ -310,9 +311,10 @@ def compose_world(rng: random.Random) -> list[list[Fact]]:
 
 
 def prose(world: list[list[Fact]], rng: random.Random) -> Iterator[str]:
-    """The documents of one sweep: each fact once in a portrait of its entity and once in a note on many entities.
+    """Yield the documents of one sweep: each fact once in a portrait of its entity and once in a note on many entities.
 
-    Order and wording are drawn anew, so that a fact hangs on its entity's full name and not on the sentence before.
+    Order and wording are random in every sweep, so that the model ties a fact to the full name of its entity and not to the
+    sentence before.
     """
     portraits = [rng.sample(facts, len(facts)) for facts in world]
     mixed = [fact for facts in world for fact in facts]
@@ -320,13 +322,13 @@ def prose(world: list[list[Fact]], rng: random.Random) -> Iterator[str]:
     documents = portraits + [mixed[start : start + NOTE] for start in range(0, len(mixed), NOTE)]
     rng.shuffle(documents)
     for facts in documents:
-        yield " ".join(fact.told(rng) for fact in facts)
+        yield " ".join(fact.statement(rng) for fact in facts)
 
 
 def instructions(world: list[list[Fact]], rng: random.Random) -> tuple[list[Record], list[Record]]:
-    """The records to train on, and those to validate on: the ones about the entities held out."""
+    """Return the training records and the validation records; the latter are about the held-out entities."""
     facts = [fact for facts in world for fact in facts]
-    train, val = ([r for f in facts if f.held_out is held for r in f.asked(rng)] for held in (False, True))
+    train, val = ([r for f in facts if f.held_out is is_val for r in f.questions(rng)] for is_val in (False, True))
     return rng.sample(train, len(train)), rng.sample(val, len(val))
 
 
@@ -334,7 +336,7 @@ def instructions(world: list[list[Fact]], rng: random.Random) -> tuple[list[Reco
 
 
 def train_tokenizer(documents: list[str]) -> Tokenizer:
-    """Byte-level BPE with one special token, which ends documents and answers and pads."""
+    """Train byte-level BPE with one special token, which ends documents and answers and is the padding token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -347,20 +349,20 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 
 
 def pack(tokenizer: Tokenizer, documents: list[str]) -> Tensor:
-    """All documents in one stream, END after each, cut into batches (steps, BATCH, ROW + 1) that share no token."""
+    """Join all documents, END after each, and cut them into batches (steps, BATCH, ROW + 1) that share no token."""
     stream = [token for e in tokenizer.encode_batch_fast(documents) for token in [*e.ids, tokenizer.token_to_id(END)]]
     steps = len(stream) // (BATCH * (ROW + 1))
     return torch.tensor(stream[: steps * BATCH * (ROW + 1)]).view(steps, BATCH, ROW + 1)
 
 
 def train_base(batches: Tensor) -> GPT:
-    """One pass of AdamW over the prose, on the CPU in fp32."""
+    """Train the base model on the CPU in fp32: one pass over the batches with AdamW."""
     model = GPT(read_config(ARCHITECTURE))
     for parameter in model.parameters():
         if parameter.dim() > 1:
             torch.nn.init.normal_(parameter, std=0.02)
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.95), weight_decay=0.1)
-    began, recent = time.monotonic(), 0.0
+    start, mean_loss = time.monotonic(), 0.0
     for step, batch in enumerate(batches, 1):
         rate = PEAK_RATE * min(step / WARMUP, 0.51 + 0.49 * math.cos(math.pi * step / len(batches)))
         for group in optimizer.param_groups:
@@ -371,10 +373,10 @@ def train_base(batches: Tensor) -> GPT:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        recent += loss.item() / 50
+        mean_loss += loss.item() / 50
         if step % 50 == 0:
-            print(f"step {step}/{len(batches)}  loss {recent:.4f}  {time.monotonic() - began:.0f} s", flush=True)
-            recent = 0.0
+            print(f"step {step}/{len(batches)}  loss {mean_loss:.4f}  {time.monotonic() - start:.0f} s", flush=True)
+            mean_loss = 0.0
     return model
 
 
@@ -386,12 +388,14 @@ def write_json(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_base(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    """A Hugging Face model folder."""
+    """Write a Hugging Face model folder in bf16."""
     folder.mkdir(parents=True, exist_ok=True)
-    ours = dict(model.to(torch.bfloat16).named_parameters())
-    moves = mappings_to_hf(family(model.config.model_type).rules(model.config), ours)
+    parameters = dict(model.to(torch.bfloat16).named_parameters())
+    mappings = mappings_to_hf(family(model.config.model_type).rules(model.config), parameters)
     tensors = [
-        pair for move in moves for pair in zip(move.targets, move.convert([ours[n] for n in move.sources]), strict=True)
+        pair
+        for mapping in mappings
+        for pair in zip(mapping.targets, mapping.convert([parameters[name] for name in mapping.sources]), strict=True)
     ]
     write_weights(folder, [LazyTensor(name, tensor.nbytes, tensor.detach) for name, tensor in tensors])
     tokenizer.save(str(folder / "tokenizer.json"))
@@ -411,10 +415,10 @@ def write_base(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
 
 
 def main() -> None:
-    """Compose, train, write."""
+    """Compose the world, train the base model and write the demo."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("litft/demo"), help="the folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="Seeds the text and the training.")
+    parser.add_argument("--out", type=Path, default=Path("litft/demo"), help="The folder to write.")
+    parser.add_argument("--seed", type=int, default=0, help="The seed of the text and the training.")
     args = parser.parse_args()
     rng = random.Random(args.seed)
     torch.manual_seed(args.seed)

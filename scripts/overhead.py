@@ -29,7 +29,11 @@ def main(method: str, words: list[str]) -> None:
 
     finetune(args, callback)
     interval = args.save.interval
-    windows = [(end[1] - start[1], end[2] - start[2]) for start, end in zip(marks, marks[interval:], strict=False) if start[0] % interval == 1]
+    windows = [
+        (end[1] - start[1], end[2] - start[2])
+        for start, end in zip(marks, marks[interval:], strict=False)
+        if start[0] % interval == 1
+    ]
     shares = [wall_time / in_steps - 1 for wall_time, in_steps in windows]
     step = median(in_steps for _, in_steps in windows) / interval
     print(f"overhead of each {interval} steps: {', '.join(f'{share:.2%}' for share in shares)}; median {median(shares):.2%}")

@@ -2,9 +2,9 @@
 
     python scripts/plan_accuracy.py --checkpoint_dirs llama-1b,llama-3b,llama-8b --out accuracy.json
 
-Each cell runs two steps of two micro-batches on random weights, in its own process, by scripts/benchmark.py. Folders with only
-a config.json suffice. Cells that are already in the file are not measured again, so an interrupted grid continues. On a GPU,
-`max_memory_allocated` is measured; on a CPU, the memory of the process, of which the plan covers only the tensors.
+Each cell runs two steps of two micro-batches on random weights, in its own process, by scripts/benchmark.py. Folders with
+only a config.json suffice. Cells that are already in the file are not measured again, so an interrupted grid continues. On
+a GPU, `max_memory_allocated` is measured; on a CPU, the memory of the process, of which the plan covers only the tensors.
 """
 
 import itertools
@@ -111,14 +111,16 @@ def main(args: AccuracyArgs) -> None:
     cells = load_cells(path)
     grid = list(itertools.product(args.checkpoint_dirs, args.methods, args.lengths, args.activation_checkpointing))
     for folder, kind, length, recompute in grid:
-        key = f"{folder} {kind} {length} {recomputed} {args.precision} {device}"
+        key = f"{folder} {kind} {length} {recompute} {args.precision} {device}"
         if key not in cells:
             cell = (folder, kind, length, recompute, args.precision, device)
             plan, peak = planned_peak(*cell), measured_peak(*cell)
             cells[key] = {"planned_gib": plan, "measured_gib": peak, "off_by": peak and plan / peak - 1}
             write(path, cells)
         row = cells[key]
-        measurement = f"{row['measured_gib']:.2f} GiB measured, {row['off_by']:+.1%}" if row["measured_gib"] else "the steps failed"
+        measurement = (
+            f"{row['measured_gib']:.2f} GiB measured, {row['off_by']:+.1%}" if row["measured_gib"] else "the steps failed"
+        )
         print(f"{key}: {row['planned_gib']:.2f} GiB planned, {measurement}", flush=True)
     errors = [abs(row["off_by"]) for row in cells.values() if row["off_by"] is not None]
     if not errors:

@@ -40,7 +40,12 @@ ROWS = (  # model, method, base, strategy, nodes
 def config(model: str) -> dict:
     """Return the content of the model's config.json."""
     hidden_dim, layers, heads, mlp_dim = MODELS[model]
-    sizes = {"hidden_size": hidden_dim, "num_hidden_layers": layers, "num_attention_heads": heads, "intermediate_size": mlp_dim}
+    sizes = {
+        "hidden_size": hidden_dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": mlp_dim,
+    }
     fixed = {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
     return {"model_type": "llama", "rope_theta": 500000.0, "tie_word_embeddings": False, **sizes, **fixed}
 
@@ -60,7 +65,9 @@ def row(folder: str, model: str, method: str, base: str, strategy: str, nodes: i
     fit, volume = paper.fit, paper.communication_volume
     memory = f"{fit.plan.memory.peak / 2**30:.0f}"
     shape = f"{fit.rows} x {TOKENS:,}, {fit.recomputed}"
-    traffic = [f"{size / 1e9:,.0f}" if size >= 1e11 else f"{size / 1e9:.3g}" for size in (volume.intra_node, volume.inter_node)]
+    traffic = [
+        f"{size / 1e9:,.0f}" if size >= 1e11 else f"{size / 1e9:.3g}" for size in (volume.intra_node, volume.inter_node)
+    ]
     return f"{settings} {memory} | {shape} | {traffic[0]} | {traffic[1]} | {volume.share:.0%} |"
 
 

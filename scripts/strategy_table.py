@@ -30,7 +30,7 @@ def difference(one: dict[str, list[float]], several: dict[str, list[float]]) -> 
 
 
 def table() -> str:
-    """Return a Markdown table: per method and base, the largest difference of the losses of ten steps and their validations."""
+    """Return a Markdown table: per method and base, the largest difference of losses over ten steps and validations."""
     from strategies import METHODS, PROCESSES, cases, losses
 
     with tempfile.TemporaryDirectory() as name:

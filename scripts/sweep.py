@@ -48,7 +48,11 @@ class Cell(NamedTuple):
 def methods() -> list[Cell]:
     """Return a cell for every method and every variant of LoRA, with default flags."""
     variants = {"rsLoRA": "--lora.rslora", "DoRA": "--lora.dora", "PiSSA": "--lora.init pissa", "OLoRA": "--lora.init olora"}
-    variants |= {"LoRA+ (ratio 16)": "--lora.lr_ratio 16", "LoRA on nf4": "--quantize nf4", "LoRA on int8": "--quantize int8"}
+    variants |= {
+        "LoRA+ (ratio 16)": "--lora.lr_ratio 16",
+        "LoRA on nf4": "--quantize nf4",
+        "LoRA on int8": "--quantize int8",
+    }
     cells = [
         Cell("full", "full", ""),
         Cell("LoRA", "lora", ""),

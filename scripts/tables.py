@@ -1,4 +1,4 @@
-"""Shared by the scripts that print a measured table: put it into its page, between the comments `<!-- NAME: begin -->` and end."""
+"""Shared by the scripts that print a table: write it into its page, between `<!-- NAME: begin -->` and its end comment."""
 
 import argparse
 import re
@@ -12,7 +12,9 @@ def write(page: Path, name: str, text: str) -> None:
     """Replace the text between the comments of the table `name` by `text`."""
     begin, end = f"<!-- {name}: begin -->\n", f"<!-- {name}: end -->"
     old = page.read_text("utf-8")
-    assert begin in old and end in old, f"{page} lacks the comments `<!-- {name}: begin -->` and end; add them where the table belongs"
+    assert begin in old and end in old, (
+        f"{page} lacks the comments `<!-- {name}: begin -->` and end; add them where the table belongs"
+    )
     new = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: begin + text + end, old, flags=re.DOTALL)
     page.write_text(new, "utf-8")
 

@@ -29,12 +29,13 @@ ROOMS = [
 LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
 # within a room, a file imports only files to its left
 ORDER = """
-args: checks sampling methods processes finetune plan inference serving evaluation export hub parser
+args: checks sampling methods processes data finetune plan inference serving evaluation export hub parser
 model: config linear norm loss rope mlp kv_cache packed_sequences attention_eager attention_cpu attention transformer
  placement quantization
-checkpoints: conversion weight_files peft_format hub
-methods: mixins new_tokens base full llama_adapter lora
-data: chat_template digests tokenizer formats readers encoder sources token_store token_cache packing sampler dataset
+checkpoints: conversion weight_files adapter_config peft_targets peft_format hub
+methods: mixins new_tokens base full llama_adapter lora_modules lora
+data: chat_template digests tokenizer_backends tokenizer formats readers encoder sources
+ token_store token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling decoder fused_linears speculative tp_decoding generation terminal session chat generate
 training: residence flops metrics loggers html_report optimizers activation_checkpointing compile cpu_offload setup run_state
@@ -42,7 +43,7 @@ training: residence flops metrics loggers html_report optimizers activation_chec
  memory_probe divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples run_eval
-serving: openai_api engine server
+serving: replies openai_api engine endpoint server
 """
 LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
 ORDERS = {room: files.split() for room, _, files in LINES}

@@ -257,8 +257,8 @@ def test_the_plan_is_held_against_steps_and_goes_on(tiny, tmp_path):
     (cell,) = json.loads((tmp_path / "plan_accuracy.json").read_text()).values()
     assert 0 < cell["planned_gib"] < cell["measured_gib"] and "1 cells of 1 ran" in first.stdout
     again = script(*words, "--activation_checkpointing", "none,full", cwd=tmp_path)
-    num_slots = json.loads((tmp_path / "plan_accuracy.json").read_text())
-    assert len(num_slots) == 2 and cell in num_slots.values() and again.stderr.count("step 1 of 2") == 1
+    cells = json.loads((tmp_path / "plan_accuracy.json").read_text())
+    assert len(cells) == 2 and cell in cells.values() and again.stderr.count("step 1 of 2") == 1
 
 
 @pytest.mark.slow

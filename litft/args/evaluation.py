@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, fields
 
 from litft.args.checks import below_minimum
-from litft.args.finetune import DataArgs
+from litft.args.data import DataArgs
 from litft.args.inference import ModelArgs, OpenArgs
 
 

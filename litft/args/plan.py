@@ -4,7 +4,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from litft.args.checks import LARGEST, below_minimum, impossible_numbers, size
-from litft.args.finetune import DataArgs, Optimizers
+from litft.args.data import DataArgs
+from litft.args.finetune import Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs
 
 

@@ -4,7 +4,6 @@ If the checkpoint fuses several Linears, the file has one pair of factors for al
 block-diagonal in the checkpoint's row order. Experts are `target_parameters` in the layout of PEFT's ParamWrapper.
 """
 
-import hashlib
 import json
 import math
 import re
@@ -12,48 +11,35 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from litft.checkpoints.adapter_config import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    check_lora_config,
+    read_adapter_config,
+    read_tensors,
+    read_token_ids,
+)
 from litft.checkpoints.conversion import (
     Drop,
-    Interleave,
-    Rename,
     Rule,
-    Split,
-    hf_tensor_name,
     mappings_from_hf,
     mappings_to_hf,
-    rule_of,
-    tensor_names,
 )
+from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.weight_files import write_file
-from litft.model.config import is_positive, read_object
 from litft.model.mlp import ExpertLinear
 
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of every key in PEFT's files
 _TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # key of new tokens: rows, not differences
 _LEAVES = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_embedding_A": "a", "lora_embedding_B": "b"}
 _LEAVES |= {"lora_magnitude_vector": "m", "lora_magnitude_vector.weight": "m"}
 
 # Dimensions: E experts, R rank, N new tokens, C hidden dim
-
-
-class LoraWeights(NamedTuple):
-    """LoRA weights of one Linear with the update scale * B A: A (R, in) and B (out, R), with a leading E for experts.
-
-    m: DoRA's magnitudes (row norms), (out,) or (E, out).
-    """
-
-    a: Tensor
-    b: Tensor
-    scale: float
-    m: Tensor | None = None
 
 
 @dataclass
@@ -66,91 +52,6 @@ class LoraAdapter:
     token_rows: dict[str, Tensor] = field(default_factory=dict)  # rows of the new tokens, (N, C) each
     bias: str = "none"  # which biases are trained: none, lora_only or all, as in PEFT
     untied: bool = False  # the adapter unties the head of a tied model, PEFT's default when it trains one of the two
-
-
-@dataclass(frozen=True)
-class PeftTarget:
-    """A unit that PEFT adapts with one pair of factors: a module, or a parameter with stacked experts."""
-
-    name: str  # in the checkpoint; without ".weight" for a module
-    linears: tuple[str, ...]  # litft names, in the order of the rows
-    rule: Rename | Split | Interleave
-    experts: int = 0  # number of stacked experts; 0: a module
-    embedding: bool = False
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether transformers stores it as an nn.Parameter without a module: stacked experts and their router."""
-        return self.experts > 0 or self.linears[0].endswith(".router")
-
-    @property
-    def config_name(self) -> str:
-        """The name in PEFT's target_modules or target_parameters and in its rank and alpha patterns."""
-        return f"{self.name}.weight" if self.is_parameter and not self.experts else self.name
-
-    def fuse(self, factors: dict[str, LoraWeights]) -> LoraWeights:
-        """Combine the factors of the Linears (some may have none) into one pair in PEFT's layout."""
-        loras = [factors[name] for name in self.linears if name in factors]
-        a, scale, start, blocks = (
-            torch.cat([lora.a for lora in loras], dim=-2),
-            next((lora.scale for lora in loras if lora.scale), 1.0),
-            0,
-            [],
-        )
-        for name, row_count in zip(self.linears, self.row_counts(loras), strict=True):
-            block = loras[0].b.new_zeros((*a.shape[:-2], row_count, a.size(-2)))
-            if name in factors:
-                b, r = factors[name].b, factors[name].b.size(-1)
-                block[..., start : start + r] = b * (factors[name].scale / scale)
-                start += r
-            blocks.append(block)
-        b = self.rule.join_rows(blocks)
-        m = None if loras[0].m is None else self.rule.join_rows([lora.m[..., None] for lora in loras]).squeeze(-1)
-        if self.experts:
-            a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
-        return LoraWeights(a.contiguous(), b.contiguous(), scale, m)
-
-    def row_counts(self, loras: list[LoraWeights]) -> list[int]:
-        """Return the number of rows of each Linear; `loras`: the LoRA weights of the adapted ones."""
-        if isinstance(self.rule, Split):
-            return [self.rule.groups * size for size in self.rule.sizes]
-        return [loras[0].b.size(-2)]
-
-    def split(self, fused: LoraWeights) -> dict[str, LoraWeights]:
-        """Invert `fuse`: each Linear gets A and its rows of B, without the ranks that are zero in these rows."""
-        a, b, scale, m = fused
-        if self.experts:
-            a = a.unflatten(0, (self.experts, -1))
-            b = b.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
-        if isinstance(self.rule, Rename):
-            return {self.linears[0]: LoraWeights(a, b, scale, m)}
-        magnitudes = (
-            [None] * len(self.linears) if m is None else [part.squeeze(-1) for part in self.rule.split_rows(m[..., None])]
-        )
-        factors, untrained = {}, not b.any()
-        for name, rows, magnitude in zip(self.linears, self.rule.split_rows(b), magnitudes, strict=True):
-            used_ranks = rows.flatten(0, -2).any(0) | untrained  # (R,)
-            if used_ranks.any() or magnitude is not None:
-                factors[name] = LoraWeights(a[..., used_ranks, :], rows[..., used_ranks], scale, magnitude)
-        return factors
-
-
-def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return all modules that can be adapted, by litft name: Linears, stacked Linears and embeddings."""
-    kinds = (nn.Linear, ExpertLinear, nn.Embedding)
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def peft_targets(model: nn.Module, rules: list[Rule]) -> dict[str, PeftTarget]:
-    """Return the target of each adaptable module, by litft name; `rules`: PEFT's names first, then the checkpoint's."""
-    targets = {}
-    for name, module in adaptable_modules(model).items():
-        rule, numbers = rule_of(rules, f"{name}.weight")
-        linears = tuple(weight_name.removesuffix(".weight") for weight_name in tensor_names(rule, numbers))
-        experts = module.count if isinstance(module, ExpertLinear) else 0
-        embedding = isinstance(module, nn.Embedding)
-        targets[name] = PeftTarget(hf_tensor_name(rule, numbers).removesuffix(".weight"), linears, rule, experts, embedding)
-    return targets
 
 
 def write_adapter(folder: Path, model: nn.Module, rules: list[Rule], adapter: LoraAdapter, settings: dict[str, Any]) -> None:
@@ -259,7 +160,7 @@ def _target_modules(adapted: list[str], adaptable: list[str]) -> list[str]:
 def read_adapter(folder: Path, model: nn.Module, rules: list[Rule]) -> LoraAdapter:
     """Read an adapter folder written by litft or PEFT."""
     config = read_adapter_config(folder)
-    _refuse_unsupported(config, folder)
+    check_lora_config(config, folder)
     rules = [rule for rule in rules if not isinstance(rule, Drop)]  # an adapter may have a head that a tied base drops
     targets, stack_parts, target_parts, base_tensors, token_rows = peft_targets(model, rules), {}, {}, {}, {}
     parameter_keys = _expert_keys(config.get("target_parameters") or [], targets.values())
@@ -358,18 +259,6 @@ def _check_complete(
             raise ValueError(f"{path} lacks {module}, one of its modules_to_save; copy the adapter again")
 
 
-def read_token_ids(config: dict[str, Any], folder: Path) -> list[int]:
-    """Return the ids of new tokens in an adapter's config; raise ValueError if they are invalid."""
-    config_value = config.get("trainable_token_indices") or []
-    lists = list(config_value.values()) if isinstance(config_value, dict) else [config_value]
-    ids = lists[0]
-    are_valid = isinstance(ids, list) and all(type(i) is int and 0 <= i < 10**7 for i in ids)
-    if not are_valid or len(set(ids)) != len(ids) or any(other_ids != ids for other_ids in lists):
-        reason = "must be a list of distinct token ids, the same for embedding and head"
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: trainable_token_indices {reason}; found {config_value!r:.200}")
-    return ids
-
-
 def _check_token_rows(ids: list[int], token_rows: dict[str, Tensor], model: nn.Module, folder: Path) -> None:
     """Raise ValueError if rows of new tokens are missing, have the wrong shape or are not finite."""
     names = ["embed.token_rows"] if model.config.tied else ["embed.token_rows", "lm_head.token_rows"]
@@ -443,63 +332,3 @@ def _matching_pattern(patterns: dict[str, float] | None, name: str, default: flo
     """Return the value of the first key in PEFT's alpha_pattern, a regular expression, that matches the end of `name`."""
     matches = (value for key, value in (patterns or {}).items() if re.fullmatch(rf"(.*\.)?({key})", name))
     return next(matches, default)
-
-
-def adapter_digest(folder: Path) -> str:
-    """Return a hash of the adapter's two files."""
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))).hexdigest()
-
-
-def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json; raise ValueError if a field that locates the base model is invalid."""
-    path = folder / ADAPTER_CONFIG
-    config = read_object(path)
-    base_is_valid = isinstance(config.get("base_model_name_or_path") or "", str)
-    litft_field = config.get("litft", {})
-    litft_field = isinstance(litft_field, dict) and all(
-        isinstance(litft_field.get(name, ""), str) for name in ("base_path", "base_fingerprint")
-    )
-    if not (base_is_valid and litft_field):
-        raise ValueError(f"{path}: base_model_name_or_path must be text, litft an object of strings; save it again")
-    return config
-
-
-def _refuse_unsupported(config: dict[str, Any], folder: Path) -> None:
-    required = {"peft_type": "LORA", "layer_replication": None, "lora_bias": False, "alora_invocation_tokens": None}
-    invalid = [
-        f"{name} {config[name]!r}" for name, default in required.items() if config.get(name) not in (default, None, [], {})
-    ]
-    if invalid:
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not supported; litft reads LoRA and DoRA")
-    if missing := [name for name in ("r", "lora_alpha") if name not in config]:
-        raise ValueError(f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter in PEFT format?")
-    alpha_pattern, target_parameters = config.get("alpha_pattern") or {}, config.get("target_parameters") or []
-    if not isinstance(alpha_pattern, dict):
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: alpha_pattern {alpha_pattern!r} is not valid; save the adapter again")
-    values = {"r": config["r"], "lora_alpha": config["lora_alpha"], **alpha_pattern}
-    invalid = [f"{name} {value!r}" for name, value in values.items() if not is_positive(value) and value != 0]
-    if config.get("bias", "none") not in ("none", "lora_only", "all"):
-        invalid.append(f"bias {config['bias']!r}")
-    invalid += [
-        f"{name} {config[name]!r}" for name in ("use_rslora", "use_dora") if not isinstance(config.get(name, False), bool)
-    ]
-    if not (isinstance(target_parameters, list) and all(isinstance(name, str) for name in target_parameters)):
-        invalid.append(f"target_parameters {target_parameters!r}")
-    for key in alpha_pattern:
-        try:
-            re.compile(key)
-        except (re.error, TypeError):
-            invalid.append(f"alpha_pattern {key!r}")
-    if invalid:
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not valid; save the adapter again")
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """Return the tensors of an adapter folder, by the names in its file."""
-    path = folder / ADAPTER_WEIGHTS
-    try:
-        return load_file(path)
-    except (FileNotFoundError, IsADirectoryError):
-        raise ValueError(f"{folder} lacks {ADAPTER_WEIGHTS}; copy it next to {ADAPTER_CONFIG}") from None
-    except SafetensorError as error:
-        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from None

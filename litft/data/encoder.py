@@ -13,7 +13,8 @@ from torch import Tensor
 
 from litft.data.chat_template import Message, assistant_turns
 from litft.data.formats import Example, Record, detect_format, rename_columns, strip_end_token, to_example
-from litft.data.tokenizer import Tokenizer, common_prefix_length
+from litft.data.tokenizer import Tokenizer
+from litft.data.tokenizer_backends import common_prefix_length
 from litft.model.loss import IGNORED
 
 

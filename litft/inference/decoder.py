@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from litft.data.tokenizer import common_prefix_length
+from litft.data.tokenizer_backends import common_prefix_length
 from litft.distributed.devices import is_out_of_memory
 from litft.errors import summary
 from litft.model.kv_cache import KVCache

@@ -8,15 +8,15 @@ from torch import Tensor, nn
 
 from litft.args import AdapterArgs, AdapterV2Args
 from litft.args.checks import LARGEST_SIZE
-from litft.checkpoints.conversion import Rule
-from litft.checkpoints.peft_format import (
+from litft.checkpoints.adapter_config import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     read_adapter_config,
     read_tensors,
     read_token_ids,
-    write_tensors,
 )
+from litft.checkpoints.conversion import Rule
+from litft.checkpoints.peft_format import write_tensors
 from litft.methods.base import BaseFolder, Method, Values
 from litft.methods.mixins import Mixin, norm_names, train_parameters
 from litft.model.attention_eager import eager_attention

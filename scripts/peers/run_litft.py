@@ -1,9 +1,9 @@
-"""litft's side of scripts/benchmark.py: the loop of the fine-tuning scripts."""
+"""The litft contender of scripts/benchmark.py: the training step of the fine-tuning scripts."""
 
 from typing import Any
 
 import torch
-from turns import Contender, Sample, contend
+from turns import Contender, Sample, run_contender
 
 import litft.data.encoder as data
 from litft.data.packing import Layout
@@ -12,7 +12,7 @@ from litft.training.trainer import accumulate
 
 
 class Litft(Contender):
-    """An adapter folder that all sides share, or with --peer none any method on any base, or on random weights."""
+    """Train the shared adapter, or without one, any method on the weights of the folder or on random weights."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         from lightning_fabric import Fabric
@@ -23,7 +23,7 @@ class Litft(Contender):
         else:
             model, method, parameters = self.with_method(setup, device)
         self.parameters = [parameter for parameter in parameters.values() if parameter.requires_grad]
-        self.arrange(model, setup)
+        self.transform_blocks(model, setup)
         self.fabric = Fabric(accelerator=device, devices=1)
         self.model = self.fabric.setup_module(model).train()
         self.layout = Layout(setup["rows"], setup["room"])
@@ -31,14 +31,14 @@ class Litft(Contender):
             from litft.args import TrainArgs
             from litft.training.optimizers import make_optimizer
 
-            named = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-            self.optimizer = make_optimizer(TrainArgs(optimizer=setup["optimizer"], learning_rate=1e-5), method, named)
+            trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+            self.optimizer = make_optimizer(TrainArgs(optimizer=setup["optimizer"], learning_rate=1e-5), method, trained)
         from litft.training.flops import Flops
 
         self.flops = Flops(model)
 
     def with_adapter(self, setup: dict[str, Any], device: str) -> tuple:
-        """The base, with the adapter on it."""
+        """Return the base model with the shared adapter, the method, and the method's parameters by name."""
         source = resolve(setup["adapter"])
         model = source.base_model(setup["precision"], device)
         method, values = source.read_adapter()
@@ -46,18 +46,18 @@ class Litft(Contender):
         return model, method, method.parameters(model)
 
     def with_method(self, setup: dict[str, Any], device: str) -> tuple:
-        """The method as the flags say."""
+        """Return the model with a new adapter of the method in the flags, the method, and its parameters by name."""
         from litft import args
         from litft.methods import method_of
 
         lora, adapter = args.LoRAArgs(**setup["lora"]), args.AdapterV2Args(**setup["adapter_flags"])
-        finetuning = {
+        finetune_args = {
             "lora": args.LoRAFinetuneArgs(lora=lora),
             "adapter": args.AdapterFinetuneArgs(adapter=adapter),
             "adapter_v2": args.AdapterV2FinetuneArgs(adapter=adapter),
             "full": args.FullFinetuneArgs(),
         }
-        method = method_of(finetuning[setup["method"]])
+        method = method_of(finetune_args[setup["method"]])
         source = resolve(setup["checkpoint_dir"])
         method.choose(source.meta_model(), source.adapter_rules)
         storage = method.storage(setup["precision"])
@@ -70,8 +70,8 @@ class Litft(Contender):
         method.compute_in(model, setup["precision"])
         return model, method, method.parameters(model)
 
-    def arrange(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:
-        """Compiled, recomputed, offloaded, where asked for."""
+    def transform_blocks(self, model: torch.nn.Module, setup: dict[str, Any]) -> None:
+        """Apply activation checkpointing, compilation and CPU offload as the setup says."""
         if setup["compile"] or setup["recomputed"] != "none" or setup["cpu_offload"] != "none":
             from litft.training.activation_checkpointing import recompute
             from litft.training.compile import compile_blocks
@@ -84,33 +84,36 @@ class Litft(Contender):
                 offload_activations(model, torch.device(setup["device"]))
 
     def samples(self, samples: list[Sample]) -> list[data.Sample]:
-        """As the loop takes them."""
+        """Return the samples as litft's data classes."""
         return [data.Sample(torch.tensor(tokens), torch.tensor(targets)) for tokens, targets in samples]
 
     def accumulate(self, samples: list[data.Sample], count: int) -> torch.Tensor:
-        """As every run does it."""
+        """Accumulate gradients with the function that fine-tuning uses."""
         return accumulate(self.fabric, self.model, self.layout.batches(samples), count)
 
 
-def random_model(source: Any, precision: str, device: str, quantize: str, plain: set[str]) -> torch.nn.Module:
-    """A network of normal weights with a deviation of 0.02, vectors one."""
+def random_model(source: Any, precision: str, device: str, quantize: str, unquantized: set[str]) -> torch.nn.Module:
+    """Return a model with random normal matrices (standard deviation 0.02) and vectors of ones.
+
+    unquantized: the names of modules that are not quantized.
+    """
     from litft.distributed.devices import DTYPES
     from litft.model.placement import allocate
     from litft.model.quantization import QuantizedModule, QuantizedTensor, is_quantizable, quantize_modules
 
     model = source.meta_model(DTYPES[precision])
-    owners = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_quantizable(name, model)]
+    module_names = [name.rpartition(".")[0] for name, _ in model.named_parameters() if is_quantizable(name, model)]
     if quantize != "none":
-        quantize_modules(model, [name for name in owners if name not in plain], quantize)
+        quantize_modules(model, [name for name in module_names if name not in unquantized], quantize)
     allocate(model.requires_grad_(False), device)
-    shapes = source.meta_model(DTYPES[precision])
+    references = source.meta_model(DTYPES[precision])
     for name, parameter in model.named_parameters():
-        like = shapes.get_parameter(name)
-        owner = model.get_submodule(name.rpartition(".")[0])
-        if isinstance(owner, QuantizedModule) and name.endswith(".weight"):
-            drawn = torch.empty(like.shape, dtype=like.dtype, device=device).normal_(std=0.02)
-            owner.fill(QuantizedTensor.quantize(drawn.flatten(0, -2), owner.kind))
-        elif like.dim() > 1:
+        reference = references.get_parameter(name)
+        module = model.get_submodule(name.rpartition(".")[0])
+        if isinstance(module, QuantizedModule) and name.endswith(".weight"):
+            weights = torch.empty(reference.shape, dtype=reference.dtype, device=device).normal_(std=0.02)
+            module.fill(QuantizedTensor.quantize(weights.flatten(0, -2), module.kind))
+        elif reference.dim() > 1:
             parameter.normal_(std=0.02)
         else:
             parameter.fill_(1.0)
@@ -119,4 +122,4 @@ def random_model(source: Any, precision: str, device: str, quantize: str, plain:
 
 
 if __name__ == "__main__":
-    contend(Litft)
+    run_contender(Litft)

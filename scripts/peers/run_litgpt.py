@@ -1,6 +1,6 @@
-"""litgpt's side of scripts/benchmark.py (0.5): the steps of its finetune/lora.py, on a copy of the folder that it converts.
+"""The litgpt 0.5 contender of scripts/benchmark.py: the steps of its finetune/lora.py, on a converted copy of the folder.
 
-Its adapter begins with factors of its own, and each micro-batch counts alike: its losses are only near to the others'.
+litgpt initializes its own adapter and weights all micro-batches equally, so its losses are only close to the others'.
 """
 
 import shutil
@@ -14,17 +14,17 @@ from litgpt.lora import GPT, Config, mark_only_lora_as_trainable
 from litgpt.scripts.convert_hf_checkpoint import convert_hf_checkpoint
 from litgpt.utils import chunked_cross_entropy
 from torch.nn.utils.rnn import pad_sequence
-from turns import Contender, Sample, contend
+from turns import Contender, Sample, run_contender
 
 
 class LitGPT(Contender):
-    """Padded micro-batches, in the order of the samples."""
+    """Train on padded micro-batches, in the order of the samples."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.fabric = L.Fabric(
             accelerator=setup["device"], devices=1, precision={"bf16": "bf16-true", "fp32": "32-true"}[setup["precision"]]
         )
-        targets = {f"lora_{name}": f"{short}_proj" in setup["lora"]["targets"] for name, short in NAMES.items()}
+        targets = {f"lora_{name}": f"{prefix}_proj" in setup["lora"]["targets"] for name, prefix in NAMES.items()}
         with tempfile.TemporaryDirectory() as folder:
             source, copy = Path(setup["checkpoint_dir"]), Path(folder) / Path(setup["checkpoint_dir"]).name
             shutil.copytree(source, copy)
@@ -41,21 +41,21 @@ class LitGPT(Contender):
         self.model, self.rows = self.fabric.setup_module(model).train(), setup["rows"]
 
     def accumulate(self, samples: list[Sample], count: int) -> torch.Tensor:
-        """As its training loop does it."""
-        total, batches = 0.0, -(-len(samples) // self.rows)
+        """Accumulate gradients as litgpt's training loop does."""
+        total, num_batches = 0.0, -(-len(samples) // self.rows)
         for start in range(0, len(samples), self.rows):
             batch = samples[start : start + self.rows]
             tokens = pad_sequence([torch.tensor(tokens) for tokens, _ in batch], batch_first=True).to(self.fabric.device)
             targets = pad_sequence([torch.tensor(t) for _, t in batch], batch_first=True, padding_value=-100)
             targets = targets.to(self.fabric.device)
             loss = chunked_cross_entropy(self.model(tokens, lm_head_chunk_size=128), targets)
-            self.fabric.backward(loss / batches)
+            self.fabric.backward(loss / num_batches)
             total += loss.detach() * (targets >= 0).sum() / count
         return total
 
 
-NAMES = {"query": "q", "key": "k", "value": "v", "projection": "o"}
+NAMES = {"query": "q", "key": "k", "value": "v", "projection": "o"}  # by litgpt's name: the prefix in Hugging Face names
 
 
 if __name__ == "__main__":
-    contend(LitGPT)
+    run_contender(LitGPT)

@@ -1,6 +1,6 @@
-"""transformers' and peft's side of scripts/benchmark.py: sdpa attention, no checkpointing.
+"""The transformers + peft contender of scripts/benchmark.py: sdpa attention, no activation checkpointing.
 
-The loss is normalised as their Trainer does it: by the count of the whole step.
+The loss is normalized as in transformers' Trainer: by the number of targets of the whole step.
 """
 
 from typing import Any
@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq
-from turns import Contender, Sample, contend
+from turns import Contender, Sample, run_contender
 
 
 class Peft(Contender):
-    """With transformers' padding collator, or each sample alone and unpadded."""
+    """Train on micro-batches padded by transformers' collator; with one row per micro-batch, nothing is padded."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[setup["precision"]]
@@ -25,7 +25,7 @@ class Peft(Contender):
         self.rows, self.device = setup["rows"], setup["device"]
 
     def accumulate(self, samples: list[Sample], count: int) -> torch.Tensor:
-        """Micro-batches in the order of the samples, each padded to its longest."""
+        """Accumulate gradients over micro-batches in the order of the samples, each padded to its longest sample."""
         total = torch.zeros((), device=self.device)
         for start in range(0, len(samples), self.rows):
             batch = self.collator([_features(*sample) for sample in samples[start : start + self.rows]]).to(self.device)
@@ -36,10 +36,10 @@ class Peft(Contender):
 
 
 def _features(tokens: list[int], targets: list[int]) -> dict[str, list[int]]:
-    """A sample unshifted, as transformers' collator takes it: its model shifts the labels itself."""
+    """Return a sample with unshifted labels for transformers' collator; the model shifts them."""
     ids = [*tokens, max(targets[-1], 0)]
     return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": [-100, *targets]}
 
 
 if __name__ == "__main__":
-    contend(Peft)
+    run_contender(Peft)

@@ -1,7 +1,8 @@
-"""What every contender of scripts/benchmark.py shares: it loads, says so, and takes a step whenever it is its turn.
+"""Shared by the contenders of scripts/benchmark.py: load the model, report ready, then run one training step per turn.
 
-A contender runs in an environment of its own, so nothing is imported here but torch. Its arguments are the benchmark's
-setup as a JSON file; a turn is a line with the numbers of a step's samples, and its answer a line with what the step showed.
+Contenders run in different environments, so this file imports only torch. The command-line argument is the benchmark's
+setup, a JSON file. Each turn is a line with the indices of the step's samples; the answer is a line with the measurements
+of the step.
 """
 
 import json
@@ -15,27 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Sample = tuple[list[int], list[int]]  # tokens, and the target of each, -100 where there is none
+Sample = tuple[list[int], list[int]]  # token ids, and their targets (-100: no loss)
 BETAS = (0.9, 0.95)
 
 
 class Contender:
-    """A model, and how it turns a step's samples into gradients: each side has its own `accumulate`."""
+    """A model and how it computes the gradients of a step. Subclasses define `accumulate`."""
 
     model: torch.nn.Module
-    parameters: list[torch.nn.Parameter]  # those that are trained
-    flops = None  # of a list of samples
+    parameters: list[torch.nn.Parameter]  # the trained ones
+    flops = None  # a function from the samples of a step to their FLOPs, or None
 
     def accumulate(self, samples: list[Any], count: int) -> Tensor:
-        """Gradients of the loss summed over `count` targets and divided by it, which is returned."""
-        raise AssertionError("each side has its own")
+        """Accumulate the gradients of the mean loss over the step's `count` targets, and return that loss."""
+        raise AssertionError("overridden by each contender")
 
     def samples(self, samples: list[Sample]) -> list[Any]:
-        """As this side likes them."""
+        """Return the samples in the format that `accumulate` takes."""
         return samples
 
     def step(self, samples: list[Any], count: int) -> float:
-        """One whole training step; returns its loss, and waits for the device by that."""
+        """Run one complete training step and return its loss. Reading the loss waits for the device."""
         loss = self.accumulate(samples, count)
         torch.nn.utils.clip_grad_norm_(self.parameters, 1.0)
         self.optimizer.step()
@@ -44,36 +45,36 @@ class Contender:
 
 
 def memory(device: str, kind: str = "VmHWM") -> float:
-    """The most held so far in GiB, allocated on the GPU or resident on a CPU; VmRSS: what is resident now."""
+    """Return the peak memory in GiB: allocated on the GPU, or resident on a CPU. kind VmRSS: the current resident memory."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated() / 2**30
     return int(re.search(kind + r":\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) / 2**20
 
 
-def contend(make: type[Contender]) -> None:
-    """Answer turns until there are no more."""
+def run_contender(contender_class: type[Contender]) -> None:
+    """Load the contender and answer turns until stdin ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever libraries print is not an answer
+    os.dup2(2, 1)  # what libraries print goes to stderr, not into the answers
     setup = json.loads(Path(sys.argv[1]).read_text())
     torch.set_num_threads(setup["threads"])
     torch.manual_seed(0)
-    imported = 0.0 if setup["device"] == "cuda" else memory(setup["device"], "VmRSS")
-    side = make(setup)
-    if not hasattr(side, "optimizer"):
-        side.optimizer = torch.optim.AdamW(side.parameters, lr=1e-3, betas=BETAS, weight_decay=0.0, fused=True)
-    given = json.loads(Path(setup["samples"]).read_text())
-    samples = side.samples(given)
+    initial_memory = 0.0 if setup["device"] == "cuda" else memory(setup["device"], "VmRSS")
+    contender = contender_class(setup)
+    if not hasattr(contender, "optimizer"):
+        contender.optimizer = torch.optim.AdamW(contender.parameters, lr=1e-3, betas=BETAS, weight_decay=0.0, fused=True)
+    raw_samples = json.loads(Path(setup["samples"]).read_text())
+    samples = contender.samples(raw_samples)
 
-    def say(**values: Any) -> None:
+    def answer(**values: Any) -> None:
         print(json.dumps(values), file=answers, flush=True)
 
-    say(ready=True)
+    answer(ready=True)
     for line in sys.stdin:
-        numbers = json.loads(line)
+        sample_ids = json.loads(line)
         start = time.perf_counter()
-        loss = side.step([samples[n] for n in numbers], sum(t >= 0 for n in numbers for t in given[n][1]))
+        loss = contender.step([samples[n] for n in sample_ids], sum(t >= 0 for n in sample_ids for t in raw_samples[n][1]))
         seconds = time.perf_counter() - start
-        row = {"seconds": seconds, "loss": loss, "tokens": sum(len(given[n][0]) for n in numbers)}
-        flops = side.flops([samples[n] for n in numbers]) if side.flops else None
+        row = {"seconds": seconds, "loss": loss, "tokens": sum(len(raw_samples[n][0]) for n in sample_ids)}
+        flops = contender.flops([samples[n] for n in sample_ids]) if contender.flops else None
         graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"] if "torch._dynamo.utils" in sys.modules else 0
-        say(**row, flops=flops, graphs=graphs, memory_gib=memory(setup["device"]) - imported)
+        answer(**row, flops=flops, graphs=graphs, memory_gib=memory(setup["device"]) - initial_memory)

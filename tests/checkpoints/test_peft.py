@@ -133,7 +133,7 @@ def test_factors_stay_fp32_on_a_bf16_base(tiny):
 def test_a_small_update_survives_a_bf16_base(tiny):
     """An update of 1e-3 of the output is added before rounding, as PEFT does: against fp64, it moves what it should."""
     torch.manual_seed(0)
-    from litft.methods.lora import LoRALinear
+    from litft.methods.lora_modules import LoRALinear
 
     linear = torch.nn.Linear(64, 64, bias=False).bfloat16()
     x, plain = torch.randn(200, 64).bfloat16(), linear.weight.double()

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import litft
 from litft.args import LoRAArgs, Sampling
-from litft.data.tokenizer import common_prefix_length
+from litft.data.tokenizer_backends import common_prefix_length
 from litft.inference.decoder import Decoder
 from litft.inference.fused_linears import fuse_linears
 from litft.inference.generation import Request, generate_batch, prompt_ids

@@ -170,7 +170,7 @@ def test_what_goes_by_validation_needs_some(args):
 
 
 def test_time_is_a_limit_and_the_rate_has_fallen_by_then(args):
-    args.train.max_steps, args.train.max_time, args.eval.interval = None, "2s", 0
+    args.train.max_steps, args.train.max_time, args.eval.interval = None, "4s", 0
     args.train.epochs = 10_000.0
     begun = time.monotonic()
     folder, metrics = litft.finetune(args)

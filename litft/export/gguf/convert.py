@@ -11,7 +11,7 @@ import torch
 
 from litft.args import GgufConvertArgs, GgufExportArgs
 from litft.checkpoints.conversion import Rule
-from litft.checkpoints.peft_format import peft_targets
+from litft.checkpoints.peft_targets import peft_targets
 from litft.checkpoints.weight_files import LazyTensor
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES

@@ -1,0 +1,76 @@
+"""The flags of the training data, shared by fine-tuning, `prepare_data` and `run_eval`."""
+
+from dataclasses import dataclass, field
+from datetime import date
+from typing import Literal
+
+Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
+
+
+@dataclass
+class DataArgs:
+    """The training and validation examples."""
+
+    path: list[str] = field(default_factory=list)
+    """Training examples: a .json, .jsonl, .csv, .tsv, .parquet or .txt file, optionally compressed (.gz, .zst); a folder
+    with train.* and val.*; or the id of a Hugging Face hub dataset. Several paths: a,b. Required with --checkpoint_dir."""
+    weights: list[float] = field(default_factory=list)
+    """One number per path: how many times an epoch uses its examples, such as 1,0.5. Default: 1 for each path."""
+    subset: str | None = None
+    """The subset (configuration) of a hub dataset that has several."""
+    format: Formats | None = None
+    """The format of the records. Default: detected from their field names."""
+    columns: list[str] = field(default_factory=list)
+    """Map litft's field names to those of your file, OURS=THEIRS: instruction=question,output=reply."""
+    skip_bad: float = 0.0
+    """The fraction of a file's records that may be invalid; invalid records are skipped. 0: the first one ends the run."""
+    val_path: str | None = None
+    """A file of validation examples. Default: val.* of the folder in `path`, otherwise a held-out part of `path`."""
+    val_fraction: float = 0.05
+    """The fraction of the examples held out for validation if there is no validation file. 0: no validation."""
+    template: str = "auto"
+    """The chat template: auto (the checkpoint's own, or alpaca if it has none), the path of a Jinja file, or the name of a
+    built-in one: alpaca, chatml, gemma, guanaco, llama2, llama3, mistral, phi-3, vicuna, zephyr."""
+    mask_prompt: bool = True
+    """Compute the loss on the answers only. false: on every token, prompts included."""
+    train_on: Literal["all", "last"] = "all"
+    """Compute the loss on all answers of a conversation, or on the last one only."""
+    max_seq_length: int | None = None
+    """Maximum length of an example in tokens. Longer examples are truncated; longer plain texts are split into several.
+    Default: the model's context length, at most 2048."""
+    packing: bool = True
+    """Pack the examples of a step into rows of at most max_seq_length tokens. Examples in a row do not attend to each
+    other. false: one example per row, padded."""
+    date: str | None = None
+    """The date that chat templates insert as today's, such as 2026-11-21. Default: the day on which the run started."""
+    new_tokens: list[str] = field(default_factory=list)
+    """Strings to add to the vocabulary as single tokens. Their rows of the embedding and the output head are trained."""
+    seed: int = 42
+    """Random seed that selects the held-out examples."""
+
+    def problems(self) -> list[str]:
+        """Return every problem with the values that can be found before anything is loaded."""
+        invalid = [column for column in self.columns if "=" not in column.strip("=")]
+        problems = [f"--data.columns {column}: expected OURS=THEIRS, such as output=reply" for column in invalid]
+        if self.weights and len(self.weights) != len(self.path):
+            problems.append(f"--data.weights has {len(self.weights)} numbers for {len(self.path)} paths; give one per path")
+        if any(weight < 0 for weight in self.weights) or (self.weights and not any(self.weights)):
+            problems.append("--data.weights must not be negative, and at least one must be above 0")
+        if any(weight > 1000 for weight in self.weights):
+            problems.append("--data.weights must be at most 1000")
+        if not 0 <= self.val_fraction < 1:
+            problems.append(f"--data.val_fraction {self.val_fraction}: must be at least 0, and less than 1")
+        if not 0 <= self.skip_bad <= 1:
+            problems.append(f"--data.skip_bad {self.skip_bad}: must lie between 0 and 1")
+        if self.max_seq_length is not None and self.max_seq_length < 1:
+            problems.append(f"--data.max_seq_length {self.max_seq_length}: must be at least 1")
+        if self.date is not None and not _is_day(self.date):
+            problems.append(f"--data.date {self.date}: expected a date such as 2026-11-21")
+        return problems
+
+
+def _is_day(text: str) -> bool:
+    try:
+        return bool(date.fromisoformat(text))
+    except ValueError:
+        return False

@@ -1,0 +1,86 @@
+"""adapter_config.json and the tensors next to it: read, check, and identify an adapter folder."""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from litft.model.config import is_positive, read_object
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def read_token_ids(config: dict[str, Any], folder: Path) -> list[int]:
+    """Return the ids of new tokens in an adapter's config; raise ValueError if they are invalid."""
+    config_value = config.get("trainable_token_indices") or []
+    lists = list(config_value.values()) if isinstance(config_value, dict) else [config_value]
+    ids = lists[0]
+    are_valid = isinstance(ids, list) and all(type(i) is int and 0 <= i < 10**7 for i in ids)
+    if not are_valid or len(set(ids)) != len(ids) or any(other_ids != ids for other_ids in lists):
+        reason = "must be a list of distinct token ids, the same for embedding and head"
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: trainable_token_indices {reason}; found {config_value!r:.200}")
+    return ids
+
+
+def adapter_digest(folder: Path) -> str:
+    """Return a hash of the adapter's two files."""
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))).hexdigest()
+
+
+def read_adapter_config(folder: Path) -> dict[str, Any]:
+    """Read adapter_config.json; raise ValueError if a field that locates the base model is invalid."""
+    path = folder / ADAPTER_CONFIG
+    config = read_object(path)
+    base_is_valid = isinstance(config.get("base_model_name_or_path") or "", str)
+    litft_field = config.get("litft", {})
+    litft_field = isinstance(litft_field, dict) and all(
+        isinstance(litft_field.get(name, ""), str) for name in ("base_path", "base_fingerprint")
+    )
+    if not (base_is_valid and litft_field):
+        raise ValueError(f"{path}: base_model_name_or_path must be text, litft an object of strings; save it again")
+    return config
+
+
+def check_lora_config(config: dict[str, Any], folder: Path) -> None:
+    required = {"peft_type": "LORA", "layer_replication": None, "lora_bias": False, "alora_invocation_tokens": None}
+    invalid = [
+        f"{name} {config[name]!r}" for name, default in required.items() if config.get(name) not in (default, None, [], {})
+    ]
+    if invalid:
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not supported; litft reads LoRA and DoRA")
+    if missing := [name for name in ("r", "lora_alpha") if name not in config]:
+        raise ValueError(f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter in PEFT format?")
+    alpha_pattern, target_parameters = config.get("alpha_pattern") or {}, config.get("target_parameters") or []
+    if not isinstance(alpha_pattern, dict):
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: alpha_pattern {alpha_pattern!r} is not valid; save the adapter again")
+    values = {"r": config["r"], "lora_alpha": config["lora_alpha"], **alpha_pattern}
+    invalid = [f"{name} {value!r}" for name, value in values.items() if not is_positive(value) and value != 0]
+    if config.get("bias", "none") not in ("none", "lora_only", "all"):
+        invalid.append(f"bias {config['bias']!r}")
+    invalid += [
+        f"{name} {config[name]!r}" for name in ("use_rslora", "use_dora") if not isinstance(config.get(name, False), bool)
+    ]
+    if not (isinstance(target_parameters, list) and all(isinstance(name, str) for name in target_parameters)):
+        invalid.append(f"target_parameters {target_parameters!r}")
+    for key in alpha_pattern:
+        try:
+            re.compile(key)
+        except (re.error, TypeError):
+            invalid.append(f"alpha_pattern {key!r}")
+    if invalid:
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not valid; save the adapter again")
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Return the tensors of an adapter folder, by the names in its file."""
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        return load_file(path)
+    except (FileNotFoundError, IsADirectoryError):
+        raise ValueError(f"{folder} lacks {ADAPTER_WEIGHTS}; copy it next to {ADAPTER_CONFIG}") from None
+    except SafetensorError as error:
+        raise ValueError(f"{path} is truncated or not a safetensors file ({error}); copy it again") from None

@@ -1,0 +1,196 @@
+"""The two tokenizer libraries behind one interface: `tokenizers` for tokenizer.json, sentencepiece for tokenizer.model."""
+
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from litft.model.config import read_object
+
+# with more boundaries, sentencepiece's are computed from the lengths of pieces: exact unless the model rewrites characters
+MANY_BOUNDARIES = 64
+
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class FastBackend:
+    """The `tokenizers` backend."""
+
+    def __init__(self, path: Path) -> None:
+        from tokenizers import Tokenizer as Backend
+
+        try:
+            self.backend = Backend.from_file(str(path))
+        except Exception as error:  # tokenizers raises plain Exception
+            raise ValueError(f"{path} is not a valid tokenizer ({error}); download it again") from None
+        self.backend.no_truncation()
+        self.backend.no_padding()
+        self.size = self.backend.get_vocab_size()
+        self.special_ids = {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+
+    def encode(self, text: str) -> list[int]:
+        return self.backend.encode(text, add_special_tokens=False).ids
+
+    def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
+        encoding = self.backend.encode(text, add_special_tokens=False)
+        ends = [end for _, end in encoding.offsets]
+        return encoding.ids, [bisect_right(ends, boundary) for boundary in boundaries]
+
+    def decode(self, ids: list[int], skip_special: bool) -> str:
+        return self.backend.decode(ids, skip_special_tokens=skip_special)
+
+    def token_id(self, token: str) -> int | None:
+        return self.backend.token_to_id(token)
+
+    def vocabulary(self) -> dict[str, int]:
+        return self.backend.get_vocab()
+
+    def add(self, texts: list[str], special: set[str]) -> None:
+        from tokenizers import AddedToken
+
+        self.backend.add_tokens([AddedToken(text, normalized=False, special=text in special) for text in texts])
+        self.size = self.backend.get_vocab_size()
+        self.special_ids |= {self.backend.token_to_id(text) for text in special}
+
+    def serialized(self) -> tuple[str, bytes]:
+        return "tokenizer.json", self.backend.to_str().encode(errors="surrogatepass")
+
+    def state(self) -> bytes:
+        return self.serialized()[1]
+
+    def added_ids(self) -> set[int]:
+        return set(self.backend.get_added_tokens_decoder())
+
+    def save(self, folder: Path) -> None:
+        self.backend.save(str(folder / "tokenizer.json"))
+        names = ("content", "lstrip", "rstrip", "normalized", "single_word", "special")
+        added = self.backend.get_added_tokens_decoder().items()
+        _write_added(folder, {i: {name: getattr(token, name) for name in names} for i, token in added})
+
+    def adds_bos(self, bos_id: int | None) -> bool:
+        """Return whether the file's post-processor adds BOS to every text."""
+        ids = self.backend.encode("a", add_special_tokens=True).ids
+        return bos_id is not None and ids[:1] == [bos_id]
+
+
+class SentencePieceBackend:
+    """The sentencepiece backend; special tokens in the text become their ids, as in transformers."""
+
+    def __init__(self, path: Path, special: list[str], added: dict[str, int]) -> None:
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self.backend = SentencePieceProcessor(model_file=str(path))
+        except (OSError, RuntimeError) as error:
+            raise ValueError(f"{path} is not a valid sentencepiece model ({error}); download it again") from None
+        size = self.backend.vocab_size()
+        self.added = {text: i for text, i in added.items() if i >= size}  # tokens that the file does not contain
+        self.special: dict[str, int] = {}
+        self.special = {text: token_id for text in special if (token_id := self.token_id(text)) is not None}
+        self.special_ids = set(self.special.values())
+        self._update_vocabulary()
+
+    def _update_vocabulary(self) -> None:
+        """Update the size, and the pattern that splits a text at special and added tokens."""
+        texts = sorted({**self.special, **self.added}, key=len, reverse=True)
+        self.size = max([self.backend.vocab_size() - 1, *self.added.values(), *self.special.values()]) + 1
+        self._split = re.compile("(" + "|".join(map(re.escape, texts)) + ")") if texts else None
+
+    def encode(self, text: str) -> list[int]:
+        ids, added = [], {**self.special, **self.added}
+        for part in self._split.split(text) if self._split else [text]:
+            ids += [added[part]] if part in added else self.backend.encode(part)
+        return ids
+
+    def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
+        if len(boundaries) < MANY_BOUNDARIES:
+            ids = self.encode(text)
+            return ids, [common_prefix_length(ids, self.encode(text[:boundary])) for boundary in boundaries]
+        ids, ends, at, added = [], [], 0, {**self.special, **self.added}
+        for part in self._split.split(text) if self._split else [text]:
+            part_ids = [added[part]] if part in added else self.backend.encode(part)
+            ids += part_ids
+            ends += [at + end for end in ([len(part)] if part in added else self._token_ends(part, part_ids))]
+            at += len(part)
+        return ids, [bisect_right(ends, boundary) for boundary in boundaries]
+
+    def _token_ends(self, text: str, ids: list[int]) -> Iterator[int]:
+        """Yield the end of each token in characters of `text`, assuming that the model changes no characters."""
+        pieces = [self.backend.id_to_piece(token) for token in ids]
+        # of a character's byte tokens, the first counts; the space that the model adds before a text has no width
+        widths = [len(p) if not (byte := _BYTE.fullmatch(p)) else int(byte[1], 16) & 0xC0 != 0x80 for p in pieces]
+        added_space = bool(pieces) and pieces[0].startswith("▁") and not text.startswith((" ", "▁"))
+        return accumulate(widths[1:], initial=widths[0] - added_space) if pieces else iter(())
+
+    def decode(self, ids: list[int], skip_special: bool) -> str:
+        if skip_special:
+            ids = [i for i in ids if i not in self.special_ids]
+        names = {i: token for token, i in {**self.special, **self.added}.items()}
+        num_pieces = self.backend.get_piece_size()  # the model's embedding may have more rows, which are no tokens
+        ids = [i for i in ids if i < num_pieces or i in names]
+        if not any(i in names for i in ids):
+            return self.backend.decode(ids)
+        text, pending = "", []
+        for i in [*ids, None]:
+            if i is None or i in names:
+                text += self.backend.decode(pending) + names.get(i, "")
+                pending = []
+            else:
+                pending.append(i)
+        return text
+
+    def vocabulary(self) -> dict[str, int]:
+        return {self.backend.id_to_piece(i): i for i in range(self.backend.get_piece_size())} | self.special | self.added
+
+    def token_id(self, token: str) -> int | None:
+        if (added_id := {**self.special, **self.added}.get(token)) is not None:
+            return added_id
+        piece_id = self.backend.piece_to_id(token)
+        return piece_id if self.backend.id_to_piece(piece_id) == token else None
+
+    def add(self, texts: list[str], special: set[str]) -> None:
+        for text in texts:
+            (self.special if text in special else self.added)[text] = self.size
+            self._update_vocabulary()
+        self.special_ids = set(self.special.values())
+
+    def serialized(self) -> tuple[str, bytes]:
+        return "tokenizer.model", self.backend.serialized_model_proto()
+
+    def added_ids(self) -> set[int]:
+        return {*self.special.values(), *self.added.values()}
+
+    def state(self) -> bytes:
+        return self.serialized()[1] + json.dumps([self.special, self.added]).encode()
+
+    def save(self, folder: Path) -> None:
+        options = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+        special = {i: {"content": text, **options, "special": True} for text, i in self.special.items()}
+        added = {i: {"content": text, **options, "special": False} for text, i in self.added.items()}
+        _write_added(folder, special | added)
+
+    def adds_bos(self, bos_id: int | None) -> bool:
+        return bos_id is not None  # transformers' default for these files
+
+
+def common_prefix_length(ids: Sequence[int], other: Sequence[int]) -> int:
+    """Return the length of the common prefix of two token sequences."""
+    return next((i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b), min(len(ids), len(other)))
+
+
+def _write_added(folder: Path, entries: dict[int, dict[str, Any]]) -> None:
+    """Add tokens to `added_tokens_decoder` in tokenizer_config.json, from which transformers reads them."""
+    path = folder / "tokenizer_config.json"
+    config = read_json(path)
+    existing = config.get("added_tokens_decoder") or {}
+    config["added_tokens_decoder"] = {str(i): existing.get(str(i), e) for i, e in sorted(entries.items())} | existing
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object; {} if there is no file."""
+    return read_object(path) if path.is_file() else {}
