@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from litft import args as flags
 from litft.args.parser import parse
-from litft.args.processes import global_rank, local_rank
+from litft.args.processes import global_rank, is_first_on_node, local_rank
 from litft.errors import Interrupted, PeerLost, RankError
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides gloo's C++ stack traces; torch reads it on import
@@ -79,7 +79,7 @@ def user_errors() -> Iterator[None]:
         fail(str(error), any_rank=True)
     except Interrupted as interrupted:
         # only the first process prints, and only its exit code reports the signal
-        is_first = local_rank() == "0"
+        is_first = is_first_on_node()
         if is_first:
             print(interrupted, file=sys.stderr)
         sys.exit(interrupted.code if is_first else 0)

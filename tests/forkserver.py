@@ -1,10 +1,10 @@
 """Start the commands under test in milliseconds: a server that has imported torch and litft forks a process for each.
 
-Importing torch and Lightning takes three to six seconds of a core, most of what a short command needs. A forked process runs
-the same script with its own arguments, folder, environment and files, and ends as a fresh interpreter would. Tests of what
-is imported, of installation and of environment variables that are read while importing start a real interpreter instead.
+Importing torch and Lightning takes three to six seconds of CPU time, most of what a short command needs. A forked process
+runs the same script with its own arguments, folder, environment and files, and ends as a fresh interpreter would. Tests of
+imports, of installation and of environment variables that are read at import time start a real interpreter instead.
 
-`python forkserver.py serve SOCKET PID` is the server; it ends with the process PID. `bin/python` beside the socket replaces
+`python forkserver.py serve SOCKET PID` is the server; it ends with the process PID. `bin/python` next to the socket replaces
 `python` where a shell, Fabric or torchrun starts a script: it asks the server to fork, and forwards signals to the process.
 """
 
@@ -41,7 +41,7 @@ os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
 
 
 def prepare() -> Path:
-    """Choose a socket for this process and those it starts, and write `bin/python` beside it; returns the folder."""
+    """Choose a socket for this process and those it starts, write `bin/python` next to it, and return the folder."""
     if SOCKET not in os.environ:
         folder = Path(tempfile.mkdtemp(prefix="litft-forks-"))
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
@@ -53,41 +53,41 @@ def prepare() -> Path:
 
 
 class Process:
-    """A forked command, with the interface of `subprocess.Popen`; each file is None (nothing), PIPE, or an open one."""
+    """A forked command with the interface of `subprocess.Popen`; a stream is None (/dev/null), PIPE or an open file."""
 
     def __init__(self, argv: list[str], cwd: str | Path, env: dict[str, str], stdin=None, stdout=None, stderr=None) -> None:
         self.args, self.returncode = argv, None
         self.stdin = self.stdout = self.stderr = None
         self._connection = _connect(env[SOCKET])
-        with ExitStack() as ours:
-            given = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
-            files = [self._descriptor(name, file, ours) for name, file in given.items()]
+        with ExitStack() as stack:
+            streams = {"stdin": stdin, "stdout": stdout, "stderr": stderr}
+            files = [self._descriptor(name, file, stack) for name, file in streams.items()]
             request = json.dumps({"argv": argv, "cwd": str(cwd), "env": env}).encode()
             socket.send_fds(self._connection, [len(request).to_bytes(4, "big")], files)
             self._connection.sendall(request)
         self._lines = self._connection.makefile()
         self.pid = int(self._lines.readline())
 
-    def _descriptor(self, name: str, file, ours: ExitStack) -> int:
-        """The descriptor that the process gets; of a pipe, this object keeps the other end."""
+    def _descriptor(self, name: str, file, stack: ExitStack) -> int:
+        """Return the file descriptor for the forked process; of a pipe, this object keeps the other end."""
         if file == subprocess.PIPE:
             ends = os.pipe()
-            here, there = (ends[1], ends[0]) if name == "stdin" else ends
-            setattr(self, name, os.fdopen(here, "w" if name == "stdin" else "r", errors="replace"))
-            ours.callback(os.close, there)
-            return there
+            parent_end, child_end = (ends[1], ends[0]) if name == "stdin" else ends
+            setattr(self, name, os.fdopen(parent_end, "w" if name == "stdin" else "r", errors="replace"))
+            stack.callback(os.close, child_end)
+            return child_end
         if file is None:
-            return ours.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
+            return stack.enter_context(open(os.devnull, "r+b", buffering=0)).fileno()
         return file if isinstance(file, int) else file.fileno()
 
     def communicate(self, text: str = "", timeout: float | None = None) -> tuple[str, str]:
-        """Write a text to its stdin, wait for its end, and return its stdout and stderr, as far as they are pipes."""
+        """Write text to stdin, wait for the end, and return stdout and stderr (empty unless they are pipes)."""
         if self.stdin is not None:
             with suppress(BrokenPipeError), self.stdin:
                 self.stdin.write(text)
-        found = {}
+        outputs = {}
         readers = [
-            threading.Thread(target=lambda name, file: found.update({name: file.read()}), args=(name, file), daemon=True)
+            threading.Thread(target=lambda name, file: outputs.update({name: file.read()}), args=(name, file), daemon=True)
             for name, file in (("stdout", self.stdout), ("stderr", self.stderr))
             if file is not None
         ]
@@ -96,17 +96,17 @@ class Process:
         self.wait(timeout)
         for reader in readers:
             reader.join()
-        return found.get("stdout", ""), found.get("stderr", "")
+        return outputs.get("stdout", ""), outputs.get("stderr", "")
 
     def poll(self) -> int | None:
-        """The exit code, negative for a signal; None while it runs."""
+        """Return the exit code (negative for a signal), or None while the process runs."""
         try:
             return self.wait(0)
         except subprocess.TimeoutExpired:
             return None
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code; subprocess.TimeoutExpired after so many seconds."""
+        """Return the exit code; raise subprocess.TimeoutExpired after `timeout` seconds."""
         if self.returncode is None:
             with selectors.DefaultSelector() as selector:
                 selector.register(self._connection, selectors.EVENT_READ)
@@ -127,15 +127,13 @@ class Process:
 
 
 def _connect(path: str) -> socket.socket:
-    """A connection to the server; the first caller starts it."""
+    """Return a connection to the server; the first caller starts the server."""
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not os.path.exists(path):
             owner = path.rpartition("-")[2]  # the process that chose the path
             command = [sys.executable, __file__, "serve", path, owner]
-            with open(
-                f"{path}.log", "w"
-            ) as log:  # not the caller's output: whoever reads that would wait for the server's end
+            with open(f"{path}.log", "w") as log:  # readers of the caller's output would wait for the server's end
                 files = dict(stdin=subprocess.DEVNULL, stdout=log, stderr=log)
                 server = subprocess.Popen(command, **files, start_new_session=True)
             while not os.path.exists(path):
@@ -147,8 +145,8 @@ def _connect(path: str) -> socket.socket:
 
 
 def preload() -> None:
-    """Import what the commands import, and nothing that reads the environment of the command while it is imported."""
-    sys.modules["torchmetrics"] = None  # Fabric imports it where it is installed, and it imports transformers
+    """Import what the commands import, but nothing that reads the command's environment at import time."""
+    sys.modules["torchmetrics"] = None  # Fabric imports it if it is installed, and it imports transformers
     import lightning_fabric.strategies  # noqa: F401
 
     del sys.modules["torchmetrics"]
@@ -169,7 +167,7 @@ def preload() -> None:
 
 
 class Server:
-    """Forks a process for each connection, and reports how it ended."""
+    """Forks a process for each connection and reports its exit code."""
 
     def __init__(self, path: str, owner: int) -> None:
         self.selector = selectors.DefaultSelector()
@@ -179,14 +177,14 @@ class Server:
         self.selector.register(self.listener, selectors.EVENT_READ, self.accept)
         self.owner = os.pidfd_open(owner)
         self.selector.register(self.owner, selectors.EVENT_READ, lambda: sys.exit(0))
-        self.request: dict | None = None  # in a forked process: what it runs
+        self.request: dict | None = None  # set in a forked process: the command it runs
         os.rename(f"{path}.new", path)
 
     def run(self) -> dict:
-        """Returns in the forked processes, with what each runs."""
+        """Serve clients; in a forked process, return its request."""
         while self.request is None:
             for key, _ in self.selector.select():
-                if key.fd in self.selector.get_map():  # else an earlier one of this round has removed it
+                if key.fd in self.selector.get_map():  # otherwise an earlier callback of this round has removed it
                     key.data()
                 if self.request is not None:
                     break
@@ -198,7 +196,7 @@ class Server:
         size, files, *_ = socket.recv_fds(connection, 4, 3)
         request = json.loads(connection.makefile("rb").read(int.from_bytes(size, "big")))
         pid = os.fork()
-        if pid == 0:  # the files and connections of the server and of other processes are none of its business
+        if pid == 0:  # close the files and connections of the server and of other processes
             for key in list(self.selector.get_map().values()):
                 os.close(key.fileobj) if isinstance(key.fileobj, int) else key.fileobj.close()
             self.selector.close()
@@ -208,15 +206,15 @@ class Server:
         for file in files:
             os.close(file)
         connection.sendall(f"{pid}\n".encode())
-        ended = os.pidfd_open(pid)
-        self.selector.register(ended, selectors.EVENT_READ, lambda: self.report(pid, ended, connection))
+        pidfd = os.pidfd_open(pid)
+        self.selector.register(pidfd, selectors.EVENT_READ, lambda: self.report(pid, pidfd, connection))
         self.selector.register(connection, selectors.EVENT_READ, lambda: self.hang_up(pid, connection))
 
-    def report(self, pid: int, ended: int, connection: socket.socket) -> None:
-        """Tell the client the exit code."""
+    def report(self, pid: int, pidfd: int, connection: socket.socket) -> None:
+        """Send the exit code to the client."""
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-        self.selector.unregister(ended)
-        os.close(ended)
+        self.selector.unregister(pidfd)
+        os.close(pidfd)
         if connection.fileno() in self.selector.get_map():
             self.selector.unregister(connection)
             connection.sendall(f"{code}\n".encode())
@@ -229,7 +227,7 @@ class Server:
 
 
 def become(request: dict) -> None:
-    """Take over a request's files, folder, environment and arguments, as a fresh interpreter would have them."""
+    """Apply a request's files, folder, environment and arguments to this process, as in a fresh interpreter."""
     os.setsid()
     for target, file in enumerate(request["files"]):
         os.dup2(file, target)
@@ -249,19 +247,19 @@ def become(request: dict) -> None:
         torch.set_num_threads(int(threads))
 
 
-def run_to_the_end(script: str) -> None:
-    """Run a script and end as the interpreter does, without its teardown, which takes over a second with torch loaded."""
+def run_and_exit(script: str) -> None:
+    """Run a script and exit like the interpreter, but without its teardown, which takes over a second with torch loaded."""
     code, interrupted = 0, False
     try:
         runpy.run_path(script, run_name="__main__")
-    except SystemExit as ended:
-        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
-        if code and not isinstance(ended.code, int):
-            print(ended.code, file=sys.stderr)
+    except SystemExit as exit_request:
+        code = exit_request.code if isinstance(exit_request.code, int) else int(exit_request.code is not None)
+        if code and not isinstance(exit_request.code, int):
+            print(exit_request.code, file=sys.stderr)
     except BaseException as error:
         sys.excepthook(*sys.exc_info())
         code, interrupted = 1, isinstance(error, KeyboardInterrupt)
-    threading._shutdown()  # waits for threads that are no daemons
+    threading._shutdown()  # waits for non-daemon threads
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -276,7 +274,7 @@ def run_to_the_end(script: str) -> None:
 
 
 def stand_in(argv: list[str]) -> None:
-    """Run a script for a shell, and end as it does."""
+    """Run a script in place of `python`, and exit with its exit code or signal."""
     process = Process(argv, os.getcwd(), dict(os.environ), 0, 1, 2)
     for number in FORWARDED:
         signal.signal(number, lambda number, _: process.send_signal(number))
@@ -293,4 +291,4 @@ if __name__ == "__main__":
     gc.collect()
     gc.freeze()
     become(Server(sys.argv[2], int(sys.argv[3])).run())
-    run_to_the_end(sys.argv[0])
+    run_and_exit(sys.argv[0])

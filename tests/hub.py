@@ -1,4 +1,4 @@
-"""A hub of our own: what huggingface_hub asks of huggingface.co, from memory, on a local port."""
+"""A local hub: answers huggingface_hub's requests to huggingface.co from memory, on a local port."""
 
 import base64
 import hashlib
@@ -9,21 +9,21 @@ from pathlib import Path
 
 
 class Hub:
-    """Models by name, each its files; `asked` lists the requests. Use with `with`, which gives it an address."""
+    """Serve models from memory. Entering the context starts the server; `requests` lists what was requested."""
 
     def __init__(self, **models: Path) -> None:
         self.models = {f"me/{name}": files_of(folder) for name, folder in models.items()}
         self.gated: set[str] = set()
-        self.sizes: dict[str, int] = {}  # what a file is said to have
-        self.cut: dict[str, int] = {}  # after so many bytes, once
-        self.down_after: str | None = None  # a file behind which nothing is answered once it was asked for
-        self.is_down = False  # then nobody is answered
-        self.asked: list[str] = []
-        self.answer: object = None  # to whatever is asked of a model
+        self.sizes: dict[str, int] = {}  # reported sizes that differ from the content's
+        self.cut: dict[str, int] = {}  # number of bytes after which a file's next download breaks off
+        self.down_after: str | None = None  # the file whose broken download takes the hub down
+        self.is_down = False  # closes every connection without a response
+        self.requests: list[str] = []
+        self.response: object = None  # the response to every request about a model; None: the real one
         self.private: dict[str, bool] = {}
 
     def commit(self, name: str) -> str:
-        """The newest commit of a model."""
+        """Return the newest commit of a model."""
         content = [(file, hashlib.sha1(data).hexdigest()) for file, data in sorted(self.models[name].items())]
         return hashlib.sha1(json.dumps(content).encode()).hexdigest()
 
@@ -38,12 +38,12 @@ class Hub:
         self.server.server_close()
 
     def env(self, home: Path) -> dict[str, str]:
-        """What makes huggingface_hub ask here, and keep its cache there."""
+        """Return the environment in which huggingface_hub uses this hub, with its cache in `home`."""
         return {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_DISABLE_PROGRESS_BARS": "0", "HF_HUB_OFFLINE": "0"}
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    """A folder's files, by name."""
+    """Return the content of a folder's files by name."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
@@ -60,7 +60,7 @@ class _Handler(BaseHTTPRequestHandler):
             return None
         path, _, _ = self.path.partition("?")
         span = self.headers.get("Range")
-        self.hub.asked.append(f"{self.command} {path}{f' {span}' if span else ''}")
+        self.hub.requests.append(f"{self.command} {path}{f' {span}' if span else ''}")
         if path.startswith("/api/models/"):
             return self.answer_api(path.split("/")[3:])
         if path.startswith("/api/datasets/"):
@@ -74,8 +74,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def answer_api(self, parts: list[str]) -> None:
         name = "/".join(parts[:2])
-        if self.hub.answer is not None:
-            return self.send(200, self.hub.answer)
+        if self.hub.response is not None:
+            return self.send(200, self.hub.response)
         if name not in self.hub.models:
             return self.send(401, **{"X-Error-Code": "RepoNotFound"})
         if name in self.hub.gated:
@@ -104,13 +104,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        self.hub.asked.append(f"POST {self.path}")
+        self.hub.requests.append(f"POST {self.path}")
         parts = self.path.partition("?")[0].split("/")[2:]
         if parts == ["repos", "create"]:
-            given = json.loads(body)
-            name = f"{given.get('organization') or 'me'}/{given['name']}"
+            request = json.loads(body)
+            name = f"{request.get('organization') or 'me'}/{request['name']}"
             self.hub.models.setdefault(name, {})
-            self.hub.private[name] = given.get("private", given.get("visibility") == "private")
+            self.hub.private[name] = request.get("private", request.get("visibility") == "private")
             return self.send(200, {"url": f"{self.hub.url}/{name}", "id": name})
         if parts == ["validate-yaml"]:
             return self.send(200, {"errors": [], "warnings": []})

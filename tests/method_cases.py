@@ -1,4 +1,4 @@
-"""Every method on six families: what the tests of methods and of tensor parallelism share."""
+"""Methods and families that the tests of methods and of tensor parallelism share."""
 
 import torch
 from parity import draw
@@ -16,12 +16,12 @@ FAMILIES = {
     "phi3": "fused",
     "qwen3_moe": "renormalized",
 }
-WHOLE = ["embed", "lm_head", "down_proj"]
+FULLY_TRAINED = ["embed", "lm_head", "down_proj"]
 TOKENS = draw(2, 23, seed=8)
 
 
 def with_tokens(method):
-    """Two tokens behind the vocabulary of 96, and one within it."""
+    """Add two tokens after the vocabulary of 96, and one within it, to a method."""
     method.tokens = {96: [5, 6], 97: [], 40: [40]}
     return method
 
@@ -35,7 +35,7 @@ METHODS = {
     "olora": lambda: LoRA(LoRAArgs(r=3, alpha=5, init="olora")),
     "lora, all it has": lambda: LoRA(LoRAArgs(r=3, alpha=5, targets=["*"], bias="all", modules_to_save=["norm"])),
     "lora, whole parts, new tokens": lambda: with_tokens(
-        LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=WHOLE, bias="all"))
+        LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=FULLY_TRAINED, bias="all"))
     ),
     "lora, whole ends": lambda: LoRA(LoRAArgs(r=3, targets=["q_proj"], bias="lora", modules_to_save=["embed", "lm_head"])),
     "dora of some, pissa": lambda: LoRA(LoRAArgs(r=3, dora=True, targets=["v_proj", "up_proj", "embed"], init="pissa")),
@@ -50,21 +50,21 @@ METHODS = {
 
 
 def tokens_for(method):
-    """What the model reads, new tokens among it."""
+    """Return input ids that include the method's new tokens."""
     tokens = TOKENS.clone()
     if method.tokens:
         tokens[0, ::5] = torch.tensor([96, 97, 40, 96, 97])
     return tokens
 
 
-def saved(model, method, source, out, kind=None):
-    """The folder that a run would leave."""
+def save_result(model, method, source, out, kind=None):
+    """Save a method as a run would and return the folder."""
     out.mkdir(parents=True, exist_ok=True)
     values = method.values(model)
     if method.saves_full_model:
         write_result(out, source, torch.float32, Result(method, values), 1.0)
     else:
         record = base_record(source, out)
-        own = {"quantize": kind or "none", "precision": "fp32"}
-        method.write(out, source, values, record | {"litft": record["litft"] | own})
+        settings = {"quantize": kind or "none", "precision": "fp32"}
+        method.write(out, source, values, record | {"litft": record["litft"] | settings})
     return out

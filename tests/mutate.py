@@ -1,11 +1,11 @@
-"""Mutation testing by a kept table: `tests/mutations.toml` lists one-line bugs, and the tests that must fail on each.
+"""Mutation testing from a table: `tests/mutations.toml` lists one-line bugs, and the tests that must fail on each.
 
 python tests/mutate.py                  # every entry
-python tests/mutate.py attention -n 2   # those whose file, description or tests contain the text, two at a time
-python tests/mutate.py --check          # each line is in its file once, and each test exists; runs nothing
+python tests/mutate.py attention -n 2   # entries whose file, description or tests contain the text, two at a time
+python tests/mutate.py --check          # only check that each line is in its file once, and that each test exists
 
-Each entry is applied to a copy of the tree, in which its tests are run. An entry is killed when each of its tests fails;
-those that survive are listed, and the exit code is 1.
+Each entry is applied to a copy of the tree, in which its tests are run. An entry is killed if each of its tests fails.
+Surviving entries are listed, and the exit code is then 1.
 """
 
 import argparse
@@ -38,53 +38,53 @@ class Mutation:
 
     what: str  # the bug in a sentence
     file: str
-    line: str  # a text that is in the file once
+    line: str  # occurs in the file exactly once
     bug: str  # what replaces it
-    tests: list[str]  # node ids; without its parameters, any one case of a test has to fail
+    tests: list[str]  # node ids; without parameters, at least one case of the test must fail
 
     def applied(self, text: str) -> str:
-        """The file's text with the bug."""
+        """Return the file's text with the bug."""
         return text.replace(self.line, self.bug)
 
 
 def read_table(pattern: str = "") -> list[Mutation]:
-    """The entries whose file, description or tests contain a text."""
+    """Return the entries whose file, description or tests contain the pattern."""
     entries = [Mutation(**entry) for entry in tomllib.loads(TABLE.read_text("utf-8"))["mutation"]]
     return [entry for entry in entries if pattern in " ".join((entry.file, entry.what, *entry.tests))]
 
 
 def test_names(path: Path) -> set[str]:
-    """The functions of a file of tests."""
+    """Return the functions of a test file."""
     return {node.name for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
 
 
 def problems(entries: list[Mutation], root: Path = ROOT) -> list[str]:
-    """What is wrong: lines that are not in their file once, bugs that are no valid Python, tests that do not exist."""
-    found, names = [], {}
+    """Return messages about lines that do not occur once, bugs that are not valid Python, and missing tests."""
+    messages, names = [], {}
     for entry in entries:
         path = root / entry.file
         text = path.read_text("utf-8") if path.is_file() else ""
         if (count := text.count(entry.line)) != 1:
-            found.append(f"{entry.file}: {entry.line!r} occurs {count} times, expected once ({entry.what})")
+            messages.append(f"{entry.file}: {entry.line!r} occurs {count} times, expected once ({entry.what})")
         elif entry.file.endswith(".py"):
             try:
                 ast.parse(entry.applied(text))
             except SyntaxError as error:
-                found.append(f"{entry.file}: with {entry.bug!r} it is no valid Python ({error.msg}, line {error.lineno})")
+                messages.append(f"{entry.file}: with {entry.bug!r} it is no valid Python ({error.msg}, line {error.lineno})")
         if entry.line == entry.bug or not entry.tests:
-            found.append(f"{entry.file}: {entry.line!r} needs a bug that differs, and tests that fail on it")
+            messages.append(f"{entry.file}: {entry.line!r} needs a bug that differs, and tests that fail on it")
         for test in entry.tests:
             file, _, name = test.split("[")[0].partition("::")
             if file not in names:
                 names[file] = test_names(root / file) if (root / file).is_file() else set()
             if name not in names[file]:
-                found.append(f"{test}: no such test ({entry.what})")
+                messages.append(f"{test}: no such test ({entry.what})")
     repeated = {entry.what for entry in entries if sum(other.what == entry.what for other in entries) > 1}
-    return found + [f"described twice: {what}" for what in sorted(repeated)]
+    return messages + [f"described twice: {what}" for what in sorted(repeated)]
 
 
 def prepare_tree(folder: Path) -> Path:
-    """A copy of the tree, with ../shared beside it."""
+    """Copy the tree, with a link to ../shared next to it."""
     tree = folder / "litft"
     shutil.copytree(ROOT, tree, ignore=IGNORED, symlinks=True)
     if (ROOT.parent / "shared").is_dir():
@@ -93,7 +93,7 @@ def prepare_tree(folder: Path) -> Path:
 
 
 def run_tests(tree: Path, tests: list[str], log: Path) -> None:
-    """In a forked process: run tests of a copy of the tree."""
+    """Run tests of a copy of the tree, in a forked process."""
     import pytest
 
     os.setsid()
@@ -102,7 +102,7 @@ def run_tests(tree: Path, tests: list[str], log: Path) -> None:
         os.dup2(output, number)
     os.chdir(tree)
     os.environ |= {"PYTHONPATH": str(tree), "LITFT_TEST_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
-    sys.dont_write_bytecode = True  # a file changes twice within a second, its size may not
+    sys.dont_write_bytecode = True  # a file may change twice within a second and keep its size
     sys.path[:1] = [str(tree), str(tree / "tests")]
     code = 3
     with contextlib.suppress(SystemExit):
@@ -114,15 +114,15 @@ def run_tests(tree: Path, tests: list[str], log: Path) -> None:
 
 
 class Runner:
-    """Runs the tests of entries, several at a time, in forked processes that need not import torch again."""
+    """Runs the tests of several entries at a time, in forked processes, which need not import torch again."""
 
     def __init__(self, count: int, folder: Path) -> None:
         self.folder, self.survivors = folder, []
         self.trees = [prepare_tree(folder / str(number)) for number in range(count)]
-        self.running: dict[int, tuple[Mutation, Path, float]] = {}  # by process
+        self.running: dict[int, tuple[Mutation, Path, float]] = {}  # by process id
 
-    def begin(self, entry: Mutation) -> None:
-        """Apply an entry to a tree that is free, and start its tests."""
+    def start(self, entry: Mutation) -> None:
+        """Apply an entry to a free tree and start its tests."""
         tree = self.trees.pop()
         path = tree / entry.file
         path.write_text(entry.applied(path.read_text("utf-8")), "utf-8")
@@ -134,14 +134,14 @@ class Runner:
         self.running[pid] = entry, tree, time.monotonic()
 
     def wait(self) -> None:
-        """Wait for the end of one entry's tests, report it, and restore its tree."""
+        """Wait until one entry's tests end, report the result, and restore its tree."""
         while True:
-            for pid, (entry, tree, began) in self.running.items():
-                seconds = time.monotonic() - began
-                late = seconds > LIMIT
-                if late:
+            for pid, (entry, tree, start) in self.running.items():
+                seconds = time.monotonic() - start
+                timed_out = seconds > LIMIT
+                if timed_out:
                     os.killpg(pid, signal.SIGKILL)
-                ended, status = os.waitpid(pid, 0 if late else os.WNOHANG)
+                ended, status = os.waitpid(pid, 0 if timed_out else os.WNOHANG)
                 if ended:
                     del self.running[pid]
                     self.report(entry, seconds, os.waitstatus_to_exitcode(status), (tree.parent / "log").read_text())
@@ -151,23 +151,23 @@ class Runner:
             time.sleep(0.05)
 
     def report(self, entry: Mutation, seconds: float, code: int, log: str) -> None:
-        """Say whether an entry was killed."""
+        """Print whether an entry was killed."""
         failed = re.findall(r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", log, re.MULTILINE)
-        alive = [test for test in entry.tests if not any(name == test or name.startswith(f"{test}[") for name in failed)]
+        passing = [test for test in entry.tests if not any(name == test or name.startswith(f"{test}[") for name in failed)]
         if seconds > LIMIT:
             verdict = "killed (by time)"
-        elif code not in (0, 1) and not (alive == [] and code == 1):
+        elif code not in (0, 1) and not (passing == [] and code == 1):
             verdict = f"NOT RUN (pytest ended with {code})"
         else:
-            verdict = "SURVIVED" if alive else "killed"
+            verdict = "SURVIVED" if passing else "killed"
         print(f"{verdict:<9} {seconds:5.1f} s  {entry.file}: {entry.what}", flush=True)
         if not verdict.startswith("killed"):
             self.survivors.append(entry)
-            print("\n".join(f"          passes: {test}" for test in alive), *log.splitlines()[-6:], sep="\n", flush=True)
+            print("\n".join(f"          passes: {test}" for test in passing), *log.splitlines()[-6:], sep="\n", flush=True)
 
 
 def run_all(entries: list[Mutation], count: int) -> list[Mutation]:
-    """Run the tests of every entry, so many at a time; returns those that survive."""
+    """Run the tests of every entry, `count` at a time; return the survivors."""
     import pytest  # noqa: F401
     import torch  # noqa: F401
     import transformers  # noqa: F401
@@ -176,27 +176,27 @@ def run_all(entries: list[Mutation], count: int) -> list[Mutation]:
         runner, waiting = Runner(count, Path(folder)), list(reversed(entries))
         while waiting or runner.running:
             if waiting and runner.trees:
-                runner.begin(waiting.pop())
+                runner.start(waiting.pop())
             else:
                 runner.wait()
         return runner.survivors
 
 
 def main() -> None:
-    """The command."""
+    """Run the command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pattern", nargs="?", default="", help="a part of the file, the description or a test")
     parser.add_argument("-n", type=int, default=1, help="how many entries at a time")
     parser.add_argument("--check", action="store_true", help="only check that the lines and tests exist")
     args = parser.parse_args()
     entries = read_table(args.pattern)
-    if wrong := problems(entries):
-        sys.exit("\n".join(wrong))
+    if messages := problems(entries):
+        sys.exit("\n".join(messages))
     if args.check:
         print(f"{len(entries)} mutations: every line is there once, every test exists")
         return
-    began, survivors = time.monotonic(), run_all(entries, args.n)
-    minutes = (time.monotonic() - began) / 60
+    start, survivors = time.monotonic(), run_all(entries, args.n)
+    minutes = (time.monotonic() - start) / 60
     print(f"{len(entries) - len(survivors)} of {len(entries)} mutations killed, in {minutes:.1f} minutes")
     sys.exit(1 if survivors or not entries else 0)
 

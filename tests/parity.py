@@ -1,4 +1,4 @@
-"""What every family is compared in, and how: the rows and the measures, for the tests and for the README's table."""
+"""Variations of every family and measures of their difference from transformers, for the tests and the README's table."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -9,9 +9,9 @@ import transformers
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
 
-LENGTHS = (20, 100)  # within the original context of 64, and beyond it
+LENGTHS = (20, 100)  # within and beyond the original context of 64
 
-# a Llama small enough to train in milliseconds, with every size different from the others
+# a Llama that trains in milliseconds, with a different value for every size
 TINY = dict(
     vocab_size=96,
     hidden_size=32,
@@ -288,13 +288,13 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
 }
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference as a part of the largest logit."""
-    return float((found - expected).abs().max() / expected.abs().max())
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest absolute difference, relative to the largest expected value."""
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:
-    """Give every tensor values that show when it is ignored: with a default init, dropped biases change nothing."""
+    """Give every tensor random values, so that ignoring it changes the output (default biases are zero)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -306,7 +306,7 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> None:
 
 
 def build(config_class: type | str, folder: Path, **values):
-    """transformers' model of a config class and values, redrawn, and saved to `folder`."""
+    """Build a transformers model with random values in every tensor, and save it to `folder`."""
     config_class = getattr(transformers, config_class) if isinstance(config_class, str) else config_class
     torch.manual_seed(0)
     config = config_class(**{**TINY, **values}, dtype="float32")
@@ -316,71 +316,73 @@ def build(config_class: type | str, folder: Path, **values):
     return model
 
 
-def shaken(parameters: Iterable[torch.nn.Parameter], seed: int = 3) -> None:
-    """Add what shows every parameter of a method, also those that begin at zero."""
+def perturb(parameters: Iterable[torch.nn.Parameter], seed: int = 3) -> None:
+    """Add noise to the parameters of a method, so that also those initialized to zero change the output."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in parameters:
             parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
 
 
-def theirs(folder: Path) -> torch.nn.Module:
-    """transformers' model of a folder."""
+def load_hf(folder: Path) -> torch.nn.Module:
+    """Load a folder in transformers, in fp32 and eval mode."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval()
 
 
 def draw(*shape: int, seed: int) -> torch.Tensor:
-    """Token ids."""
+    """Return random token ids."""
     return torch.randint(3, 96, shape, generator=torch.Generator().manual_seed(seed))
 
 
 @torch.no_grad()
 def plain_difference(reference, model: GPT) -> float:
-    """Logits of plain batches, within the original context and beyond it."""
+    """Compare logits of batches within and beyond the original context."""
     batches = [draw(2, length, seed=length) for length in LENGTHS]
     return max(relative(model(tokens), reference(tokens).logits) for tokens in batches)
 
 
 @torch.no_grad()
 def padded_difference(reference, model: GPT) -> float:
-    """Logits of two rows of which one is padded on the right; the padding's own do not count."""
+    """Compare logits of two rows, one of them padded on the right; padding positions are ignored."""
     tokens = draw(2, 20, seed=5)
     mask = torch.ones_like(tokens)
     tokens[1, 13:] = mask[1, 13:] = 0
-    found, expected = model(tokens), reference(tokens, attention_mask=mask).logits
-    return max(relative(found[0], expected[0]), relative(found[1, :13], expected[1, :13]))
+    actual, expected = model(tokens), reference(tokens, attention_mask=mask).logits
+    return max(relative(actual[0], expected[0]), relative(actual[1, :13], expected[1, :13]))
 
 
 @torch.no_grad()
 def cached_difference(reference, model: GPT) -> float:
-    """Logits of a prompt in pieces and of single tokens after it."""
-    worst = 0.0
+    """Compare logits with a KV cache, for a prompt in chunks and single tokens after it."""
+    largest = 0.0
     for length in LENGTHS:
         tokens, cache = draw(2, length, seed=length), KVCache(model.config, 2, length)
         pieces = [*tokens[:, :-9].split(length - 13, dim=1), *tokens[:, -9:].split(1, dim=1)]
         cached = torch.cat([model(piece, cache=cache) for piece in pieces], dim=1)
         expected = reference(tokens).logits
-        worst = max(worst, relative(cached, expected), relative(*lagging(model, tokens, expected)))
-    return worst
+        largest = max(largest, relative(cached, expected), relative(*staggered_logits(model, tokens, expected)))
+    return largest
 
 
-def lagging(model: GPT, tokens: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of the same text in two rows of a cache, the second three tokens behind; and what they should be."""
+def staggered_logits(model: GPT, tokens: torch.Tensor, expected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return logits of a KV cache whose second row is three tokens behind the first, and the expected logits."""
     cache, ends = KVCache(model.config, 2, tokens.size(1)), (tokens.size(1) - 6, tokens.size(1) - 9)
     for row, end in enumerate(ends):
         model(tokens[row : row + 1, :end], cache=cache.rows(row, row + 1))
-    found, wanted = [], []
+    actual, reference = [], []
     for step in range(0, 6, 2):
-        at = torch.tensor([[end + step, end + step + 1] for end in ends])
-        found.append(model(tokens.gather(1, at), positions=at, cache=cache, logits_to_keep=torch.tensor([[1], [1]])))
-        wanted.append(torch.stack([expected[row, at[row, 1:]] for row in range(2)]))
-    return torch.cat(found, 1), torch.cat(wanted, 1)
+        positions = torch.tensor([[end + step, end + step + 1] for end in ends])
+        actual.append(
+            model(tokens.gather(1, positions), positions=positions, cache=cache, logits_to_keep=torch.tensor([[1], [1]]))
+        )
+        reference.append(torch.stack([expected[row, positions[row, 1:]] for row in range(2)]))
+    return torch.cat(actual, 1), torch.cat(reference, 1)
 
 
 @torch.no_grad()
 def packed_difference(reference, model: GPT) -> float:
-    """Logits of two documents in one row, each against transformers' of that document alone."""
+    """Compare logits of two packed documents with those of each document alone."""
     first, second = draw(2, 20, seed=3)
     logits = model(torch.cat((first[:12], second))[None], documents=torch.tensor([[0] * 12 + [1] * 20]))
     parts = ((logits[:, :12], first[None, :12]), (logits[:, 12:], second[None]))
-    return max(relative(found, reference(tokens).logits) for found, tokens in parts)
+    return max(relative(actual, reference(tokens).logits) for actual, tokens in parts)

@@ -1,6 +1,6 @@
-"""One network on several processes: what each case's network says there.
+"""Compute the logits of models that are split over several processes.
 
-Started by `logits` as `python parts.py CASES OUT`, once a process; the processes find each other as under torchrun.
+`logits` starts `python parts.py CASES OUT` once per process; the processes find each other as under torchrun.
 """
 
 import json
@@ -14,27 +14,28 @@ from strategies import free_port, torchrun_env
 
 
 def logits(cases: list[dict], out: Path, processes: int = 2) -> list[torch.Tensor | str]:
-    """Of each case, {"folder", "tokens"} and maybe {"quantize", "precision"}: logits (B, T, V), or why there are none.
+    """Return each case's logits (B, T, V), or the error message of a model that cannot be split.
 
-    The second half of the tokens is read behind a cache, the last one by itself.
+    A case has "folder" and "tokens", optionally "quantize" and "precision". The second half of the tokens is computed with a
+    KV cache, the last token in a step of its own.
     """
     out.mkdir(parents=True, exist_ok=True)
     (out / "cases.json").write_text(json.dumps(cases))
-    port, started = free_port(), []
+    port, workers = free_port(), []
     for rank in range(processes):
         env = {**os.environ, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **torchrun_env(rank, port, processes)}
         command = [__file__, str(out / "cases.json"), str(out / "logits.pt")]
         with (out / f"{rank}.log").open("w") as log:
-            started.append(Process(command, out, env, stdout=log, stderr=log))
-    codes = [process.wait(timeout=900) for process in started]
-    said = "\n".join((out / f"{rank}.log").read_text()[-3000:] for rank in range(processes))
-    assert not any(codes), f"{codes}\n{said}"
+            workers.append(Process(command, out, env, stdout=log, stderr=log))
+    codes = [process.wait(timeout=900) for process in workers]
+    logs = "\n".join((out / f"{rank}.log").read_text()[-3000:] for rank in range(processes))
+    assert not any(codes), f"{codes}\n{logs}"
     return torch.load(out / "logits.pt")
 
 
 @torch.inference_mode()
-def say(case: dict, rank: int, processes: int) -> torch.Tensor | str:
-    """One case's logits."""
+def case_logits(case: dict, rank: int, processes: int) -> torch.Tensor | str:
+    """Return the logits of one case, or the error message."""
     from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
     from litft.inference.fused_linears import fuse_linears
     from litft.model.kv_cache import KVCache
@@ -55,14 +56,14 @@ def say(case: dict, rank: int, processes: int) -> torch.Tensor | str:
 
 
 def main() -> None:
-    """One process's part."""
+    """Compute all cases in this process; rank 0 saves the logits."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")
     rank, processes = torch.distributed.get_rank(), torch.distributed.get_world_size()
     cases, out = Path(sys.argv[1]), Path(sys.argv[2])
-    found = [say(case, rank, processes) for case in json.loads(cases.read_text())]
+    results = [case_logits(case, rank, processes) for case in json.loads(cases.read_text())]
     if rank == 0:
-        torch.save(found, out)
+        torch.save(results, out)
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 

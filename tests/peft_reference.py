@@ -1,4 +1,4 @@
-"""PEFT as the reference: its adapters with random values, and ten steps of training."""
+"""PEFT as the reference: adapters with random values, and training steps."""
 
 import torch
 
@@ -8,7 +8,7 @@ TOKENS = torch.randint(512, (2, 23), generator=torch.Generator().manual_seed(2))
 
 
 def write_adapter(base, folder, seed=1, **values):
-    """An adapter written by PEFT with random A and B; returns PEFT's model."""
+    """Write an adapter with random A and B by PEFT and return PEFT's model."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -25,7 +25,7 @@ def write_adapter(base, folder, seed=1, **values):
 
 
 def peft_losses(reference, samples, rate, steps, decay=0.01):
-    """Training as PEFT's users do it, with the loss as a sum over the count: the reference of the trajectory."""
+    """Train a PEFT model by a plain loop on all samples and return the loss of each step."""
     batch = collate([[sample] for sample in samples])
     mask = (torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])).long()
     parameters = [p for p in reference.parameters() if p.requires_grad]

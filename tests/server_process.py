@@ -1,4 +1,4 @@
-"""A server as a user starts one, and what its clients need."""
+"""A litft server in its own process, and clients for it."""
 
 import json
 import os
@@ -14,25 +14,25 @@ import httpx
 import openai
 from conftest import start
 
-NEVER = -100  # a bias that keeps a token from being said
+NEVER = -100  # a logit bias that keeps a token from being sampled
 
 
 class Server:
-    """`generate/serve.py` in a process of its own; inside `with` it answers at `url`."""
+    """`generate/serve.py` in its own process. Within the context, it accepts requests at `url`."""
 
     def __init__(self, folder: Path, *words: str | Path, **env: str) -> None:
         flags = ["--checkpoint_dir", folder, "--port", "0", "--temperature", "0", "--precision", "fp32", *words]
         self.process = start("generate/serve.py", *flags, cwd="/", env=env, stderr=subprocess.PIPE)
-        self.said: list[str] = []
-        self.reader = threading.Thread(target=lambda: self.said.extend(self.process.stderr), daemon=True)
+        self.stderr_lines: list[str] = []
+        self.reader = threading.Thread(target=lambda: self.stderr_lines.extend(self.process.stderr), daemon=True)
 
     def __enter__(self) -> "Server":
         self.reader.start()
         deadline = time.monotonic() + 120
-        while not (found := re.search(r"at (http://\S+)", self.log)):
+        while not (match := re.search(r"at (http://\S+)", self.log)):
             assert self.process.poll() is None and time.monotonic() < deadline, self.log
             time.sleep(0.05)
-        self.url = found[1]
+        self.url = match[1]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -42,27 +42,27 @@ class Server:
 
     @property
     def log(self) -> str:
-        """What it has said on stderr."""
-        return "".join(self.said)
+        """The stderr output so far."""
+        return "".join(self.stderr_lines)
 
-    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Have it end; its exit code."""
-        self.process.send_signal(number)
+    def end(self, signum: signal.Signals = signal.SIGTERM) -> int:
+        """Send a signal, wait for the process and return its exit code."""
+        self.process.send_signal(signum)
         code = self.process.wait(timeout=60)
         self.reader.join()
         return code
 
-    def client(self, key: str = "none", kind: type = openai.OpenAI) -> openai.OpenAI:
-        """OpenAI's own; nothing is tried again."""
-        return kind(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=600)
+    def client(self, key: str = "none", client_class: type = openai.OpenAI) -> openai.OpenAI:
+        """Return an OpenAI client that does not retry."""
+        return client_class(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=600)
 
     @property
     def health(self) -> dict:
-        """What /health says."""
+        """The response of /health."""
         return httpx.get(f"{self.url}/health").json()
 
-    def idle(self, seconds: float = 5) -> None:
-        """Wait until nothing is being made."""
+    def wait_until_idle(self, seconds: float = 5) -> None:
+        """Wait until no request is running or waiting."""
         deadline = time.monotonic() + seconds
         while self.health != {"status": "ok", "running": 0, "waiting": 0}:
             assert time.monotonic() < deadline, self.health
@@ -70,13 +70,13 @@ class Server:
 
     @property
     def memory(self) -> int:
-        """Bytes that the process holds."""
+        """The resident memory of the process in bytes."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def lengthened(folder: Path, into: Path, context: int) -> Path:
-    """A model's folder with room for longer texts, which need not make sense there."""
-    shutil.copytree(folder, into)
-    config = json.loads((into / "config.json").read_text())
-    (into / "config.json").write_text(json.dumps(config | {"max_position_embeddings": context}))
-    return into
+def copy_with_context(folder: Path, target: Path, max_positions: int) -> Path:
+    """Copy a model folder and raise its context length; text beyond the original length may be nonsense."""
+    shutil.copytree(folder, target)
+    config = json.loads((target / "config.json").read_text())
+    (target / "config.json").write_text(json.dumps(config | {"max_position_embeddings": max_positions}))
+    return target

@@ -1,4 +1,4 @@
-"""The house's own rules: who may import whom, no forbidden names, nothing that executes a checkpoint."""
+"""Rules of the code base: import order, forbidden names, and no code execution from checkpoints."""
 
 import ast
 import re
@@ -9,9 +9,9 @@ from conftest import COLLECTED, ROOT
 from mutate import problems, read_table
 
 LIBRARY = ROOT / "litft"
-# who may import whom: a room imports rooms above it and itself, never one beside it
-ROOMS = [
-    {"errors"},
+# import order: a component imports itself and those in rows above it, never others in its own row
+LAYERS = [
+    {"errors", "atomic"},
     {"run_dir"},
     {"args"},
     {"signals"},
@@ -26,8 +26,8 @@ ROOMS = [
     {"export", "evaluation", "serving"},
     {"cli"},
 ]
-LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
-# within a room, a file imports only files to its left
+LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in layer}
+# within a component, a file imports only files to its left
 ORDER = """
 args: checks sampling methods processes data finetune plan inference serving evaluation export hub parser
 model: config linear norm loss rope mlp kv_cache packed_sequences attention_eager attention_cpu attention transformer
@@ -38,62 +38,62 @@ data: chat_template digests tokenizer_backends tokenizer formats readers encoder
  token_store token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling decoder fused_linears speculative tp_decoding generation terminal session chat generate
-training: residence flops metrics loggers html_report optimizers activation_checkpointing compile cpu_offload setup run_state
- validation memory_trace memory_plan communication_plan schedule settings dry_run plan_command remedies recorder
- memory_probe divergence trainer finetune
+training: residence flops metrics loggers html_report optimizers activation_checkpointing compile cpu_offload setup
+ run_checkpoints validation memory_trace memory_plan communication_plan schedule auto_settings dry_run plan_command remedies
+ recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples run_eval
-serving: replies openai_api engine endpoint server
+serving: openai_replies openai_requests engine routes server
 """
 LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
-ORDERS = {room: files.split() for room, _, files in LINES}
-TORCHLESS = {"errors", "run_dir", "args", "signals", "cli"}
+ORDERS = {component: files.split() for component, _, files in LINES}
+TORCHLESS = {"errors", "atomic", "run_dir", "args", "signals", "cli"}
 
 
 def imports(path: Path) -> set[str]:
-    """Every module that a file imports anywhere, dotted."""
-    found = set()
+    """Return the dotted names of all modules that a file imports."""
+    modules = set()
     for node in ast.walk(ast.parse(path.read_text("utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return modules
 
 
 FILES = [path for path in LIBRARY.rglob("*.py") if path != LIBRARY / "__init__.py"]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(LIBRARY)))
-def test_who_imports_whom(path):
-    room, file, *_ = *path.relative_to(LIBRARY).with_suffix("").parts, ""
+def test_imports_follow_the_layers(path):
+    component, file, *_ = *path.relative_to(LIBRARY).with_suffix("").parts, ""
     modules = [name.split(".") for name in imports(path)]
     for other, *more in (parts for package, *parts in modules if package == "litft" and parts):
-        if other != room:
-            assert LEVEL.get(other, -1) < LEVEL[room], f"{room} imports {other}"
-            assert room != "families" or other in ("model", "checkpoints")
-        elif file != "__init__" and more and more[0] in (order := ORDERS.get(room, ())):
-            assert more[0] == file or order.index(more[0]) < order.index(file), f"{room}/{file} imports {more[0]}"
-    assert room not in TORCHLESS or not any(package == "torch" for package, *_ in modules)
+        if other != component:
+            assert LEVEL.get(other, -1) < LEVEL[component], f"{component} imports {other}"
+            assert component != "families" or other in ("model", "checkpoints")
+        elif file != "__init__" and more and more[0] in (order := ORDERS.get(component, ())):
+            assert more[0] == file or order.index(more[0]) < order.index(file), f"{component}/{file} imports {more[0]}"
+    assert component not in TORCHLESS or not any(package == "torch" for package, *_ in modules)
 
 
-def test_every_file_has_its_place_in_the_order():
+def test_every_file_is_listed_in_the_order():
     assert {path.relative_to(LIBRARY).parts[0].removesuffix(".py") for path in FILES} <= LEVEL.keys()
-    for room, order in ORDERS.items():
+    for component, order in ORDERS.items():
         files = {
-            path.stem for path in (LIBRARY / room).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
+            path.stem for path in (LIBRARY / component).iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file()
         }
         assert files - {"__init__"} == set(order)
 
 
-def test_every_folder_of_the_library_has_one_of_tests():
-    """And no other folder holds tests."""
+def test_every_library_folder_has_a_test_folder():
+    """No other folder contains tests."""
     folders = {path.parent.name for path in (ROOT / "tests").glob("*/test_*.py")}
     assert folders == {path.parent.name for path in LIBRARY.glob("*/__init__.py")}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(LIBRARY)))
-def test_every_file_says_what_it_is_and_stays_readable(path):
+def test_every_file_has_a_docstring_and_is_short(path):
     tree = ast.parse(path.read_text("utf-8"))
     assert ast.get_docstring(tree)
     assert path.stem not in ("utils", "common", "helpers")
@@ -103,7 +103,7 @@ def test_every_file_says_what_it_is_and_stays_readable(path):
     assert len(path.read_text("utf-8").splitlines()) <= 400
 
 
-def test_nothing_is_unpickled_but_weights_and_nothing_evaluated():
+def test_only_weights_are_unpickled_and_nothing_is_evaluated():
     banned = r"\bpickle\.loads?\(|\beval\(|\bexec\(|trust_remote_code|yaml\.load\("
     for path in FILES:
         text = path.read_text("utf-8")
@@ -112,16 +112,16 @@ def test_nothing_is_unpickled_but_weights_and_nothing_evaluated():
             assert "weights_only=True" in call, path
 
 
-def test_only_commands_and_workers_end_a_process():
-    """cli.py ends commands; the others are the main functions of worker processes, and the server's."""
-    ends = {
+def test_only_commands_and_workers_exit():
+    """cli.py ends commands; the others are main functions of worker processes and of the server."""
+    exiting = {
         str(path.relative_to(LIBRARY)) for path in FILES if re.search(r"sys\.exit\(|os\._exit\(", path.read_text("utf-8"))
     }
     workers = {"data/token_cache.py", "inference/tp_decoding.py", "serving/engine.py", "serving/server.py"}
-    assert ends == {"cli.py"} | workers
+    assert exiting == {"cli.py"} | workers
 
 
-def test_entry_scripts_hold_one_call():
+def test_entry_scripts_contain_one_call():
     scripts = [
         ROOT / "scripts" / f"{name}.py"
         for name in ("merge_lora", "prepare_data", "plan", "convert_to_hf", "convert_to_gguf")
@@ -133,10 +133,10 @@ def test_entry_scripts_hold_one_call():
 
 
 def test_the_mutation_table_names_lines_and_tests_that_exist(pytestconfig):
-    """Every line is in its file once; where all tests were collected, the cases of the tests exist too."""
+    """Every quoted line occurs once in its file; if all tests were collected, the parametrized tests exist too."""
     entries, collected = read_table(), pytestconfig.stash[COLLECTED]
     assert problems(entries) == []
     files = {test.partition("::")[0] for test in collected}
-    named = {test for entry in entries for test in entry.tests if "[" in test and test.partition("::")[0] in files}
+    named_tests = {test for entry in entries for test in entry.tests if "[" in test and test.partition("::")[0] in files}
     if files >= {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("test_*.py")}:
-        assert named <= collected
+        assert named_tests <= collected

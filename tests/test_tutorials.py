@@ -1,4 +1,4 @@
-"""The tutorials' commands, run as they stand, and what the demo promises: the quickstart begins with it."""
+"""The tutorials' commands, run unchanged, and the results of the demo, which the quickstart runs first."""
 
 import csv
 import json
@@ -23,27 +23,27 @@ RECORDS = [
 
 
 def blocks(path: Path) -> list[tuple[str, str]]:
-    """The fenced commands of a guide: (language, text)."""
+    """Return the code blocks of a guide as (language, text)."""
     return re.findall(r"```(bash|python)\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
 
 
 def run_guide(name: str, folder: Path, paths: dict[str, str]) -> list[str]:
-    """Run a guide's commands as they stand, only `paths` set; returns what each printed."""
+    """Run the code blocks of a guide with only `paths` set; return the output of each."""
     env = {**ENV, **paths, "PATH": f"{FORKS}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    printed = []
+    outputs = []
     for language, text in blocks(ROOT / "tutorials" / name):
         preset = "".join(f"{name} = {value!r}\n" for name, value in paths.items())
         command = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", preset + text]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
         assert done.returncode == 0, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
         assert "Traceback" not in done.stderr
-        printed.append(done.stdout)
-    return printed
+        outputs.append(done.stdout)
+    return outputs
 
 
 @pytest.fixture(scope="module")
 def clone(shared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
-    """A copy of the tree's commands, and the paths that the guides leave to the reader."""
+    """A folder with links to the scripts, and the paths that a reader of the guides sets."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("finetune", "generate", "scripts", "tests"):
         (folder / name).symlink_to(ROOT / name)
@@ -53,7 +53,7 @@ def clone(shared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
 
 @pytest.fixture(scope="module")
 def quickstart(clone) -> tuple[Path, list[str]]:
-    """The folder in which the quickstart was run, and what each block printed."""
+    """The folder in which the quickstart ran, and the output of each block."""
     folder, paths = clone
     return folder, run_guide("quickstart.md", folder, paths)
 
@@ -81,7 +81,7 @@ def test_the_demo_learns_to_answer(quickstart):
 
 @pytest.mark.slow
 def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
-    """What generalises is the way to answer from what the base has read, so wrong answers must not score."""
+    """The adapter learns to answer from what the base model has read, so wrong answers must not score."""
     records = [json.loads(line) for line in (DEMO / "train.jsonl").read_text("utf-8").splitlines()]
     answers = [record["output"] for record in records]
     random.Random(0).shuffle(answers)
@@ -94,20 +94,20 @@ def test_the_demo_learns_nothing_from_shuffled_answers(tmp_path):
     assert float([row for row in rows_of(tmp_path / "run") if row["exact_match"]][-1]["exact_match"]) < 0.20
 
 
-def test_the_demo_is_what_it_says():
+def test_the_demo_data_is_as_documented():
     records = {name: [json.loads(line) for line in (DEMO / f"{name}.jsonl").open()] for name in ("train", "val")}
     assert len(records["train"]) >= 1500 and len(records["val"]) == 208
-    asked = {record["instruction"] for record in records["train"]}
-    assert not asked & {record["instruction"] for record in records["val"]}
+    train_questions = {record["instruction"] for record in records["train"]}
+    assert not train_questions & {record["instruction"] for record in records["val"]}
     assert sum(path.stat().st_size for path in DEMO.rglob("*") if path.is_file()) <= 8 * 2**20
-    # held out by entity: a name in a held-out question stands in no training example
+    # held out by entity: no name in a held-out question occurs in a training example
     text = " ".join(record["instruction"] for record in records["train"])
     people = {name for r in records["val"] for name in re.findall(r"[A-Z][a-z]+ [A-Z][a-z]+", r["instruction"])}
     assert len(people) > 10 and not any(re.search(rf"\b{name}\b", text) for name in people)
 
 
 @pytest.mark.slow
-def test_the_quickstart_leaves_what_it_says(quickstart):
+def test_the_quickstart_writes_its_outputs(quickstart):
     folder, printed = quickstart
     assert len(rows_of(folder / "out" / "mine")) == 21 and len(rows_of(folder / "out" / "more")) == 6
     answer = json.loads((folder / "out" / "answers.jsonl").read_text())
@@ -137,8 +137,8 @@ def test_the_guide_to_data(clone):
 def test_the_guides_to_methods(clone, name):
     folder, paths = clone
     run_guide(f"{name}.md", folder, paths)
-    named = set(re.findall(r"--out_dir (\S+)", (ROOT / "tutorials" / f"{name}.md").read_text("utf-8")))
-    assert named and all(any((folder / out).glob("**/*.safetensors")) for out in named)
+    out_dirs = set(re.findall(r"--out_dir (\S+)", (ROOT / "tutorials" / f"{name}.md").read_text("utf-8")))
+    assert out_dirs and all(any((folder / out).glob("**/*.safetensors")) for out in out_dirs)
 
 
 @pytest.mark.slow
@@ -174,15 +174,17 @@ def test_the_guides_to_generating(clone):
 @pytest.mark.slow
 def test_the_guide_to_serving(clone):
     folder, paths = clone
-    _, whole, streamed, ended = run_guide("serve.md", folder, paths)
-    assert json.loads(whole)["model"] == "mine" and json.loads(whole)["usage"]["completion_tokens"] and streamed.strip()
-    assert "SIGTERM: finishing running answers" in ended and "stopped" in ended
+    _, complete, streamed, shutdown = run_guide("serve.md", folder, paths)
+    assert (
+        json.loads(complete)["model"] == "mine" and json.loads(complete)["usage"]["completion_tokens"] and streamed.strip()
+    )
+    assert "SIGTERM: finishing running answers" in shutdown and "stopped" in shutdown
 
 
 @pytest.mark.slow
 def test_the_guide_to_scores(clone):
-    own, task = run_guide("evaluate.md", *clone)
-    assert "exact_match" in own and re.search(r"base \| +tuned", own) and "expected:" in own
+    examples, task = run_guide("evaluate.md", *clone)
+    assert "exact_match" in examples and re.search(r"base \| +tuned", examples) and "expected:" in examples
     assert "capitals: acc" in task
 
 
@@ -205,8 +207,8 @@ def test_the_guide_to_the_hub(clone, tmp_path):
 
 
 @pytest.mark.slow
-def test_decoding_is_compared(shared, tmp_path):
-    """With transformers' caches, and a model of random weights alone."""
+def test_decode_speed_script(shared, tmp_path):
+    """Against transformers' caches, and litft alone with random weights."""
     folder = shared / "checkpoints" / "stories260K"
     flags = ["--precision", "fp32", "--new_tokens", "20", "--rounds", "2"]
     done = script("scripts/decode_speed.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path)
@@ -219,18 +221,18 @@ def test_decoding_is_compared(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_benchmark_takes_turns(shared, tmp_path):
-    """litft, itself padded, and peft; without weights, any method; and what cannot be compared."""
+def test_benchmark_script(shared, tmp_path):
+    """Compares litft, padded litft and PEFT, runs other methods on random weights, and rejects unknown peers."""
     data = tmp_path / "data.json"
     data.write_text(json.dumps(RECORDS))
     stories = shared / "checkpoints" / "stories260K"
     words = ["scripts/benchmark.py", "--steps", "2", "--warmup", "1", "--data.max_seq_length", "256"]
     real = [*words, "--checkpoint_dir", stories, "--data.path", data]
     done = script(*real, "--peer", "padded,full,peft", "--out", tmp_path / "out.json", cwd=tmp_path)
-    found = json.loads((tmp_path / "out.json").read_text())["figures"]
-    assert set(found) == {"litft", "litft, padded", "litft, full", "peft, padded", "peft, unpadded"}
-    assert all(row["seconds_per_step"] > 0 and row["peak_memory_gib"] > 0 for row in found.values())
-    assert found["litft"]["litft_is_faster_by"] == 1 and "| peft, padded |" in done.stdout
+    figures = json.loads((tmp_path / "out.json").read_text())["figures"]
+    assert set(figures) == {"litft", "litft, padded", "litft, full", "peft, padded", "peft, unpadded"}
+    assert all(row["seconds_per_step"] > 0 and row["peak_memory_gib"] > 0 for row in figures.values())
+    assert figures["litft"]["litft_is_faster_by"] == 1 and "| peft, padded |" in done.stdout
     config = tmp_path / "config"
     config.mkdir()
     (config / "config.json").write_text((stories / "config.json").read_text())
@@ -241,7 +243,7 @@ def test_the_benchmark_takes_turns(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_plan_is_held_against_steps_and_goes_on(tiny, tmp_path):
+def test_plan_accuracy_script_measures_and_resumes(tiny, tmp_path):
     words = [
         "scripts/plan_accuracy.py",
         "--checkpoint_dirs",
@@ -256,13 +258,13 @@ def test_the_plan_is_held_against_steps_and_goes_on(tiny, tmp_path):
     first = script(*words, "--activation_checkpointing", "none", cwd=tmp_path)
     (cell,) = json.loads((tmp_path / "plan_accuracy.json").read_text()).values()
     assert 0 < cell["planned_gib"] < cell["measured_gib"] and "1 cells of 1 ran" in first.stdout
-    again = script(*words, "--activation_checkpointing", "none,full", cwd=tmp_path)
+    resumed = script(*words, "--activation_checkpointing", "none,full", cwd=tmp_path)
     cells = json.loads((tmp_path / "plan_accuracy.json").read_text())
-    assert len(cells) == 2 and cell in cells.values() and again.stderr.count("step 1 of 2") == 1
+    assert len(cells) == 2 and cell in cells.values() and resumed.stderr.count("step 1 of 2") == 1
 
 
 @pytest.mark.slow
-def test_the_guide_to_a_family_shows_what_is_there():
+def test_the_family_guide_quotes_the_code():
     printed = run_guide("add_a_family.md", ROOT, {})
     assert "passed" in printed[0] and "| `ernie4_5` |" in printed[0]
     guide = (ROOT / "tutorials" / "add_a_family.md").read_text("utf-8")

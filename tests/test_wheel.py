@@ -1,4 +1,4 @@
-"""From a built wheel, in an empty folder: `litft ...` does what the scripts do."""
+"""The `litft` command of a built wheel, run in an empty folder."""
 
 import subprocess
 import sys
@@ -10,11 +10,11 @@ from conftest import ENV, ROOT
 
 @pytest.fixture(scope="module")
 def litft(tmp_path_factory):
-    """Runs the `litft` of a wheel that is unpacked beside no repository."""
-    built, site, empty = (tmp_path_factory.mktemp(name) for name in ("dist", "site", "empty"))
+    """A function that runs the `litft` command of an installed wheel, outside the repository."""
+    dist, site, empty = (tmp_path_factory.mktemp(name) for name in ("dist", "site", "empty"))
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", built, ROOT], check=True)
-    subprocess.run([*pip, "install", "--no-deps", "--target", site, *built.glob("*.whl")], check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "--no-build-isolation", "-w", dist, ROOT], check=True)
+    subprocess.run([*pip, "install", "--no-deps", "--target", site, *dist.glob("*.whl")], check=True)
     env = {**ENV, "PYTHONPATH": str(site)}
 
     def run(words: str, text: str = "", code: int = 0) -> subprocess.CompletedProcess:
@@ -23,15 +23,15 @@ def litft(tmp_path_factory):
         assert done.returncode == code and "Traceback" not in done.stderr, done.stderr[-3000:]
         return done
 
-    where = [sys.executable, "-c", "import litft; print(litft.__file__)"]
-    found = subprocess.run(where, cwd=empty, env=env, capture_output=True, text=True, check=True).stdout
-    assert Path(found.strip()).is_relative_to(site)
+    print_path = [sys.executable, "-c", "import litft; print(litft.__file__)"]
+    library_path = subprocess.run(print_path, cwd=empty, env=env, capture_output=True, text=True, check=True).stdout
+    assert Path(library_path.strip()).is_relative_to(site)
     run.folder, run.library = empty, site / "litft"
     return run
 
 
 @pytest.mark.slow
-def test_a_whole_path(litft):
+def test_finetune_chat_merge_and_convert(litft):
     done = litft("finetune lora --train.max_steps 2")
     assert "litft chat --checkpoint_dir out/lora/final" in done.stdout
     assert litft("chat --temperature 0 --max_new_tokens 8", text="What is 2 plus 2?\n").stdout.count("\n") == 1
@@ -42,8 +42,8 @@ def test_a_whole_path(litft):
     assert (litft.folder / "merged" / "model.safetensors").is_file()
 
 
-def test_every_file_is_in_it(litft):
-    """Recipes, templates and the page too."""
+def test_the_wheel_contains_every_file(litft):
+    """Also recipes, templates and the chat page."""
     library = ROOT / "litft"
     files = {path.relative_to(library) for path in library.rglob("*") if path.is_file() and path.suffix != ".pyc"}
     assert {path.relative_to(litft.library) for path in litft.library.rglob("*") if path.suffix != ".pyc"} >= files
@@ -51,7 +51,7 @@ def test_every_file_is_in_it(litft):
 
 @pytest.mark.slow
 def test_the_demo_of_another_method_on_two_processes(litft):
-    """By the method's own recipe; Fabric starts the second process by running the same command again."""
+    """With the method's recipe; Fabric starts the second process by running the same command again."""
     done = litft("finetune adapter --train.max_steps 2 --eval.exact_match false --devices 2")
     assert "adapter trains" in done.stdout and "litft chat --checkpoint_dir out/adapter/final" in done.stdout
     assert (litft.folder / "out" / "adapter" / "final").is_dir()

@@ -1,4 +1,4 @@
-"""The memory that training steps take, counted by torch's MemTracker while they run, on fake tensors or real ones."""
+"""The peak memory of training steps, measured by torch's MemTracker on fake or real tensors."""
 
 from collections import OrderedDict
 from contextlib import nullcontext
@@ -19,8 +19,8 @@ from litft.training.memory_plan import Shape
 from litft.training.optimizers import OptimizerInBackward, make_optimizer
 
 
-class Numbers(TorchDispatchMode):
-    """Answers what Python asks of a fake tensor's value, which has none, with 1."""
+class FakeValues(TorchDispatchMode):
+    """Return 1 where Python needs the value of a fake tensor, which has none."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
@@ -28,7 +28,7 @@ class Numbers(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def tracked(
+def tracked_peak(
     source: PretrainedFolder,
     method: Method,
     train: TrainArgs,
@@ -38,9 +38,9 @@ def tracked(
     mode: type = FakeTensorMode,
     supervised: int | None = None,
 ) -> int:
-    """The peak of two whole training steps in bytes; the second has the optimizer's state.
+    """Return the peak of two training steps in bytes; the second has the optimizer's state.
 
-    supervised: how many of a micro-batch's tokens the loss counts; None: all.
+    supervised: number of supervised tokens in a micro-batch; None: all.
     """
     with mode():
         torch.set_default_dtype({"fp32": torch.float32, "bf16": torch.bfloat16}[method.storage(precision)])
@@ -56,17 +56,17 @@ def tracked(
         optimizer = make_optimizer(train, method, trained)
         tracker, frozen = MemTracker(), RemovableHandle(OrderedDict())
         for parameter in model.parameters():
-            if not parameter.requires_grad:  # on which the tracker would put a hook for gradients
+            if not parameter.requires_grad:  # the tracker would register a gradient hook, which they do not support
                 tracker._param_to_grad_hook_handles[parameter] = (frozen, frozen)
         tracker.track_external(model, optimizer)
         tokens = torch.zeros((shape.rows, shape.tokens), dtype=torch.int64)
-        kept = torch.arange(supervised or tokens.numel())  # fake tensors have no values to find them by
+        indices = torch.arange(supervised or tokens.numel())  # fake tensors have no values to derive them from
         model.train()
-        with Numbers() if mode is FakeTensorMode else nullcontext(), tracker:
+        with FakeValues() if mode is FakeTensorMode else nullcontext(), tracker:
             for _ in range(2):
                 with optimizer.stepping() if isinstance(optimizer, OptimizerInBackward) else nullcontext():
                     for _ in range(1 + shape.accumulated):
-                        model(tokens, targets=tokens, target_indices=kept)[0].backward()
+                        model(tokens, targets=tokens, target_indices=indices)[0].backward()
                         tracker.reset_mod_stats()
                 if not train.optimizer_in_backward:
                     nn.utils.clip_grad_norm_(trained.values(), train.max_grad_norm or float("inf"))

@@ -80,6 +80,19 @@ def below_minimum(args: Any, group: str, minimum: int, *names: str) -> list[str]
     return [f"--{name} {value}: {reason}" for name, value in values.items() if value is not None and value < minimum]
 
 
+def sharding_problems(strategy: str, shard_size: int | None, devices: int, num_nodes: int) -> list[str]:
+    """Return the problems of sharding over these devices; the rules of training and of its plan."""
+    num_devices, group_size = devices * num_nodes, shard_size or devices
+    if shard_size and strategy != "hsdp":
+        return [f"--shard_size {shard_size} applies only to --strategy hsdp; add that, or leave it out"]
+    if strategy in ("fsdp", "hsdp") and num_devices == 1:
+        return [f"--strategy {strategy}: weights cannot be sharded over one device; give --devices"]
+    if strategy == "hsdp" and (num_devices % group_size or group_size in (1, num_devices)):
+        reason = f"{num_devices} devices cannot be split into several equal groups of {group_size}"
+        return [f"--strategy hsdp: {reason}; give another --shard_size, or use fsdp"]
+    return []
+
+
 def size(text: str) -> int | None:
     """Parse a size (24GiB, 80GB, 500MB) to bytes; return None for other text."""
     match = re.fullmatch(r"([\d.]+)\s*([KMGT])(i?)B", text.strip())

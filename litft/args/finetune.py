@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from litft.args.checks import below_minimum, impossible_numbers, seconds, wrong_types
+from litft.args.checks import below_minimum, impossible_numbers, seconds, sharding_problems, wrong_types
 from litft.args.data import DataArgs
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
 from litft.args.processes import process_counts, started_by
@@ -237,20 +237,13 @@ class FinetuneArgs:
             problems.append(
                 f"--train.optimizer_in_backward: {num_devices} devices sum their gradients first; use one device"
             )
-        if self.shard_size and self.strategy != "hsdp":
-            problems.append(f"--shard_size {self.shard_size} applies only to --strategy hsdp; add that, or leave it out")
+        problems += sharding_problems(strategy, self.shard_size, self.devices, self.num_nodes)
         if strategy not in ("fsdp", "hsdp"):
             if num_devices > 1 and strategy == "ddp" and train.cpu_offload == "parameters":
                 problems.append(
                     "--train.cpu_offload parameters: with ddp each device needs all weights; add --strategy fsdp"
                 )
             return problems
-        group_size = self.shard_size or self.devices
-        if num_devices == 1:
-            problems.append(f"--strategy {strategy}: weights cannot be sharded over one device; give --devices")
-        elif strategy == "hsdp" and (num_devices % group_size or group_size in (1, num_devices)):
-            reason = f"{num_devices} devices cannot be split into several equal groups of {group_size}"
-            problems.append(f"--strategy hsdp: {reason}; give another --shard_size, or use fsdp")
         for flag, value, reason in (
             ("optimizer", train.optimizer in UNSHARDED and train.optimizer, UNSHARDED.get(train.optimizer)),
             ("oom_retry", train.oom_retry, "the other processes would wait for the one that ran out of memory"),

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from litft.args.checks import LARGEST, below_minimum, impossible_numbers, size
+from litft.args.checks import LARGEST, below_minimum, impossible_numbers, sharding_problems, size
 from litft.args.data import DataArgs
 from litft.args.finetune import Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs
@@ -87,17 +87,11 @@ class PlanArgs:
         problems += below_minimum(self, "", 1, "shard_size")
         for name in ("node_gbs", "network_gbs"):
             problems += [] if getattr(self, name) > 0 else [f"--{name} {getattr(self, name)}: must be above 0"]
-        group_size, num_devices = self.shard_size or self.devices, self.devices * self.num_nodes
-        if self.strategy != "ddp" and num_devices == 1:
-            problems.append(f"--strategy {self.strategy}: weights cannot be sharded over one device; give --devices")
-        elif self.shard_size and self.strategy != "hsdp":
-            problems.append(f"--shard_size {self.shard_size} applies only to --strategy hsdp; add that, or leave it out")
-        elif self.strategy == "hsdp" and (
-            num_devices % group_size or max(group_size, self.devices) % min(group_size, self.devices)
-        ):
-            problems.append(
-                f"--shard_size {group_size}: {self.num_nodes} nodes of {self.devices} devices do not divide into such groups"
-            )
+        group_size = self.shard_size or self.devices
+        problems += sharding_problems(self.strategy, self.shard_size, self.devices, self.num_nodes)
+        if self.strategy == "hsdp" and max(group_size, self.devices) % min(group_size, self.devices):
+            reason = f"the traffic is estimated only for groups that divide a node of {self.devices} devices, or span nodes"
+            problems.append(f"--shard_size {group_size}: {reason}; choose another")
         if (self.max_seq_length or 1) * (self.micro_batch_size or 1) > LARGEST:
             problems.append(
                 f"--max_seq_length {self.max_seq_length} x --micro_batch_size {self.micro_batch_size}: too many tokens"

@@ -33,6 +33,11 @@ def local_rank() -> str:
     return os.environ.get("LOCAL_RANK") or (os.environ.get("SLURM_LOCALID", "0") if _started_by_srun() else "0")
 
 
+def is_first_on_node() -> bool:
+    """Return whether this process prints messages: of several on a node, the first does."""
+    return local_rank() == "0"
+
+
 def global_rank() -> str:
     """Return this process's rank among all processes; "0" if it is the only one."""
     return os.environ.get("RANK") or (os.environ.get("SLURM_PROCID", "0") if _started_by_srun() else "0")

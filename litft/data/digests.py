@@ -7,6 +7,8 @@ import os
 import time
 from pathlib import Path
 
+from litft.atomic import atomic_write
+
 SETTLED = 2 * 10**9  # ns: a file written this shortly before it was hashed may change again without a new timestamp
 
 
@@ -54,9 +56,7 @@ def _hash_and_cache(path: Path, entry: Path) -> str:
     digest = _hash_file(path)
     if _identity(path) != identity:  # it was written in the meantime
         return digest
-    partial = entry.with_suffix(".partial")
-    partial.write_text(json.dumps({"identity": identity, "at": now, "digest": digest}), "utf-8")
-    partial.replace(entry)
+    atomic_write(entry, json.dumps({"identity": identity, "at": now, "digest": digest}))
     return digest
 
 

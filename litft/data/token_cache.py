@@ -27,6 +27,7 @@ from typing import TextIO
 from tqdm import tqdm
 
 from litft.args.processes import cores
+from litft.atomic import atomic_folder
 from litft.data.digests import cache_folder
 from litft.data.encoder import Encoded, Encoder
 from litft.data.readers import Records
@@ -105,8 +106,8 @@ def _write(file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float,
     partial = folder.with_suffix(".partial")
     for leftover in (partial, folder):  # from a killed process, or damaged
         shutil.rmtree(leftover, ignore_errors=True)
-    writer = TokenStoreWriter(partial, encoder.tokenizer.special_ids)
-    try:
+    with atomic_folder(folder, partial):
+        writer = TokenStoreWriter(partial, encoder.tokenizer.special_ids)
         with tqdm(desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3) as bar:
             for encoded in encode(file.records(), encoder, lock):
                 writer.add(encoded)
@@ -117,10 +118,6 @@ def _write(file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float,
         if file.digest() != digest:
             raise ValueError(f"{file.label} changed while it was read; start again when it is completely written")
         writer.close()
-        partial.rename(folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
 
 
 def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from litft.args import FinetuneArgs, PlanArgs, seconds
-from litft.args.processes import cores, local_rank, started_by
+from litft.args.processes import cores, is_first_on_node, started_by
 
 if TYPE_CHECKING:  # importing it takes a second, which generation and conversion do not need
     from lightning_fabric import Fabric
@@ -87,7 +87,7 @@ def _fabric(accelerator: str, devices: int, nodes: int, strategy: Any) -> "Fabri
 @cache
 def check_devices(accelerator: str, devices: int) -> None:
     """Raise ValueError if the machine has too few GPUs or far too few cores; warn if it has fewer cores than processes."""
-    if accelerator == "cpu" and devices > 1 and started_by() is None and local_rank() == "0":
+    if accelerator == "cpu" and devices > 1 and started_by() is None and is_first_on_node():
         reason = f"--devices {devices}: on a CPU each device is a process, and this machine has {cores()} cores"
         if devices > MAX_PROCESSES_PER_CORE * cores():
             raise ValueError(f"{reason}; pass at most {MAX_PROCESSES_PER_CORE * cores()}")

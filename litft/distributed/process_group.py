@@ -14,7 +14,7 @@ import torch
 from torch import distributed, nn
 
 from litft.args import seconds
-from litft.args.processes import local_rank, started_by
+from litft.args.processes import is_first_on_node, started_by
 from litft.errors import RankError
 from litft.model.placement import is_sharded
 
@@ -27,7 +27,7 @@ def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
     try:
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not distributed.is_initialized():
             _agree_on_port(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), seconds(timeout))
-        if fabric.world_size > 1 and started_by() is None and local_rank() == "0":
+        if fabric.world_size > 1 and started_by() is None and is_first_on_node():
             print(f"starting {fabric.world_size} processes", file=sys.stderr, flush=True)
         fabric.launch()
         return HostGroup(fabric.world_size, timeout)

@@ -17,6 +17,7 @@ from rich.table import Table
 from tqdm import tqdm
 
 from litft.args import RunEvalArgs
+from litft.atomic import atomic_write
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
@@ -32,8 +33,7 @@ from litft.evaluation.examples import (
 )
 from litft.inference.generation import Completion
 from litft.inference.session import Session, open_session, source_of
-from litft.run_dir import atomic_write
-from litft.training.validation import BLOCK, greedy_request, summed_loss
+from litft.training.validation import BLOCK, greedy_request, is_exact, summed_loss
 
 
 @dataclass
@@ -130,7 +130,7 @@ def _score_examples(
     if examples:
         answers = _answers(subject.name, session, examples, args)
         subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
-        matches = [answers[example.name].ended and subject.answers[example.name] == example.expected for example in examples]
+        matches = [is_exact(answers[example.name], example.expected) for example in examples]
         subject.scores |= {"answers": len(matches), "exact_match": sum(matches) / len(matches)}
     elif any(turn for _, turn, _ in names):
         print(

@@ -1,7 +1,6 @@
 """Write model folders: convert, merge and export, one tensor at a time, so that memory stays at one shard."""
 
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -13,6 +12,7 @@ import torch
 from litft import run_dir
 from litft.args import ConvertArgs, ExportArgs, GgufExportArgs, MergeArgs
 from litft.args.parser import finetune_args
+from litft.atomic import atomic_folder
 from litft.checkpoints.hub import hub_id
 from litft.checkpoints.weight_files import Checkpoint, LazyTensor
 from litft.data.tokenizer import Tokenizer
@@ -21,7 +21,7 @@ from litft.methods import Method, Values
 from litft.model.quantization import KINDS
 from litft.pretrained import PretrainedFolder, base_record, copy_files, copy_tokenizer, resolve
 from litft.save_pretrained import Result, write_result
-from litft.training import run_state
+from litft.training import run_checkpoints
 from litft.training.setup import Setup
 
 
@@ -98,7 +98,7 @@ def read_trained(args: MergeArgs | GgufExportArgs) -> TrainedModel:
     folder = Path(args.checkpoint_dir or run_dir.newest_finished())
     step = folder if folder.name.startswith("step-") and folder.parent.name == "checkpoints" else None
     if step is None and run_dir.is_run(folder) and not run_dir.finished(folder):
-        step = run_state.newest(folder)
+        step = run_checkpoints.newest(folder)
     if step is not None:
         return TrainedModel(step, *_read_step(step, args.base_dir))
     source = resolve(folder, args.base_dir)
@@ -162,10 +162,10 @@ def _read_step(
         )
     source = resolve(args.checkpoint_dir, base_dir or args.base_dir) if is_available else resolve(base_dir)
     setup = Setup(args, source)
-    progress = run_state.read_progress(step)
-    if changed := run_state.identity_changes(progress, setup.identity()):
+    progress = run_checkpoints.read_progress(step)
+    if changed := run_checkpoints.identity_changes(progress, setup.identity()):
         raise ValueError(f"{step} was saved with {'; '.join(changed)}; restore what it was trained with")
-    values = run_state.read_parameters(step)
+    values = run_checkpoints.read_parameters(step)
     if {name: tuple(value.shape) for name, value in values.items()} != setup.shapes():
         raise ValueError(f"the parameters in {step} do not match {run / run_dir.CONFIG}; restore the run's own config")
     try:
@@ -195,11 +195,7 @@ def write_folder(out_dir: str, fill: Callable[[Path], None]) -> Path:
         raise ValueError(f"--out_dir {out_dir} already exists and is not an empty folder; choose another folder")
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.", suffix=".partial", dir=out.parent))
-    try:
+    with atomic_folder(out, partial):
         partial.chmod(out.parent.stat().st_mode & 0o777)  # mkdtemp creates it with 0700
         fill(partial)
-        partial.replace(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
     return Path(out_dir)

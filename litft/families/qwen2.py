@@ -1,4 +1,4 @@
-"""Qwen 1.5, 2 and 2.5, QwQ (arXiv 2407.10671) and Qwen 3 (arXiv 2505.09388): Llama with q/k/v biases or q/k norms."""
+"""Qwen 1.5, 2 and 2.5, QwQ (arXiv 2407.10671), Qwen 3 (2505.09388): Llama with q/k/v biases or q/k norms, and its names."""
 
 from dataclasses import replace
 from typing import Any

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 
 from litft.args import NUMBERS, ChatArgs
+from litft.atomic import atomic_write
 from litft.data.chat_template import Message
 from litft.data.formats import check_messages
 from litft.data.tokenizer import check_text
@@ -17,7 +18,6 @@ from litft.inference.session import Session, make_drafter, open_session
 from litft.inference.speculative import Drafter
 from litft.inference.terminal import THINK_TAGS, Screen, make_screen
 from litft.methods.mixins import mixins
-from litft.run_dir import atomic_write
 from litft.signals import Signals
 
 INITIAL_CAPACITY = 2048  # initial cache capacity in tokens

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, distributed
 
-from litft.args.processes import local_rank, process_counts, started_by
+from litft.args.processes import is_first_on_node, process_counts, started_by
 from litft.distributed.devices import is_out_of_memory, make_inference_fabric
 from litft.distributed.process_group import end_children, launch, peer_failure
 from litft.distributed.tensor_parallel import TensorParallelPlacement, check_divides
@@ -44,7 +44,7 @@ class TensorParallelDecoder:
     """The processes that decode together. Raises ValueError if the devices are not available."""
 
     def __init__(self, devices: int, accelerator: str, config: Config) -> None:
-        if local_rank() == "0":
+        if is_first_on_node():
             os.environ[LEADER_VARIABLE] = str(os.getpid())
         elif LEADER_VARIABLE in os.environ:
             _exit_with(int(os.environ[LEADER_VARIABLE]))

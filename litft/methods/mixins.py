@@ -29,6 +29,7 @@ class Mixin(nn.Module):
     """
 
     enabled = True
+    is_plain = False  # the module's own Linear may be, but a mixin adds to its output
     reads_weight = False  # whether the mixin reads the module's weight, which is then gathered in `reset_parameters`
 
     @classmethod
@@ -110,10 +111,10 @@ class TrainedWeight(Mixin):
 class TrainedLinear(TrainedWeight):
     """An nn.Linear with trained parameters."""
 
+    is_plain = True  # see model/linear.py
+
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype), self.bias if self.bias is None else self.bias.to(x.dtype))
-
-    forward.is_plain = True  # for an output head: the loss may use weight and bias directly
 
 
 class TrainedExpertLinear(TrainedWeight):

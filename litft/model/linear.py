@@ -11,12 +11,12 @@ class Linear(nn.Linear):
     A packed weight has the same shape and values (`to_dense()` returns them), and no gradient.
     """
 
+    is_plain = True  # the output is x W^T + b: the loss may use the weight and bias of a head directly
+
     def forward(self, x: Tensor) -> Tensor:
         if self.weight.is_mkldnn:
             return torch.ops.mkldnn._linear_pointwise(x, self.weight, self.bias, "none", [], "")
         return F.linear(x, self.weight, self.bias)
-
-    forward.is_plain = True  # for an output head: the loss may use weight and bias directly, unless they are packed
 
     def pack(self) -> None:
         """Pack a frozen weight, if the CPU kernels support its dtype."""

@@ -55,7 +55,7 @@ def target_indices_of(targets: Tensor) -> Tensor:
 
 def is_plain(head: nn.Module) -> bool:
     """Return whether a head only applies its weight and bias."""
-    is_plain_class = type(head) is nn.Linear or getattr(type(head).forward, "is_plain", False)
+    is_plain_class = type(head) is nn.Linear or getattr(head, "is_plain", False)
     return is_plain_class and not head.weight.is_mkldnn
 
 

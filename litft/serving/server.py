@@ -14,12 +14,12 @@ from typing import Any
 try:
     import uvicorn
 
-    from litft.serving.endpoint import KEY_VARIABLE, LOCAL_HOSTS, Endpoint, required_key
+    from litft.serving.routes import KEY_VARIABLE, LOCAL_HOSTS, Endpoint, required_key
 except ModuleNotFoundError as error:
     raise ValueError(f"serving needs the package {error.name}; pip install 'litft[serve]'") from None
 
 from litft.args import ServeArgs
-from litft.args.processes import local_rank
+from litft.args.processes import is_first_on_node
 from litft.distributed.devices import device_memory, is_out_of_memory
 from litft.errors import summary
 from litft.inference.session import Session, open_sessions, source_of
@@ -32,7 +32,7 @@ DEFAULT_CAPACITY = 4096  # default maximum length of prompt plus answer, in toke
 def serve(args: ServeArgs) -> None:
     """Serve until SIGTERM or Ctrl-C, then finish the running answers."""
     # of several processes only the first listens; the others do not return from `_open_models`
-    is_first = local_rank() == "0"
+    is_first = is_first_on_node()
     with _listener(args.host, args.port) if is_first else nullcontext() as listener:
         engine = _engine(args, _open_models(args))
         settings = uvicorn.Config(

@@ -20,11 +20,11 @@ from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import num_shards
 from litft.model.loss import IGNORED
 from litft.pretrained import resolve
+from litft.training.auto_settings import Settings
 from litft.training.communication_plan import UTILIZATION
 from litft.training.flops import peak_flops
 from litft.training.memory_plan import format_bytes
 from litft.training.schedule import Schedule
-from litft.training.settings import Settings
 from litft.training.setup import Setup
 
 STRATEGIES = {

@@ -19,11 +19,11 @@ from litft.distributed.devices import check_devices, make_fabric, pick_accelerat
 from litft.distributed.process_group import launch
 from litft.model.quantization import bitsandbytes
 from litft.pretrained import DEMO, resolve
+from litft.training.auto_settings import Settings, choose
 from litft.training.dry_run import dry_run
 from litft.training.loggers import check_logger
 from litft.training.metrics import Row
 from litft.training.schedule import Schedule
-from litft.training.settings import Settings, choose
 from litft.training.setup import Setup
 from litft.training.trainer import Trainer
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from litft.run_dir import CONFIG, atomic_write
+from litft.atomic import atomic_write
+from litft.run_dir import CONFIG
 
 POINTS = 400  # maximum number of points of a curve; longer curves are averaged over intervals
 TICKS = 4

@@ -12,13 +12,13 @@ from litft.distributed.devices import is_out_of_memory
 from litft.distributed.process_group import HostGroup, sync_gradients
 from litft.errors import RankError, summary
 from litft.model.placement import local
+from litft.training.auto_settings import Settings
 from litft.training.compile import is_compiled, run_uncompiled
 from litft.training.optimizers import state_bytes
-from litft.training.recorder import Trained
+from litft.training.recorder import TrainedNetwork
 from litft.training.remedies import remedies
 from litft.training.residence import residence
 from litft.training.schedule import Schedule
-from litft.training.settings import Settings
 from litft.training.setup import Setup
 
 
@@ -32,7 +32,7 @@ class MemoryProbe:
         setup: Setup,
         schedule: Schedule,
         settings: Settings,
-        network: Trained,
+        network: TrainedNetwork,
         say: Callable[[str], None],
     ) -> None:
         self.args, self.fabric, self.hosts = setup.args, fabric, hosts

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from litft.atomic import atomic_write
 from litft.distributed.devices import peak_memory
-from litft.run_dir import atomic_write
 
 COLUMNS = "step epoch samples tokens loss val_loss val_perplexity exact_match learning_rate grad_norm".split()
 COLUMNS += "tokens_per_second mfu memory_gib data_share seconds".split()

@@ -4,6 +4,7 @@ import dataclasses
 import shutil
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from tqdm import tqdm
 
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
+from litft.atomic import atomic_folder, replace_folder
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
 from litft.distributed.devices import machine_lines
@@ -24,19 +26,19 @@ from litft.model.placement import full_tensor
 from litft.model.transformer import GPT
 from litft.pretrained import base_record, copy_tokenizer
 from litft.save_pretrained import Result, write_result
-from litft.training import run_state
+from litft.training import run_checkpoints
+from litft.training.auto_settings import Settings
 from litft.training.dry_run import data_lines, plan_lines
 from litft.training.flops import peak_flops
 from litft.training.html_report import Report, write_report
 from litft.training.loggers import finish, make_logger, row_sink
 from litft.training.metrics import Metrics
 from litft.training.schedule import Schedule
-from litft.training.settings import Settings
 from litft.training.setup import Setup
 from litft.training.validation import Validation
 
 
-class Trained(NamedTuple):
+class TrainedNetwork(NamedTuple):
     """The network of a run, and the parameters that belong to its method."""
 
     model: GPT
@@ -60,7 +62,7 @@ class Recorder:
         schedule: Schedule,
         settings: Settings,
         folder: Path,
-        network: Trained,
+        network: TrainedNetwork,
         validation: Validation,
     ) -> None:
         self.args, self.fabric, self.hosts = setup.args, fabric, hosts
@@ -70,7 +72,7 @@ class Recorder:
         self.peak = peak_flops(fabric.device, settings.precision)
         path, peak = folder / "metrics.csv", self.peak and self.peak * fabric.world_size
         self.metrics = Metrics(path if self.is_writer else None, peak)
-        self.saver = run_state.Saver(folder, self.is_writer, hosts.checkpoint_group)
+        self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
         self.logger: Any = None
         self.logged_as: list[str] | None = None  # the logger and the run's name there, of a run that is resumed
 
@@ -84,7 +86,7 @@ class Recorder:
         if not self.args.resume:
             return None, []
         parameters = self.network.parameters
-        progress, damaged = run_state.restore_newest(self.folder, self.identity(), parameters, optimizer)
+        progress, damaged = run_checkpoints.restore_newest(self.folder, self.identity(), parameters, optimizer)
         if progress is not None:
             self.logged_as = progress.get("logger")
         return progress, damaged
@@ -114,7 +116,7 @@ class Recorder:
         text = yaml.safe_dump(config, sort_keys=False)
         run_dir.write_config(self.folder, self.setup.method.title, text, launch_id())
         self.metrics.truncate(start_step or -1)
-        run_state.delete_after(self.folder, start_step)
+        run_checkpoints.delete_after(self.folder, start_step)
         self.place_best(start_step)
         for path in self.folder.glob("best-*.partial"):
             shutil.rmtree(path)
@@ -172,7 +174,7 @@ class Recorder:
         }
 
         def when_written() -> None:
-            run_state.prune(self.folder, self.args.save.keep_last)
+            run_checkpoints.prune(self.folder, self.args.save.keep_last)
             self.place_best(step)
 
         # on a CPU, the copy of a whole model that writing in the background needs would take memory from the steps
@@ -181,7 +183,7 @@ class Recorder:
 
     def newest_checkpoint(self) -> str:
         """What a failed run can continue from, for a message."""
-        newest = run_state.newest(self.folder)
+        newest = run_checkpoints.newest(self.folder)
         return f"{newest} is complete: --resume continues from it" if newest else "no checkpoint had been written"
 
     # ---- folders to open
@@ -201,7 +203,7 @@ class Recorder:
         """Give what was best after `step` steps the name best/."""
         for best_step, path in self._preliminary_bests():
             if best_step <= step:
-                run_dir.replace_folder(path, self.folder / "best")
+                replace_folder(path, self.folder / "best")
 
     def _preliminary_bests(self) -> list[tuple[int, Path]]:
         """What `write_best` has written and is not best/ yet, with its step; the oldest first."""
@@ -213,25 +215,20 @@ class Recorder:
 
         A sharded network is gathered tensor by tensor, with all processes; the first one writes.
         """
-        partial, folder = self.folder / f"{name}.partial", self.folder / name
-        if self.is_writer:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir()
         source, method, sharded = self.setup.source, self.setup.method, self.network.sharded
         values = {name: parameter.detach() for name, parameter in self.network.parameters.items()}
-        if method.saves_full_model and (self.is_writer or sharded):
-            result, dtype = Result(method, values), source.dtype(None)
-            write_result(partial if self.is_writer else None, source, dtype, result, SHARD_BYTES / 1e9)
-        elif sharded:
-            values = {name: full_tensor(value) for name, value in values.items()}
-        if not self.is_writer:
-            return
-        if not method.saves_full_model:
-            training = {"quantize": self.setup.quantize, "precision": self.settings.precision}
-            record = base_record(source, folder)
-            method.write(partial, source, values, record | {"litft": record["litft"] | training})
-        copy_tokenizer(self.setup.tokenizer, partial)
-        run_dir.replace_folder(partial, folder)
+        with atomic_folder(self.folder / name) if self.is_writer else nullcontext() as partial:  # None: only take part
+            if method.saves_full_model and (self.is_writer or sharded):
+                write_result(partial, source, source.dtype(None), Result(method, values), SHARD_BYTES / 1e9)
+            elif sharded:
+                values = {name: full_tensor(value) for name, value in values.items()}
+            if partial is None:
+                return
+            if not method.saves_full_model:
+                training = {"quantize": self.setup.quantize, "precision": self.settings.precision}
+                record = base_record(source, self.folder / name)
+                method.write(partial, source, values, record | {"litft": record["litft"] | training})
+            copy_tokenizer(self.setup.tokenizer, partial)
 
     # ---- the end
 

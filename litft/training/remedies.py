@@ -6,9 +6,9 @@ from typing import Any
 
 from litft.args import LoRAFinetuneArgs
 from litft.methods import Method, method_of
+from litft.training.auto_settings import Settings, planned_shape
 from litft.training.memory_plan import format_bytes, predict
 from litft.training.schedule import Schedule
-from litft.training.settings import Settings, planned_shape
 from litft.training.setup import Setup
 
 MIN_SAVING = 0.05  # of the run's peak memory; flags that save less are not suggested

@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import torch
@@ -21,15 +22,15 @@ from litft.distributed.process_group import HostGroup, end_children, peer_failur
 from litft.errors import Interrupted, RankError
 from litft.model.placement import full_tensor
 from litft.signals import Signals
+from litft.training.auto_settings import Settings
 from litft.training.compile import uncompiled
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import duration
 from litft.training.flops import Flops
 from litft.training.memory_probe import MemoryProbe
 from litft.training.optimizers import averaged_weights, make_optimizer, set_learning_rate
-from litft.training.recorder import Recorder, Trained
+from litft.training.recorder import Recorder, TrainedNetwork
 from litft.training.schedule import Schedule, learning_rate
-from litft.training.settings import Settings
 from litft.training.setup import Setup
 from litft.training.validation import Validation
 
@@ -61,11 +62,10 @@ class Trainer:
     """Trains on one process; every process of a run does the same. `fit` reads top to bottom.
 
     The pieces it is made of: `Setup` builds the network, `Schedule` says which samples a step has, `Settings` what memory
-    decided, `MemoryProbe` tries the largest micro-batch, `Validation` measures, `Recorder` writes the run's folder.
+    decided, `MemoryProbe` tries the largest micro-batch, `Validation` measures, `DivergenceGuard` looks at losses,
+    `Recorder` writes the run's folder, `HostGroup` is how the processes agree. `self.model` is the network; the `model` and
+    `optimizer` that methods take are Fabric's wrappers of the network and of the optimizer.
     """
-
-    signals: Signals
-    flops: Flops
 
     def __init__(
         self, fabric: Fabric, hosts: HostGroup, setup: Setup, schedule: Schedule, settings: Settings, folder: Path
@@ -76,7 +76,7 @@ class Trainer:
         sharded = self.mesh is not None
         self.model, parameters = setup.build(settings.precision, fabric.device, self.mesh)
         setup.prepare_blocks(self.model, settings.recomputed, fabric.device, sharded)
-        network = Trained(self.model, parameters, sharded)
+        network = TrainedNetwork(self.model, parameters, sharded)
         self.trained = network.trained
         samples = folder / "samples.jsonl"
         self.validation = Validation(fabric, hosts, self.model, setup.tokenizer, self.data, self.args.eval, samples)
@@ -88,6 +88,8 @@ class Trainer:
         self.step = self.start_step = 0  # steps done; those done before this process began
         self.elapsed, self.start_time = 0.0, time.monotonic()  # seconds of the run, the same on all processes
         self.elapsed_before = 0.0  # what `elapsed` was before this process's first step
+        self.flops = Flops(self.model)
+        self.signals = Signals()
 
     def fit(self) -> None:
         """Train until a limit is reached, and write the result.
@@ -95,11 +97,13 @@ class Trainer:
         Raises ValueError where memory does not suffice or the loss diverges, `Interrupted` where a signal ended the run
         with its state saved, OSError where the run's folder cannot be written.
         """
-        with self._explain_errors(), Signals() as self.signals:
+        with self._explain_errors(), self.signals:
             model, optimizer = self._start()
             with self._stop_on_signal(optimizer):
-                if self.step == 0 or _is_due(self.args.eval.interval, self.step):  # it may have been interrupted there
-                    self._validate(optimizer, final=self.step == 0)
+                # before training, or after a resumed step: the run may have been interrupted within this validation
+                if self.step == 0 or _is_due(self.args.eval.interval, self.step):
+                    self._validate(optimizer, exact_match=self.step == 0)
+                (self.elapsed_before,) = self.hosts.all_reduce_max(time.monotonic() - self.start_time)
                 with self._progress_bar() as bar:
                     while (reason := self._end_reason()) is None:
                         self._train_step(model, optimizer)
@@ -107,7 +111,7 @@ class Trainer:
                         self._after_step(optimizer)
                 if self.step < self.schedule.steps:
                     self.say(f"step {self.step}: {reason}")
-                self._validate(optimizer, final=True)
+                self._validate(optimizer, exact_match=True)
             self._finish(optimizer)
 
     def _start(self) -> tuple[nn.Module, Optimizer]:
@@ -123,7 +127,6 @@ class Trainer:
             self.say("\n".join([*warnings, *self.recorder.headline(self.start_step)]))
         self.probe.run(model, optimizer, resumed=self.start_step > 0)
         self.validation.before_batch = self._check_signals
-        self.flops = Flops(self.model)
         return model, optimizer
 
     def _resume(self, optimizer: Optimizer) -> list[str]:
@@ -166,11 +169,11 @@ class Trainer:
         self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], step: int, rate: float
     ) -> tuple[Tensor, Tensor]:
         """Update the weights with the gradient over `samples`; returns the mean loss per target token, and the norm."""
-        # the state of dropout is a function of the step and the rank, so that a resumed run draws the same
+        # dropout depends on the step and the rank alone, so that a resumed run draws the same; a step has 4,099 seeds
         seed = (self.args.seed * 1_000_003 + step) * 4099
         model.train()
         set_learning_rate(optimizer, rate)
-        if self.args.train.optimizer_in_backward:
+        if self.args.train.optimizer_in_backward:  # with one device only
             with optimizer.optimizer.stepping():
                 loss = self._backward(model, optimizer, samples, seed)
             return loss, optimizer.optimizer.norm()
@@ -189,11 +192,12 @@ class Trainer:
 
     def _backward(self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], seed: int) -> Tensor:
         """Compute the gradients of the mean loss; with --train.oom_retry, again in smaller micro-batches after an OOM."""
-        while True:
+        for attempt in count():
             try:
                 torch.manual_seed(seed)
                 batches = self.schedule.layout.batches(samples, self.fabric.global_rank)
-                self.metrics.data_ready()
+                if attempt == 0:  # later, the time of the failed attempt would count as waiting for data
+                    self.metrics.data_ready()
                 return accumulate(self.fabric, model, batches, sum(sample.supervised for sample in samples))
             except RuntimeError as error:
                 # with several processes the others wait in a collective: only the probe can recover there
@@ -238,28 +242,32 @@ class Trainer:
         pace = max(1e-9, (self.elapsed - since) / (step - first))
         return min(self.schedule.steps, max(step + 1, step + round((self.time_limit - self.elapsed) / pace)))
 
-    def _validate(self, optimizer: Optimizer, final: bool = False) -> None:
-        """Put the validation scores into the step's row, show sample answers, and keep the best weights."""
-        validation, step, exact_match = self.validation, self.step, self.args.eval.exact_match
+    def _validate(self, optimizer: Optimizer, exact_match: bool = False) -> None:
+        """Put the validation scores into the step's row, show sample answers, and keep the best weights.
+
+        exact_match: measure it too, if --eval.exact_match is given. A resumed run repeats nothing that is done already.
+        """
+        validation, step = self.validation, self.step
+        exact_match = exact_match and self.args.eval.exact_match
         has_answers = any(item["step"] == step for item in validation.answers)
-        has_scores = step in validation.losses and not (final and exact_match and step not in validation.matches)
+        has_scores = step in validation.losses and not (exact_match and step not in validation.matches)
         self.metrics.synchronize(self.fabric.device)
         with averaged_weights(optimizer), uncompiled():
             if len(self.data.val) and not has_scores:
-                scores = validation.measure(step, self.schedule.layout, self.args.train.global_batch_size, final)
+                scores = validation.measure(step, self.schedule.layout, self.args.train.global_batch_size, exact_match)
                 self.divergence.check_validation(step, scores["val_loss"])
                 self.metrics.note(step, **scores)
-                self.say(self._scores_line(scores, final))
+                self.say(self._scores_line(scores, exact_match))
             for item in [] if has_answers else validation.generate_answers(step):
                 self.say(f"  {_one_line(item['prompt'])}\n  -> {_one_line(item['answer'])}")
             if self.args.save.best and step and validation.best == step and not has_answers:
                 self.recorder.write_best(step)
 
-    def _scores_line(self, scores: dict[str, float], final: bool) -> str:
+    def _scores_line(self, scores: dict[str, float], exact_match: bool) -> str:
         line = f"step {self.step}: validation loss {scores['val_loss']:.4f}, perplexity {scores['val_perplexity']:.4g}"
         if "exact_match" in scores:
             return f"{line}, exact match {scores['exact_match']:.1%} of {self.validation.num_answers}"
-        if final and self.args.eval.exact_match:
+        if exact_match:
             return f"{line}; no answer fits into the length limit whole, so exact match is not measured"
         return line
 
@@ -273,7 +281,10 @@ class Trainer:
             self.say(f"step {self.step}/{steps}: {self.metrics.line()}, {duration(left)} left")
 
     def _check_signals(self) -> None:
-        """Raise SignalCaught on every process where one has caught a signal; called after steps and within validations."""
+        """Advance `elapsed`, and raise SignalCaught on every process if one has caught a signal.
+
+        Called after every step, and by `Validation` before each of its batches.
+        """
         caught, self.elapsed = self.hosts.all_reduce_max(self.signals.caught, time.monotonic() - self.start_time)
         if caught:
             raise SignalCaught(int(caught))
@@ -332,7 +343,6 @@ class Trainer:
 
     def _progress_bar(self) -> tqdm:
         """A bar of the steps, for the first process of a terminal."""
-        (self.elapsed_before,) = self.hosts.all_reduce_max(time.monotonic() - self.start_time)
         hidden = not (self.recorder.is_writer and sys.stderr.isatty())
         return tqdm(total=self.schedule.steps, initial=self.step, unit="step", disable=hidden)
 

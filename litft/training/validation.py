@@ -11,6 +11,7 @@ from lightning_fabric import Fabric
 from torch import Tensor
 
 from litft.args import EvalArgs
+from litft.atomic import atomic_write
 from litft.data.dataset import DataSplits
 from litft.data.encoder import Sample
 from litft.data.packing import Layout, MicroBatch
@@ -20,7 +21,6 @@ from litft.inference.decoder import Decoder
 from litft.inference.generation import Completion, Request, generate_completions, prompt_ids
 from litft.inference.sampling import Sampling
 from litft.model.transformer import GPT
-from litft.run_dir import atomic_write
 from litft.training.metrics import Row
 
 BLOCK = 64  # samples that a rank loads and lays out at once
@@ -78,12 +78,17 @@ def exact_match(
         with join_uneven(model, hosts):
             answers = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in questions])
         pairs = zip(answers, questions, strict=True)
-        matches += sum(answer.ended and answer.text.strip() == tokenizer.decode(ids).strip() for answer, (_, ids) in pairs)
+        matches += sum(is_exact(answer, tokenizer.decode(ids)) for answer, (_, ids) in pairs)
         count += len(questions)
     model.train(training)
     totals = torch.tensor((matches, count), dtype=torch.float64, device=fabric.device)
     matches, count = map(int, fabric.all_reduce(totals, reduce_op="sum").tolist())
     return matches, count
+
+
+def is_exact(answer: Completion, expected: str) -> bool:
+    """Return whether an answer has ended by itself and is the expected one, apart from white space at its ends."""
+    return answer.ended and answer.text.strip() == expected.strip()
 
 
 def evenly_spaced(samples: Sequence[Sample], max_count: int) -> Sequence[Sample]:
@@ -130,14 +135,14 @@ class Validation:
         """Return the number of samples of a validation with batches of `batch_size`."""
         return min(len(self.samples), (self.args.max_batches or len(self.samples)) * batch_size)
 
-    def measure(self, step: int, layout: Layout, batch_size: int, final: bool) -> Row:
-        """Return the scores after `step` steps. Exact match is measured only if `final`."""
+    def measure(self, step: int, layout: Layout, batch_size: int, with_exact_match: bool) -> Row:
+        """Return the scores after `step` steps. Exact match is measured only if `with_exact_match`."""
         samples = evenly_spaced(self.samples, self.num_samples(batch_size))
         if step not in self.losses:
             self.losses[step] = validation_loss(self.fabric, self.model, samples, layout, self.before_batch)
         loss = self.losses[step]
         values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
-        if final and self.args.exact_match:
+        if with_exact_match and self.args.exact_match:
             setup = self.fabric, self.hosts, self.model, self.tokenizer
             matches, self.num_answers = exact_match(*setup, samples, layout.rows, self.before_batch)
             if self.num_answers:

@@ -1,4 +1,4 @@
-"""The command line as a user types it: help, flags, and what is said about every mistake."""
+"""The command line: --help, flags, config files, and the message of every mistake."""
 
 import dataclasses
 import json
@@ -46,14 +46,16 @@ def test_every_command_has_a_script():
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_every_flag(command, capsys):
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as excinfo:
         run(command, ["--help"])
-    shown = set(re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE))
-    assert ended.value.code == 0 and shown - {"config", "print_config"} == _flag_types(COMMANDS[command].args).keys()
+    listed_flags = set(re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE))
+    assert (
+        excinfo.value.code == 0 and listed_flags - {"config", "print_config"} == _flag_types(COMMANDS[command].args).keys()
+    )
 
 
-def test_help_is_quick(tmp_path):
-    """Under a second with the start of a fresh interpreter, and without importing torch, whatever the command."""
+def test_help_is_fast(tmp_path):
+    """It takes less than a second in a new interpreter, and no command imports torch for it."""
     seconds = []
     for _ in range(3):
         start = time.perf_counter()
@@ -66,31 +68,31 @@ def test_help_is_quick(tmp_path):
     assert done.stdout.count("usage: litft") == len(COMMANDS) and done.stdout.endswith("False\n")
 
 
-def documented(cls: type) -> list[str]:
-    """The fields of a dataclass, bases included, that have a text under them."""
+def documented_fields(cls: type) -> list[str]:
+    """Return the fields of a dataclass and its bases that have a docstring."""
     import ast
     import inspect
 
-    found = []
+    field_names = []
     for base in cls.__mro__[:-1]:
         body = ast.parse(inspect.getsource(base)).body[0].body
-        for item, below in zip(body, [*body[1:], None], strict=True):
-            text = isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
-            if isinstance(item, ast.AnnAssign) and text:
-                found.append(item.target.id)
-    return found
+        for statement, following in zip(body, [*body[1:], None], strict=True):
+            has_docstring = isinstance(following, ast.Expr) and isinstance(following.value, ast.Constant)
+            if isinstance(statement, ast.AnnAssign) and has_docstring:
+                field_names.append(statement.target.id)
+    return field_names
 
 
 def test_every_flag_is_documented():
     classes = [c for c in vars(flags).values() if dataclasses.is_dataclass(c)]
     assert len(classes) > 8
     for cls in classes:
-        found = documented(cls)
-        for item in dataclasses.fields(cls):
-            assert item.name in found or dataclasses.is_dataclass(item.type), f"{cls.__name__}.{item.name}"
+        documented = documented_fields(cls)
+        for field in dataclasses.fields(cls):
+            assert field.name in documented or dataclasses.is_dataclass(field.type), f"{cls.__name__}.{field.name}"
 
 
-def test_nothing_heavy_is_imported_before_the_flags_are_parsed():
+def test_no_heavy_package_is_imported_before_the_flags_are_parsed():
     code = (
         "import sys; from litft.cli import COMMANDS, parse; parse(COMMANDS['finetune lora'].args, []); print(*sys.modules)"
     )
@@ -98,7 +100,7 @@ def test_nothing_heavy_is_imported_before_the_flags_are_parsed():
     assert not {"torch", "numpy", "lightning_fabric", "tokenizers", "jinja2"} & set(done.stdout.split())
 
 
-def test_the_later_flag_wins_and_a_file_stands_for_its_contents(tmp_path):
+def test_later_flags_override_earlier_ones_also_from_config_files(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "train: {learning_rate: 0.5, epochs: 2}\nlora:\n  targets: [q_proj, v_proj]\ndevices: 2\n"
     )
@@ -108,18 +110,18 @@ def test_the_later_flag_wins_and_a_file_stands_for_its_contents(tmp_path):
     assert args.lora.targets == ["q_proj", "v_proj"]
 
 
-def test_lists_booleans_and_nothing(tmp_path):
+def test_lists_booleans_and_null(tmp_path):
     words = "--lora.targets q_proj,mlp.* --data.mask_prompt false --eval.max_batches null --deterministic --seed 3"
     args = parse(flags.LoRAFinetuneArgs, words.split())
     assert args.lora.targets == ["q_proj", "mlp.*"] and args.data.mask_prompt is False
     assert args.eval.max_batches is None and args.deterministic is True and args.seed == 3
 
 
-def test_without_a_model_the_demos_recipe_holds():
+def test_without_a_model_the_demo_recipe_is_used():
     assert parse(flags.LoRAFinetuneArgs, []).train.epochs == 6
     assert parse(flags.LoRAFinetuneArgs, ["--train.epochs", "1"]).train.epochs == 1
-    own = parse(flags.LoRAFinetuneArgs, ["--checkpoint_dir", "a", "--data.path", "b"])
-    assert own.train == flags.TrainArgs()
+    custom = parse(flags.LoRAFinetuneArgs, ["--checkpoint_dir", "a", "--data.path", "b"])
+    assert custom.train == flags.TrainArgs()
 
 
 def test_print_config_can_be_passed_back(tmp_path):
@@ -147,14 +149,14 @@ def test_print_config_can_be_passed_back(tmp_path):
         ("--nonsense 1 --lora.r x --also", ["--nonsense does not exist", "--lora.r x", "--also does not exist"]),
     ],
 )
-def test_all_mistakes_at_once(words, messages):
-    with pytest.raises(ValueError) as found:
+def test_all_mistakes_are_reported_at_once(words, messages):
+    with pytest.raises(ValueError) as excinfo:
         parse(flags.LoRAFinetuneArgs, words.split())
-    assert all(message in str(found.value) for message in messages), found.value
+    assert all(message in str(excinfo.value) for message in messages), excinfo.value
 
 
 @pytest.mark.parametrize(
-    "values, said",
+    "values, message",
     [
         (dict(data=flags.DataArgs(path="mine.json")), "--data.path 'mine.json': expected list[str], found str; give a list"),
         (dict(train=flags.TrainArgs(learning_rate="1e-4")), "--train.learning_rate '1e-4': expected float, found str"),
@@ -163,40 +165,40 @@ def test_all_mistakes_at_once(words, messages):
         (dict(train={"max_steps": 3}), "--train {'max_steps': 3}: expected TrainArgs, found dict"),
     ],
 )
-def test_values_given_from_python_are_checked_as_flags_are(values, said):
-    with pytest.raises(ValueError) as found:
+def test_values_from_python_are_checked_like_flags(values, message):
+    with pytest.raises(ValueError) as excinfo:
         litft.finetune(flags.LoRAFinetuneArgs(checkpoint_dir="model", **values))
-    assert str(found.value).startswith(said)
+    assert str(excinfo.value).startswith(message)
     for cls in (flags.LoRAFinetuneArgs, flags.AdapterFinetuneArgs, flags.AdapterV2FinetuneArgs, flags.FullFinetuneArgs):
         assert not cls().problems()
 
 
-def test_text_is_taken_as_it_stands():
-    """Also where YAML would read nothing, a list or a comment."""
+def test_text_values_are_not_parsed_as_yaml():
+    """Also text that YAML would read as null, a list or a comment."""
     for text in ("# Title", "---", "~", "a: b", "[1", "'", "1", "*x"):
         assert parse(flags.GenerateArgs, [f"--prompt={text}"]).prompt == text
     assert parse(flags.LoRAFinetuneArgs, ["--lora.targets", "*_proj, mlp.*"]).lora.targets == ["*_proj", "mlp.*"]
     lists = {"[INST],[/INST]": ["[INST]", "[/INST]"], '["a,b", "c"]': ["a,b", "c"], "[1],🤖": ["[1]", "🤖"]}
-    for given, texts in lists.items():
-        found = parse(flags.LoRAFinetuneArgs, [f"--data.new_tokens={given}", "--checkpoint_dir=a", "--data.path=b"])
-        assert found.data.new_tokens == texts
+    for value, expected in lists.items():
+        args = parse(flags.LoRAFinetuneArgs, [f"--data.new_tokens={value}", "--checkpoint_dir=a", "--data.path=b"])
+        assert args.data.new_tokens == expected
 
 
-def test_numbers_that_are_none():
+def test_invalid_numbers_are_rejected():
     words = "--train.learning_rate .nan --train.epochs .inf --seed -1 --data.seed 99999999999 --lora.alpha -1"
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(ValueError) as excinfo:
         parse(flags.LoRAFinetuneArgs, words.split())
-    said = str(found.value)
+    message = str(excinfo.value)
     for name in ("train.learning_rate nan", "train.epochs inf", "seed -1", "data.seed 99999999999", "lora.alpha -1.0"):
-        assert f"--{name}: must " in said
+        assert f"--{name}: must " in message
 
 
-def test_mistakes_in_a_config_file_are_named(tmp_path):
+def test_mistakes_in_a_config_file_are_reported_with_its_name(tmp_path):
     (tmp_path / "a.yaml").write_text("train: {epoch: 2}\nlora: {r: big}\n")
-    with pytest.raises(ValueError) as found:
+    with pytest.raises(ValueError) as excinfo:
         parse(flags.LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
-    said = str(found.value)
-    assert "a.yaml: --train.epoch does not exist; did you mean --train.epochs?" in said and "--lora.r big" in said
+    message = str(excinfo.value)
+    assert "a.yaml: --train.epoch does not exist; did you mean --train.epochs?" in message and "--lora.r big" in message
 
 
 RECORD = {"instruction": "a", "input": "", "output": "b"}
@@ -204,7 +206,7 @@ RECORD = {"instruction": "a", "input": "", "output": "b"}
 
 @pytest.fixture
 def folder(tmp_path, tiny):
-    """A folder in which everything is right: model/, data.json."""
+    """A folder with a valid model (model/) and valid data (data.json)."""
     import shutil
 
     shutil.copytree(tiny, tmp_path / "model")
@@ -212,12 +214,12 @@ def folder(tmp_path, tiny):
     return tmp_path
 
 
-def nothing(folder):
+def no_change(folder):
     pass
 
 
 def small_vocabulary(folder):
-    """The weights of a model of 96 tokens beside a tokenizer of 512."""
+    """Cut the model's vocabulary to 96 tokens; its tokenizer keeps 512."""
     from safetensors.torch import load_file, save_file
 
     path = folder / "model" / "model.safetensors"
@@ -251,13 +253,13 @@ def data(text):
     return lambda folder: (folder / "data.json").write_text(text)
 
 
-def taken(folder):
+def existing_run(folder):
     (folder / "run").mkdir()
     (folder / "run" / "config.yaml").write_text("# A run of litft\n{}")
 
 
 BAD = {
-    "a missing folder": (nothing, "--checkpoint_dir nowhere", "nowhere does not exist; name a model folder"),
+    "a missing folder": (no_change, "--checkpoint_dir nowhere", "nowhere does not exist; name a model folder"),
     "no config.json": (remove("config.json"), "", "has no config.json; name the folder"),
     "an unknown family": (
         edit("config.json", '"llama"', '"mamba"'),
@@ -267,32 +269,36 @@ BAD = {
     "no weights": (remove("model.safetensors"), "", "holds no weights: expected model.safetensors"),
     "truncated weights": (truncate, "", "(9,000 bytes) is truncated or not a safetensors file"),
     "no tokenizer": (remove("tokenizer.model"), "", "no tokenizer; copy tokenizer.json"),
-    "missing data": (nothing, "--data.path nowhere.json", "nowhere.json does not exist"),
+    "missing data": (no_change, "--data.path nowhere.json", "nowhere.json does not exist"),
     "a syntax error": (data('[{"instruction": "a",\n"output" "b"}]'), "", "data.json, line 2: invalid JSON"),
     "a bad record": (data(json.dumps([RECORD, {"foo": "a"}])), "", "record 1: no known format has the fields 'foo'"),
     "no examples": (data("[]"), "", "data.json contains no examples"),
     "another tokenizer": (small_vocabulary, "", "but the model's vocabulary ends at 95; "),
-    "a taken out_dir": (taken, "", "--out_dir run already contains a run; --resume continues it, --overwrite deletes it"),
-    "an unknown flag": (nothing, "--lora.rank 3", "--lora.rank does not exist"),
-    "no such GPU": (nothing, "--accelerator cuda --devices 99", "--accelerator cuda"),
-    "a bad target": (nothing, "--lora.targets query", "--lora.targets query: no Linear of this model has that name"),
+    "a taken out_dir": (
+        existing_run,
+        "",
+        "--out_dir run already contains a run; --resume continues it, --overwrite deletes it",
+    ),
+    "an unknown flag": (no_change, "--lora.rank 3", "--lora.rank does not exist"),
+    "no such GPU": (no_change, "--accelerator cuda --devices 99", "--accelerator cuda"),
+    "a bad target": (no_change, "--lora.targets query", "--lora.targets query: no Linear of this model has that name"),
 }
 
 
-@pytest.mark.parametrize("spoil, words, message", BAD.values(), ids=BAD.keys())
-def test_bad_input_ends_before_training(folder, spoil, words, message, capsys, monkeypatch):
+@pytest.mark.parametrize("corrupt, words, message", BAD.values(), ids=BAD.keys())
+def test_bad_input_is_rejected_before_training(folder, corrupt, words, message, capsys, monkeypatch):
     monkeypatch.chdir(folder)
-    spoil(folder)
-    given = words.split()
+    corrupt(folder)
+    argv = words.split()
     for name, value in (("--checkpoint_dir", "model"), ("--data.path", "data.json"), ("--out_dir", "run")):
-        given += [] if name in given else [name, value]
-    before = sorted(path.name for path in folder.rglob("*"))
-    assert message in refused("finetune lora", *given, capsys=capsys)
-    assert sorted(path.name for path in folder.rglob("*")) == before
+        argv += [] if name in argv else [name, value]
+    files_before = sorted(path.name for path in folder.rglob("*"))
+    assert message in refused("finetune lora", *argv, capsys=capsys)
+    assert sorted(path.name for path in folder.rglob("*")) == files_before
 
 
 def test_overwrite_deletes_the_run_and_nothing_else(folder):
-    taken(folder)
+    existing_run(folder)
     (folder / "run" / "old").touch()
     words = "--checkpoint_dir model --data.path data.json --train.max_steps 1 --out_dir"
     script("finetune/lora.py", *words.split(), "run", "--overwrite", cwd=folder)
@@ -301,11 +307,11 @@ def test_overwrite_deletes_the_run_and_nothing_else(folder):
     assert "is not empty and is not a litft run" in done.stderr and (folder / "model" / "config.json").is_file()
 
 
-def test_a_gpus_memory_is_taken_in_expandable_segments(tmp_path):
-    """Unless the user has said otherwise, by either of its names, and before torch could look."""
+def test_gpu_memory_is_allocated_in_expandable_segments(tmp_path):
+    """Set before torch is imported, unless the user has set either variable."""
     code = "import os; from litft.cli import run\ntry: run('plan', ['--help'])\nexcept SystemExit: pass\n"
     code += "import sys; print(os.environ.get('PYTORCH_ALLOC_CONF'), 'torch' in sys.modules)"
-    for given, expected in (({}, "expandable_segments:True False"), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "None False")):
-        env = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | given
+    for user_env, expected in (({}, "expandable_segments:True False"), ({"PYTORCH_CUDA_ALLOC_CONF": "x"}, "None False")):
+        env = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | user_env
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
         assert done.stdout.splitlines()[-1] == expected

@@ -1,11 +1,11 @@
-"""Adapters of fused Linears and of experts, with PEFT in both directions, and adapters that strangers trained."""
+"""Adapters of fused Linears and experts, exchanged with PEFT in both directions, and published adapters."""
 
 import json
 
 import pytest
 import torch
 import transformers
-from parity import ROWS, draw, relative, shaken, theirs
+from parity import ROWS, draw, load_hf, perturb, relative
 from safetensors.torch import save_file
 
 import litft
@@ -37,8 +37,10 @@ EXPERTS = [
 
 
 CASES = [pytest.param(case, id=": ".join(case)) for case in FUSED + EXPERTS]
-# where a test's variations do not depend on the layout: one that fuses all projections, one that fuses two pairs, experts
-SOME = [case for case in CASES if case.values[0][0] in ("gpt_neox", "phi3", "qwen3_moe") and "tied" not in case.values[0][1]]
+# for tests that need not run on every layout: all projections fused, two pairs fused, experts
+THREE_LAYOUTS = [
+    case for case in CASES if case.values[0][0] in ("gpt_neox", "phi3", "qwen3_moe") and "tied" not in case.values[0][1]
+]
 
 
 @pytest.fixture(scope="module", params=CASES)
@@ -49,13 +51,13 @@ def folder(request, make_model):
     return make_model(getattr(transformers, config_class), **variations[name])[1]
 
 
-def adapted(folder, out, **values):
-    """A model with random factors, saved as an adapter: (model, method, source)."""
+def write_random_adapter(folder, out, **values):
+    """Return (model, method, source) for a model with random factors that is saved as an adapter."""
     source = resolve(folder)
     model, method = source.base_model(), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **values}))
     method.choose(model, source.adapter_rules)
     method.attach(model)
-    shaken(method.parameters(model).values())
+    perturb(method.parameters(model).values())
     out.mkdir(exist_ok=True)
     method.write(out, source, method.values(model), {"base_model_name_or_path": str(folder)})
     return model, method, source
@@ -67,18 +69,18 @@ TOKENS = draw(2, 23, seed=8)
 @pytest.mark.parametrize(
     "folder, rslora",
     [pytest.param(*case.values, False, id=f"{case.id}-lora") for case in CASES]
-    + [pytest.param(*case.values, True, id=f"{case.id}-rslora") for case in SOME],
+    + [pytest.param(*case.values, True, id=f"{case.id}-rslora") for case in THREE_LAYOUTS],
     indirect=["folder"],
 )
 @torch.no_grad()
 def test_reads_what_peft_wrote(folder, tmp_path, rslora):
     from peft import LoraConfig, get_peft_model
 
-    base = theirs(folder)
+    base = load_hf(folder)
     stacks = [n for n, p in base.named_parameters() if p.dim() == 3 and n.endswith(("gate_up_proj", "down_proj"))]
     config = LoraConfig(r=3, lora_alpha=7, target_modules="all-linear", target_parameters=stacks, use_rslora=rslora)
     reference = get_peft_model(base, config).eval()
-    shaken(p for n, p in reference.named_parameters() if "lora_" in n)
+    perturb(p for n, p in reference.named_parameters() if "lora_" in n)
     reference.save_pretrained(tmp_path)
     model, _ = litft.load(tmp_path, base_dir=folder)
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
@@ -91,38 +93,38 @@ ALL, PARTS = ["all-linear"], [["q_proj", "down_proj"], ["v_proj", "blocks.1.mlp.
 @pytest.mark.parametrize(
     "folder, targets",
     [pytest.param(*case.values, ALL, id=f"{case.id}-{ALL}") for case in CASES]
-    + [pytest.param(*case.values, targets, id=f"{case.id}-{targets}") for case in SOME for targets in PARTS],
+    + [pytest.param(*case.values, targets, id=f"{case.id}-{targets}") for case in THREE_LAYOUTS for targets in PARTS],
     indirect=["folder"],
 )
 @torch.no_grad()
 def test_peft_reads_what_we_wrote(folder, tmp_path, targets):
-    """Also where only some of the Linears that a tensor fuses are adapted; read again, the factors are the same."""
+    """Also if only some of the Linears fused in one tensor are adapted; reading the adapter back gives equal factors."""
     from peft import PeftModel
 
     if any(layer.experts for layer in resolve(folder).config.layers):
         targets = [*targets, "*.router"]
-    model, method, source = adapted(folder, tmp_path, targets=targets)
-    found = model(TOKENS)
-    assert relative(PeftModel.from_pretrained(theirs(folder), tmp_path).eval()(TOKENS).logits, found) <= 1e-5
+    model, method, source = write_random_adapter(folder, tmp_path, targets=targets)
+    logits = model(TOKENS)
+    assert relative(PeftModel.from_pretrained(load_hf(folder), tmp_path).eval()(TOKENS).logits, logits) <= 1e-5
     assert any(name.endswith(".router") for name in method.specs) == ("*.router" in targets)
-    again, values = LoRA.read(tmp_path, source)
-    assert again.specs == method.specs
+    reread, values = LoRA.read(tmp_path, source)
+    assert reread.specs == method.specs
     assert values.keys() == method.parameters(model).keys()
     assert all(torch.equal(value, model.get_parameter(name)) for name, value in values.items())
 
 
 @torch.no_grad()
-def test_merged_is_unmerged(folder, tmp_path):
-    model, _, _ = adapted(folder, tmp_path / "adapter")
+def test_merged_equals_unmerged(folder, tmp_path):
+    model, _, _ = write_random_adapter(folder, tmp_path / "adapter")
     merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
     expected = model(TOKENS)
     assert relative(litft.load(tmp_path / "merged")[0](TOKENS), expected) <= 1e-5
-    assert relative(theirs(tmp_path / "merged")(TOKENS).logits, expected) <= 1e-5
+    assert relative(load_hf(tmp_path / "merged")(TOKENS).logits, expected) <= 1e-5
 
 
-@pytest.mark.parametrize("folder", SOME, indirect=True)
-def test_fresh_factors_of_experts_are_drawn_as_of_linears(folder):
-    """Uniform within 1 / sqrt(in), PEFT's, whatever the number of experts; B is zero."""
+@pytest.mark.parametrize("folder", THREE_LAYOUTS, indirect=True)
+def test_experts_factors_are_initialized_like_those_of_linears(folder):
+    """A is uniform within 1 / sqrt(in_features), as in PEFT, for any number of experts; B is zero."""
     source = resolve(folder)
     model, method = source.base_model(), LoRA(LoRAArgs(r=16))
     method.choose(model, source.adapter_rules)
@@ -133,10 +135,10 @@ def test_fresh_factors_of_experts_are_drawn_as_of_linears(folder):
         assert not module.lora_b.any()
 
 
-@pytest.mark.parametrize("folder", SOME, indirect=True)
+@pytest.mark.parametrize("folder", THREE_LAYOUTS, indirect=True)
 def test_every_factor_gets_a_gradient(folder, tmp_path):
-    """Where B is not zero; every expert receives a token here, and no frozen parameter a gradient."""
-    model, _, _ = adapted(folder, tmp_path)
+    """B is nonzero and every expert receives a token here; no frozen parameter gets a gradient."""
+    model, _, _ = write_random_adapter(folder, tmp_path)
     loss, _ = model(TOKENS, targets=TOKENS.roll(-1, 1))
     loss.backward()
     for name, parameter in model.named_parameters():
@@ -144,16 +146,16 @@ def test_every_factor_gets_a_gradient(folder, tmp_path):
 
 
 @torch.no_grad()
-def test_experts_adapted_one_by_one_as_before_transformers_5(make_model, tmp_path):
-    """Mixtral's old adapters: a pair of factors for each w1, w2, w3; merged by hand, and by PEFT, which converts them."""
+def test_adapters_of_single_experts_from_before_transformers_5(make_model, tmp_path):
+    """Old Mixtral adapters have a pair of factors for each w1, w2, w3; the reference merges them by hand."""
     config_class, variations = ROWS["mixtral"]
     _, folder = make_model(getattr(transformers, config_class), **variations["4 experts"])
-    generator, tensors, tuned = torch.Generator().manual_seed(0), {}, theirs(folder)
+    generator, tensors, tuned = torch.Generator().manual_seed(0), {}, load_hf(folder)
     for layer in range(3):
-        block = tuned.model.layers[layer].mlp.experts
-        rows = {"w1": block.gate_up_proj[:, :56], "w3": block.gate_up_proj[:, 56:], "w2": block.down_proj}
+        experts = tuned.model.layers[layer].mlp.experts
+        weights = {"w1": experts.gate_up_proj[:, :56], "w3": experts.gate_up_proj[:, 56:], "w2": experts.down_proj}
         for expert in range(4):
-            for name, weight in rows.items():
+            for name, weight in weights.items():
                 a = 0.2 * torch.randn(4, weight.size(2), generator=generator)
                 b = 0.2 * torch.randn(weight.size(1), 4, generator=generator)
                 key = f"base_model.model.model.layers.{layer}.block_sparse_moe.experts.{expert}.{name}"
@@ -175,14 +177,14 @@ def test_an_adapted_head_comes_with_a_copy_of_its_weight(make_model, tmp_path):
     from peft import LoraConfig, get_peft_model
 
     _, folder = make_model(transformers.LlamaConfig)
-    reference = get_peft_model(theirs(folder), LoraConfig(r=3, target_modules=["lm_head", "q_proj"])).eval()
-    shaken(p for n, p in reference.named_parameters() if "lora_" in n)
+    reference = get_peft_model(load_hf(folder), LoraConfig(r=3, target_modules=["lm_head", "q_proj"])).eval()
+    perturb(p for n, p in reference.named_parameters() if "lora_" in n)
     reference.save_pretrained(tmp_path, save_embedding_layers=True)
     model, _ = litft.load(tmp_path, base_dir=folder)
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
 
 
-REAL = {
+PUBLISHED = {
     "gpt2_r8_c_attn_c_proj_tigrinya": ("GPT2Config", dict(num_hidden_layers=12, hidden_size=768, num_attention_heads=12)),
     "gemma3-270m-it_r4_qkvo": (
         "Gemma3TextConfig",
@@ -192,17 +194,17 @@ REAL = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if "gpt2" in n else [pytest.mark.slow]) for n in REAL])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if "gpt2" in n else [pytest.mark.slow]) for n in PUBLISHED])
 @torch.no_grad()
-def test_a_strangers_adapter_gives_pefts_logits(shared, make_model, tmp_path, name):
-    """On a random base of its config; its B's are trained, so they are not zero."""
+def test_a_published_adapter_gives_pefts_logits(shared, make_model, tmp_path, name):
+    """On a random base with the adapter's config; its B matrices are trained, so they are not zero."""
     from peft import PeftModel
 
-    config_class, values = REAL[name]
+    config_class, values = PUBLISHED[name]
     reference, base = make_model(getattr(transformers, config_class), **values)
     adapter = shared / "adapters" / name
     model, _ = litft.load(adapter, base_dir=base)
-    bare = reference(TOKENS).logits
+    base_logits = reference(TOKENS).logits
     expected = PeftModel.from_pretrained(reference, adapter).eval()(TOKENS).logits
     assert relative(model(TOKENS), expected) <= 1e-5
-    assert relative(bare, expected) >= 1e-4
+    assert relative(base_logits, expected) >= 1e-4

@@ -1,4 +1,4 @@
-"""The hub in and out, against one of our own: huggingface_hub's real requests, and what litft makes of the answers."""
+"""Downloads and uploads against a local hub: huggingface_hub's real requests, and how litft handles the responses."""
 
 import json
 import re
@@ -23,17 +23,17 @@ from litft.pretrained import resolve
 CLEAN = {name: value for name, value in ENV.items() if not name.startswith("HF_")}
 
 
-def run(words: list, cwd: Path, env: dict[str, str], code: int = 0) -> subprocess.CompletedProcess:
-    """Run a script against a hub."""
+def run(arguments: list, cwd: Path, env: dict[str, str], code: int = 0) -> subprocess.CompletedProcess:
+    """Run a script with the environment of a hub."""
     with pytest.MonkeyPatch.context() as patch:
         for name in ENV.keys() - CLEAN.keys():
             patch.delitem(ENV, name)
-        return script(*words, cwd=cwd, env=env, code=code)
+        return script(*arguments, cwd=cwd, env=env, code=code)
 
 
 @pytest.fixture(scope="module")
 def online(tiny, tmp_path_factory):
-    """(a hub with a tiny model and much that nobody needs, a working folder, its environment)."""
+    """Return (hub with a tiny model and unneeded files, working folder, environment)."""
     root = tmp_path_factory.mktemp("online")
     shutil.copytree(tiny, root / "source")
     for name in ("pytorch_model.bin", "model.onnx", "tf_model.h5", "consolidated.00.pth", "training_args.bin"):
@@ -43,7 +43,7 @@ def online(tiny, tmp_path_factory):
         yield hub, root, hub.env(root / "home")
 
 
-def test_what_is_an_id(tmp_path, monkeypatch):
+def test_valid_and_invalid_hub_ids(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     for text in ("owner/name", "Qwen/Qwen2.5-0.5B", "a/b.c_d"):
@@ -67,9 +67,9 @@ def test_what_is_an_id(tmp_path, monkeypatch):
         assert hub_id(text) is None, text
 
 
-def test_only_what_is_read_is_needed():
-    safe = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
-    other = [
+def test_only_needed_files_are_transferred():
+    safetensors = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"]
+    unneeded = [
         "pytorch_model.bin",
         "consolidated.safetensors",
         "model.onnx",
@@ -78,32 +78,32 @@ def test_only_what_is_read_is_needed():
         "a.gguf",
     ]
     small = ["config.json", "tokenizer.json", "chat_template.jinja", "LICENSE.txt", "README.md"]
-    assert files_to_transfer([*small, *safe, *other]) == [*small, *safe]
-    assert files_to_transfer([*small, *other]) == [*small, "pytorch_model.bin"]
+    assert files_to_transfer([*small, *safetensors, *unneeded]) == [*small, *safetensors]
+    assert files_to_transfer([*small, *unneeded]) == [*small, "pytorch_model.bin"]
     adapter = ["adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "optimizer.pt"]
     assert files_to_transfer(adapter) == adapter[:2]
 
 
 @pytest.mark.slow
-def test_a_model_by_its_id(online, tiny):
+def test_a_model_is_loaded_by_its_hub_id(online, tiny):
     hub, root, env = online
-    words = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "6", "--seed", "1", "--checkpoint_dir"]
-    expected = run([*words, tiny], root, {}).stdout
-    hub.asked.clear()
-    assert run([*words, "me/tiny"], root, env).stdout == expected
-    fetched = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /me/")}
-    kept = {path.name for path in tiny.iterdir() if path.name != "training_args.bin"}
-    assert fetched == {*kept, "README.md"}
-    # a commit that is here is not asked for again, and a branch is taken as it was where there is no network
-    pinned, asked = f"me/tiny@{hub.commit('me/tiny')}", list(hub.asked)
-    assert run([*words, pinned], root, env).stdout == expected and hub.asked == asked
-    off = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    done = run([*words, "me/tiny"], root, off)
-    assert done.stdout == expected and "the hub cannot be reached; using me/tiny from" in done.stderr
+    arguments = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "6", "--seed", "1", "--checkpoint_dir"]
+    expected = run([*arguments, tiny], root, {}).stdout
+    hub.requests.clear()
+    assert run([*arguments, "me/tiny"], root, env).stdout == expected
+    fetched = {line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")}
+    expected_files = {path.name for path in tiny.iterdir() if path.name != "training_args.bin"}
+    assert fetched == {*expected_files, "README.md"}
+    # a cached commit is not requested again; without a network, the cached state of a branch is used
+    pinned, requests = f"me/tiny@{hub.commit('me/tiny')}", list(hub.requests)
+    assert run([*arguments, pinned], root, env).stdout == expected and hub.requests == requests
+    offline = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    result = run([*arguments, "me/tiny"], root, offline)
+    assert result.stdout == expected and "the hub cannot be reached; using me/tiny from" in result.stderr
 
 
 @pytest.mark.slow
-def test_a_run_says_which_commit_it_was_trained_on(online, examples):
+def test_a_run_records_the_commit_of_its_base_model(online, examples):
     hub, root, env = online
     flags = ["--data.path", examples, "--train.max_steps", "2", "--save.interval", "1", "--out_dir", "run"]
     run(["finetune/lora.py", "--checkpoint_dir", "me/tiny", *flags], root, env)
@@ -111,36 +111,36 @@ def test_a_run_says_which_commit_it_was_trained_on(online, examples):
     assert yaml.safe_load((root / "run" / "config.yaml").read_text())["checkpoint_dir"] == f"me/tiny@{commit}"
     config = json.loads((root / "run" / "final" / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("me/tiny", commit)
-    asked = list(hub.asked)
+    requests = list(hub.requests)
     run(["finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "3"], root, env)
-    words = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "4", "--seed", "1", "--checkpoint_dir"]
-    expected = run([*words, "run"], root, env).stdout
-    assert hub.asked == asked
-    # elsewhere the base is fetched by the id in adapter_config.json
+    arguments = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "4", "--seed", "1", "--checkpoint_dir"]
+    expected = run([*arguments, "run"], root, env).stdout
+    assert hub.requests == requests
+    # an adapter moved to another folder downloads its base by the id in adapter_config.json
     shutil.copytree(root / "run" / "final", root / "moved" / "adapter")
-    assert run([*words, "moved/adapter"], root, {**env, "HF_HOME": str(root / "other")}).stdout == expected
+    assert run([*arguments, "moved/adapter"], root, {**env, "HF_HOME": str(root / "other")}).stdout == expected
     step = root / "run" / "checkpoints" / "step-000003"
     run(["scripts/convert_to_hf.py", "--checkpoint_dir", step, "--out_dir", "early"], root, env)
 
 
 @pytest.mark.slow
-def test_a_download_that_was_cut_off_goes_on(online):
+def test_an_interrupted_download_resumes(online):
     hub, root, env = online
-    env = {**env, "HF_HOME": str(root / "empty")}  # what lies in the cache would be copied
-    words, weights = ["scripts/download.py", "--repo_id", "me/tiny", "--out_dir"], "model.safetensors"
-    # within a download huggingface_hub tries again by itself
+    env = {**env, "HF_HOME": str(root / "empty")}  # files in the cache would be copied
+    arguments, weights = ["scripts/download.py", "--repo_id", "me/tiny", "--out_dir"], "model.safetensors"
+    # within one download, huggingface_hub retries by itself
     hub.cut[weights] = 60_000
-    run([*words, "models/cut"], root, env)
+    run([*arguments, "models/cut"], root, env)
     assert (root / "models" / "cut" / weights).read_bytes() == hub.models["me/tiny"][weights]
-    # in another one: the files that were not whole, and no others
+    # a second download fetches only the incomplete files
     hub.cut[weights], hub.down_after = 60_000, weights
-    done = run([*words, "models/tiny"], root, env, code=2)
-    assert f"{hub.url} cannot be reached" in done.stderr and "downloaded files are kept" in done.stderr
+    result = run([*arguments, "models/tiny"], root, env, code=2)
+    assert f"{hub.url} cannot be reached" in result.stderr and "downloaded files are kept" in result.stderr
     hub.down_after, hub.is_down = None, False
-    hub.asked.clear()
-    done = run([*words, "models/tiny"], root, env)
-    assert [line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /me/")] == [weights]
-    assert done.stdout.strip() == "models/tiny" and f"downloaded me/tiny@{hub.commit('me/tiny')}" in done.stderr
+    hub.requests.clear()
+    result = run([*arguments, "models/tiny"], root, env)
+    assert [line.rpartition("/")[2] for line in hub.requests if line.startswith("GET /me/")] == [weights]
+    assert result.stdout.strip() == "models/tiny" and f"downloaded me/tiny@{hub.commit('me/tiny')}" in result.stderr
     assert (root / "models" / "tiny" / weights).read_bytes() == hub.models["me/tiny"][weights]
     assert downloaded_from(root / "models" / "tiny") == HubId("me/tiny", hub.commit("me/tiny"))
     files = {path.name for path in (root / "models" / "tiny").iterdir()}
@@ -162,7 +162,7 @@ REFUSED = {
 }
 
 
-EACH = """
+DOWNLOAD_EACH = """
 import json, sys
 from litft import cli
 for name, words in json.loads(sys.argv[1]).items():
@@ -173,7 +173,7 @@ for name, words in json.loads(sys.argv[1]).items():
 """
 
 
-def test_what_the_hub_refuses_is_told(online):
+def test_refused_downloads_are_reported(online):
     hub, root, env = online
     huge = {"config.json": b"{}", "model.safetensors": b"few", "LICENSE.huge": b"much"}
     hub.models |= {"me/gated": hub.models["me/tiny"], "me/huge": huge, "me/empty": {"a.txt": b""}}
@@ -182,55 +182,59 @@ def test_what_the_hub_refuses_is_told(online):
     run(["scripts/download.py", "--repo_id", "me/tiny", "--out_dir", "held"], root, env)
     (root / "taken").mkdir()
     (root / "taken" / "mine.txt").write_text("mine")
-    asked = json.dumps({name: words for name, (words, _) in REFUSED.items()})
-    done = subprocess.run(
-        [sys.executable, "-c", EACH, asked],
+    commands = json.dumps({name: arguments for name, (arguments, _) in REFUSED.items()})
+    result = subprocess.run(
+        [sys.executable, "-c", DOWNLOAD_EACH, commands],
         env={**CLEAN, **env, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         cwd=root,
     )
-    told = re.split(r"(\w+) ended with 2\n", done.stderr)
-    assert dict(zip(told[1::2], told[::2], strict=False)).keys() == REFUSED.keys(), done.stderr
-    for text, name in zip(told[::2], told[1::2], strict=False):
+    messages = re.split(r"(\w+) ended with 2\n", result.stderr)
+    assert dict(zip(messages[1::2], messages[::2], strict=False)).keys() == REFUSED.keys(), result.stderr
+    for text, name in zip(messages[::2], messages[1::2], strict=False):
         assert re.search(REFUSED[name][1], text), text
 
 
 @pytest.mark.parametrize("answer", [[], {}, {"sha": "short", "siblings": []}, {"sha": "a" * 40, "siblings": None}, "<html>"])
-def test_answers_of_no_hub_are_told(answer, tmp_path, monkeypatch):
+def test_invalid_responses_are_reported(answer, tmp_path, monkeypatch):
     import huggingface_hub
 
     from litft.checkpoints.hub import fetch
 
     with Hub() as hub:
-        hub.answer = answer
+        hub.response = answer
         api = huggingface_hub.HfApi(endpoint=hub.url)
         monkeypatch.setattr(huggingface_hub, "HfApi", lambda **_: api)
         with pytest.raises(ValueError, match=r"me/tiny: .* sent no valid response"):
             fetch(HubId("me/tiny"), folder=tmp_path / "out")
 
 
-def test_no_network_is_told(tmp_path):
-    off = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
-    for more in ({}, {"HF_HUB_OFFLINE": "1"}):
-        done = run(["generate/base.py", "--checkpoint_dir", "me/other", "--prompt", "a"], tmp_path, {**off, **more}, code=2)
-        text = " is not in the cache, and HF_HUB_OFFLINE is set" if more else ": http://127.0.0.1:9 cannot be reached"
-        assert f"me/other{text}" in done.stderr
+def test_a_missing_network_is_reported(tmp_path):
+    offline = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
+    for extra_env in ({}, {"HF_HUB_OFFLINE": "1"}):
+        result = run(
+            ["generate/base.py", "--checkpoint_dir", "me/other", "--prompt", "a"], tmp_path, {**offline, **extra_env}, code=2
+        )
+        message = (
+            " is not in the cache, and HF_HUB_OFFLINE is set" if extra_env else ": http://127.0.0.1:9 cannot be reached"
+        )
+        assert f"me/other{message}" in result.stderr
 
 
-def test_data_is_pinned_where_the_hub_answers(online):
+def test_data_is_pinned_if_the_hub_is_reachable(online):
     _, _, env = online
     code = "from litft.checkpoints.hub import *; print(*map(pinned_data, [HubId('me/data'), HubId('me/data', 'e' * 40)]))"
-    done = subprocess.run([sys.executable, "-c", code], env={**CLEAN, **env}, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.split() == [f"me/data@{'d' * 40}", f"me/data@{'e' * 40}"], done.stderr
-    off = {**CLEAN, **env, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    done = subprocess.run([sys.executable, "-c", code], env=off, capture_output=True, text=True, cwd=ROOT)
-    assert done.stdout.split()[0] == "me/data"
+    result = subprocess.run([sys.executable, "-c", code], env={**CLEAN, **env}, capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.split() == [f"me/data@{'d' * 40}", f"me/data@{'e' * 40}"], result.stderr
+    offline = {**CLEAN, **env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    result = subprocess.run([sys.executable, "-c", code], env=offline, capture_output=True, text=True, cwd=ROOT)
+    assert result.stdout.split()[0] == "me/data"
 
 
 @pytest.fixture(scope="module")
 def tuned(online, examples) -> tuple[Hub, Path, dict[str, str]]:
-    """A LoRA run of the hub's model, and a full one."""
+    """Train the hub's model with LoRA and with full finetuning; return `online`."""
     _, root, env = online
     flags = ["--checkpoint_dir", "me/tiny", "--data.path", examples, "--train.max_steps", "2"]
     run(["finetune/lora.py", *flags, "--lora.r", "4", "--lora.rank_pattern", "q_proj=6", "--out_dir", "lora"], root, env)
@@ -239,14 +243,14 @@ def tuned(online, examples) -> tuple[Hub, Path, dict[str, str]]:
 
 
 @pytest.mark.slow
-def test_the_card_says_what_the_run_was(tuned, examples):
+def test_the_model_card_describes_the_run(tuned, examples):
     hub, root, env = tuned
-    words = ["scripts/upload.py", "--checkpoint_dir", "lora", "--repo_id", "me/mine", "--dry_run"]
-    hub.asked.clear()
-    done = run(words, root, env)
-    assert not hub.asked
-    head = yaml.safe_load(done.stdout.split("---")[1])
-    assert head == {
+    arguments = ["scripts/upload.py", "--checkpoint_dir", "lora", "--repo_id", "me/mine", "--dry_run"]
+    hub.requests.clear()
+    result = run(arguments, root, env)
+    assert not hub.requests
+    metadata = yaml.safe_load(result.stdout.split("---")[1])
+    assert metadata == {
         "base_model": "me/tiny",
         "base_model_relation": "adapter",
         "library_name": "peft",
@@ -271,82 +275,84 @@ def test_the_card_says_what_the_run_was(tuned, examples):
         "vllm serve me/tiny --enable-lora --max-lora-rank 8 --lora-modules mine=me/mine",
         "litft convert_to_gguf --checkpoint_dir me/mine --out_dir gguf",
     ):
-        assert text in done.stdout, text
-    assert str(root) not in done.stdout and str(examples.parent) not in done.stdout
-    listed = [line.split()[1] for line in done.stderr.splitlines() if re.match(r" +[\d,]+  \w", line)]
-    assert listed[0] == "README.md" and "adapter_config.json" in listed and "adapter_model.safetensors" in listed
-    assert "tokenizer.model" in listed and "chat_template.jinja" in listed and "config.yaml" not in listed
+        assert text in result.stdout, text
+    assert str(root) not in result.stdout and str(examples.parent) not in result.stdout
+    uploads = [line.split()[1] for line in result.stderr.splitlines() if re.match(r" +[\d,]+  \w", line)]
+    assert uploads[0] == "README.md" and "adapter_config.json" in uploads and "adapter_model.safetensors" in uploads
+    assert "tokenizer.model" in uploads and "chat_template.jinja" in uploads and "config.yaml" not in uploads
 
 
 @pytest.mark.slow
-def test_a_merged_folder_is_told_of_by_its_run(tuned):
+def test_the_card_of_a_merged_model_describes_its_run(tuned):
     _, root, env = tuned
     run(["scripts/merge_lora.py", "--checkpoint_dir", "lora", "--out_dir", "merged"], root, env)
-    words = ["scripts/upload.py", "--checkpoint_dir", "merged", "--repo_id", "me/merged", "--dry_run"]
-    plain, known = run(words, root, env).stdout, run([*words, "--run", "lora"], root, env).stdout
-    assert "trained by" not in plain and "Licence" not in plain and "vllm serve me/merged" in plain
-    assert yaml.safe_load(known.split("---")[1])["base_model_relation"] == "finetune"
+    arguments = ["scripts/upload.py", "--checkpoint_dir", "merged", "--repo_id", "me/merged", "--dry_run"]
+    plain_card, run_card = run(arguments, root, env).stdout, run([*arguments, "--run", "lora"], root, env).stdout
+    assert "trained by" not in plain_card and "Licence" not in plain_card and "vllm serve me/merged" in plain_card
+    assert yaml.safe_load(run_card.split("---")[1])["base_model_relation"] == "finetune"
     for text in ("A model derived from [me/tiny]", "trained by LoRA", "Licence: apache-2.0", "validation loss, at the end"):
-        assert text in known
-    assert "--run merged is not a run of litft" in run([*words, "--run", "merged"], root, env, code=2).stderr
+        assert text in run_card
+    assert "--run merged is not a run of litft" in run([*arguments, "--run", "merged"], root, env, code=2).stderr
 
 
 def snippets(card: str) -> dict[str, str]:
-    """The Python of a card, by its title."""
+    """Return a card's Python snippets by title."""
     return dict(re.findall(r"(\w+):\n\n```python\n(.*?)```", card, re.DOTALL))
 
 
 @pytest.mark.slow
-def test_what_was_uploaded_opens_as_its_card_says(tuned):
+def test_uploaded_models_load_with_the_code_on_their_card(tuned):
     hub, root, env = tuned
-    secret = root / "full" / "final" / "config.json"
-    secret.write_text(json.dumps({**json.loads(secret.read_text()), "_name_or_path": str(root / "secret")}))
+    config_file = root / "full" / "final" / "config.json"
+    config_file.write_text(json.dumps({**json.loads(config_file.read_text()), "_name_or_path": str(root / "secret")}))
     for name, title in (("lora", "PEFT"), ("full", "transformers")):
-        done = run(["scripts/upload.py", "--checkpoint_dir", name, "--repo_id", f"me/{name}", "--private"], root, env)
-        assert done.stdout.strip().endswith(f"/me/{name}") and hub.private[f"me/{name}"]
+        result = run(["scripts/upload.py", "--checkpoint_dir", name, "--repo_id", f"me/{name}", "--private"], root, env)
+        assert result.stdout.strip().endswith(f"/me/{name}") and hub.private[f"me/{name}"]
         files = hub.models[f"me/{name}"]
         assert not any(str(root).encode() in data or b"base_path" in data for data in files.values())
         code = snippets(files["README.md"].decode())[title]
         code += "\nimport torch\nprint(model(torch.arange(3, 40)[None]).logits.sum(-1).tolist()[0][-1])"
-        home = {**env, "HF_HOME": str(root / f"other-{name}")}
-        done = subprocess.run([sys.executable, "-c", code], env={**CLEAN, **home}, capture_output=True, text=True, cwd=root)
-        assert done.returncode == 0, done.stderr[-2000:]
+        fresh_env = {**env, "HF_HOME": str(root / f"other-{name}")}
+        result = subprocess.run(
+            [sys.executable, "-c", code], env={**CLEAN, **fresh_env}, capture_output=True, text=True, cwd=root
+        )
+        assert result.returncode == 0, result.stderr[-2000:]
         check = f"import litft, torch; model = litft.load('{name}', precision='fp32')[0]; tokens = torch.arange(3, 40)[None]"
         check += "; print(model(tokens).sum(-1).tolist()[0][-1])"
-        ours = subprocess.run([sys.executable, "-c", check], env={**CLEAN, **env}, capture_output=True, text=True, cwd=root)
-        assert float(done.stdout.split()[-1]) == pytest.approx(float(ours.stdout), abs=1e-3)
-        words = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "4", "--seed", "1", "--checkpoint_dir"]
-        assert run([*words, f"me/{name}"], root, home).stdout == run([*words, name], root, env).stdout
+        local = subprocess.run([sys.executable, "-c", check], env={**CLEAN, **env}, capture_output=True, text=True, cwd=root)
+        assert float(result.stdout.split()[-1]) == pytest.approx(float(local.stdout), abs=1e-3)
+        arguments = ["generate/base.py", "--prompt", "Once", "--max_new_tokens", "4", "--seed", "1", "--checkpoint_dir"]
+        assert run([*arguments, f"me/{name}"], root, fresh_env).stdout == run([*arguments, name], root, env).stdout
 
 
 @pytest.mark.slow
-def test_an_adapter_of_a_folder_needs_the_name_of_its_base(online, tiny, examples):
+def test_an_adapter_on_a_local_base_needs_the_hub_id_of_its_base(online, tiny, examples):
     hub, root, env = online
     flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", "1", "--out_dir", "local"]
     run(["finetune/lora.py", *flags], root, env)
-    words = ["scripts/upload.py", "--checkpoint_dir", "local", "--repo_id", "me/local", "--dry_run"]
-    done = run(words, root, env, code=2)
-    assert "which is not on the hub; pass its hub id as --base_model" in done.stderr
-    done = run([*words, "--base_model", "me/tiny", "--licence", "mit"], root, env)
-    assert "base_model: me/tiny" in done.stdout and "license: mit" in done.stdout and str(tiny) not in done.stdout
-    run([*words[:-1], "--base_model", "me/tiny"], root, env)
+    arguments = ["scripts/upload.py", "--checkpoint_dir", "local", "--repo_id", "me/local", "--dry_run"]
+    result = run(arguments, root, env, code=2)
+    assert "which is not on the hub; pass its hub id as --base_model" in result.stderr
+    result = run([*arguments, "--base_model", "me/tiny", "--licence", "mit"], root, env)
+    assert "base_model: me/tiny" in result.stdout and "license: mit" in result.stdout and str(tiny) not in result.stdout
+    run([*arguments[:-1], "--base_model", "me/tiny"], root, env)
     config = json.loads(hub.models["me/local"]["adapter_config.json"])
     assert config["base_model_name_or_path"] == "me/tiny" and "base_path" not in config["litft"]
     assert not any(str(tiny).encode() in data for data in hub.models["me/local"].values())
-    done = run([*words, "--base_model", "tiny"], root, env, code=2)
-    assert "--base_model tiny: expected owner/name" in done.stderr
+    result = run([*arguments, "--base_model", "tiny"], root, env, code=2)
+    assert "--base_model tiny: expected owner/name" in result.stderr
 
 
 @pytest.mark.slow
-def test_a_token_that_may_not_write_is_told(tuned):
+def test_an_upload_without_a_network_is_reported(tuned):
     _, root, env = tuned
-    off = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
-    words = ["scripts/upload.py", "--checkpoint_dir", "lora", "--repo_id", "me/mine"]
-    assert "cannot be reached" in run(words, root, off, code=2).stderr
+    offline = {**env, "HF_ENDPOINT": "http://127.0.0.1:9"}
+    arguments = ["scripts/upload.py", "--checkpoint_dir", "lora", "--repo_id", "me/mine"]
+    assert "cannot be reached" in run(arguments, root, offline, code=2).stderr
 
 
-def test_the_card_of_the_best_step_says_what_that_step_was(tiny, examples, tmp_path):
-    """And that of a run which went on with an adapter states no ranks of its own."""
+def test_the_card_of_the_best_step_describes_that_step(tiny, examples, tmp_path):
+    """The card of a run that continues from an adapter lists no LoRA flags."""
     data, train = DataArgs(path=[str(examples)], val_fraction=0.2), TrainArgs(max_steps=4, learning_rate=1.0)
     args = LoRAFinetuneArgs(str(tiny), data=data, train=train, lora=LoRAArgs(r=2), out_dir=str(tmp_path / "first"))
     args = replace(args, eval=EvalArgs(interval=1, max_new_tokens=0), save=SaveArgs(best=True))

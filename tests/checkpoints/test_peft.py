@@ -1,4 +1,4 @@
-"""LoRA against PEFT, from files on disk in both directions, and what a method may and may not change."""
+"""LoRA against PEFT: adapter files in both directions, ten training steps, dtypes, errors and shared base weights."""
 
 import csv
 import json
@@ -6,7 +6,7 @@ import json
 import pytest
 import torch
 from conftest import adapted, script
-from parity import shaken, theirs
+from parity import load_hf, perturb
 from peft_reference import TOKENS, peft_losses, write_adapter
 
 import litft
@@ -18,7 +18,7 @@ from litft.pretrained import load_models, resolve
 
 
 def attached(folder, precision=None, **values):
-    """A model with fresh LoRA factors: (model, method, source)."""
+    """Return (model, method, source) for a model with fresh LoRA factors."""
     source, method = resolve(folder), LoRA(LoRAArgs(**values))
     model = source.base_model(precision)
     method.choose(model, source.adapter_rules)
@@ -55,17 +55,17 @@ def test_peft_reads_what_we_wrote(tiny, tmp_path, targets):
     from peft import PeftModel
 
     model, method, source = attached(tiny, r=3, alpha=5, targets=targets)
-    shaken(method.parameters(model).values())
+    perturb(method.parameters(model).values())
     method.write(tmp_path, source, method.values(model), {"base_model_name_or_path": str(tiny)})
-    reference = PeftModel.from_pretrained(theirs(tiny), tmp_path).eval()
+    reference = PeftModel.from_pretrained(load_hf(tiny), tmp_path).eval()
     assert sum("lora_A" in name for name, _ in reference.named_parameters()) == len(method.specs)
     torch.testing.assert_close(model(TOKENS), reference(TOKENS).logits, rtol=0, atol=1e-4)
-    again, _ = litft.load(tmp_path)
-    assert torch.equal(again(TOKENS), model(TOKENS))
+    reread, _ = litft.load(tmp_path)
+    assert torch.equal(reread(TOKENS), model(TOKENS))
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_scales_are_pefts(tiny, tmp_path, rslora):
+def test_scales_equal_pefts(tiny, tmp_path, rslora):
     patterns = dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32})
     reference = write_adapter(tiny, tmp_path, use_rslora=rslora, **patterns)
     expected = [m.scaling["default"] for m in reference.modules() if hasattr(m, "lora_A")]
@@ -79,7 +79,7 @@ def test_scales_are_pefts(tiny, tmp_path, rslora):
     "values", [dict(rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32}), dict(use_rslora=True)]
 )
 @torch.no_grad()
-def test_an_adapter_read_and_written_again_is_the_same(tiny, tmp_path, values):
+def test_reading_and_writing_an_adapter_preserves_it(tiny, tmp_path, values):
     from peft import PeftModel
 
     expected = write_adapter(tiny, tmp_path / "first", **values).eval()(TOKENS).logits
@@ -87,12 +87,12 @@ def test_an_adapter_read_and_written_again_is_the_same(tiny, tmp_path, values):
     method, values = source.read_adapter()
     (tmp_path / "second").mkdir()
     method.write(tmp_path / "second", source, values, {"base_model_name_or_path": str(tiny)})
-    found = PeftModel.from_pretrained(theirs(tiny), tmp_path / "second").eval()(TOKENS).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    logits = PeftModel.from_pretrained(load_hf(tiny), tmp_path / "second").eval()(TOKENS).logits
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
-def test_ten_steps_are_pefts(tiny, examples, tmp_path):
-    """From random A *and* B, through the command line, in micro-batches of 4, at a rate that moves the loss by 0.3."""
+def test_ten_steps_match_peft(tiny, examples, tmp_path):
+    """Start from random A *and* B, with micro-batches of 4 and a learning rate at which the loss falls by 0.3."""
     reference = write_adapter(tiny, tmp_path / "adapter").train()
     for path in tiny.glob("*token*"):
         (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
@@ -115,7 +115,7 @@ def test_ten_steps_are_pefts(tiny, examples, tmp_path):
 @torch.no_grad()
 def test_dropout_acts_in_training_only(tiny):
     model, method, _ = attached(tiny, dropout=0.5)
-    shaken(method.parameters(model).values())
+    perturb(method.parameters(model).values())
     assert torch.equal(model.eval()(TOKENS), model(TOKENS))
     assert not torch.equal(model.train()(TOKENS), model(TOKENS))
 
@@ -131,24 +131,26 @@ def test_factors_stay_fp32_on_a_bf16_base(tiny):
 
 @torch.no_grad()
 def test_a_small_update_survives_a_bf16_base(tiny):
-    """An update of 1e-3 of the output is added before rounding, as PEFT does: against fp64, it moves what it should."""
+    """An update of 1e-3 of the output is added before rounding, as in PEFT; fp64 is the reference."""
     torch.manual_seed(0)
     from litft.methods.lora_modules import LoRALinear
 
     linear = torch.nn.Linear(64, 64, bias=False).bfloat16()
-    x, plain = torch.randn(200, 64).bfloat16(), linear.weight.double()
+    x, weight = torch.randn(200, 64).bfloat16(), linear.weight.double()
     LoRALinear.mix_over(linear).add_factors(4, 1.0, 0.0)
     linear.reset_parameters()
     linear.lora_b.copy_(torch.randn(64, 4) * 2e-3)
     update = (x.double() @ linear.lora_a.double().T) @ linear.lora_b.double().T
-    exact = (x.double() @ plain.T).bfloat16().double() + update
+    exact = (x.double() @ weight.T).bfloat16().double() + update
     assert (linear(x) == exact.bfloat16()).float().mean() > 0.98  # the factors themselves are rounded to bf16
-    moved = [((y.double() - exact + update) * update).sum() / update.square().sum() for y in (linear(x), exact.bfloat16())]
-    assert float(moved[0]) == pytest.approx(float(moved[1]), rel=0.01)
+    projections = [
+        ((y.double() - exact + update) * update).sum() / update.square().sum() for y in (linear(x), exact.bfloat16())
+    ]
+    assert float(projections[0]) == pytest.approx(float(projections[1]), rel=0.01)
 
 
 @torch.no_grad()
-def test_a_row_of_zeros_has_no_length_to_change(tiny):
+def test_dora_leaves_a_row_of_zeros_unchanged(tiny):
     source = resolve(tiny)
     model, method = source.base_model(), LoRA(LoRAArgs(dora=True))
     model.blocks[1].attention.o_proj.weight[3] = 0.0
@@ -158,8 +160,8 @@ def test_a_row_of_zeros_has_no_length_to_change(tiny):
     assert torch.equal(model(TOKENS), expected)
 
 
-def test_the_loss_knows_new_tokens_whose_head_is_trained(tiny):
-    """A head that is trained whole is plain to the loss, unless another part lies over it."""
+def test_the_loss_includes_new_tokens_of_a_trained_head(tiny):
+    """The loss treats a fully trained head like a plain Linear, unless token rows are applied on top of it."""
     source = resolve(tiny)
     method = LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["lm_head"]))
     method.tokens = {512: [3], 40: [4]}
@@ -174,7 +176,7 @@ def test_the_loss_knows_new_tokens_whose_head_is_trained(tiny):
     assert model.lm_head.token_rows.grad.any()
 
 
-def test_sizes_and_modules_that_mean_nothing_are_named(tiny):
+def test_invalid_ranks_and_unknown_modules_are_reported(tiny):
     source = resolve(tiny)
     for values, message in (
         (dict(rank_pattern=["nothing=3"]), "--lora.rank_pattern nothing=3: no adapted module has that name"),
@@ -191,7 +193,7 @@ def test_sizes_and_modules_that_mean_nothing_are_named(tiny):
     "targets, message",
     [(["nothing"], "nothing: no Linear of this model has that name; choose from down_proj"), (["norm"], "norm: no Linear")],
 )
-def test_an_unknown_target_is_named(tiny, targets, message):
+def test_an_unknown_target_is_reported(tiny, targets, message):
     source = resolve(tiny)
     with pytest.raises(ValueError, match=message):
         LoRA(LoRAArgs(targets=targets)).choose(source.meta_model(), source.adapter_rules)
@@ -213,7 +215,7 @@ def test_an_unknown_target_is_named(tiny, targets, message):
         ({"litft": [1]}, "litft an object"),
     ],
 )
-def test_what_cannot_be_read_is_refused(tiny, tmp_path, change, message):
+def test_invalid_adapter_configs_are_refused(tiny, tmp_path, change, message):
     write_adapter(tiny, tmp_path)
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config | change))
@@ -234,14 +236,16 @@ def test_an_adapter_of_another_base_is_refused(tiny, make_model, examples, tmp_p
     other.save_pretrained(folder)
     with pytest.raises(ValueError, match="was trained on another base"):
         litft.load(tmp_path / "run", base_dir=folder)
-    done = script("generate/base.py", "--checkpoint_dir", "run", "--base_dir", folder, "--prompt", "a", cwd=tmp_path, code=2)
-    assert "was trained on another base" in done.stderr
+    result = script(
+        "generate/base.py", "--checkpoint_dir", "run", "--base_dir", folder, "--prompt", "a", cwd=tmp_path, code=2
+    )
+    assert "was trained on another base" in result.stderr
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
-def test_networks_over_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
-    """Each computes what it does alone, packed too, and the base's weights are there once."""
+def test_models_on_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
+    """Each gives the logits it gives when loaded alone, packed too; the base's weights are in memory once."""
     base = checkpoints["stories260K"]
     methods = [
         LoRA(LoRAArgs(targets=["all-linear"])),
@@ -251,22 +255,22 @@ def test_networks_over_one_base_share_its_tensors(checkpoints, tmp_path, quantiz
     folders = [base, *(adapted(base, tmp_path / str(n), method) for n, method in enumerate(methods))]
     sources = [resolve(folder, base) for folder in folders]
     tokens = torch.randint(0, 500, (2, 9), generator=torch.Generator().manual_seed(0))
-    alone = [source.model("fp32", "cpu", quantize)(tokens) for source in sources]
+    separate_logits = [source.model("fp32", "cpu", quantize)(tokens) for source in sources]
     models = load_models(sources, "fp32", "cpu", quantize)
-    assert all(torch.equal(model(tokens), expected) for model, expected in zip(models, alone, strict=True))
+    assert all(torch.equal(model(tokens), expected) for model, expected in zip(models, separate_logits, strict=True))
     assert len({model.blocks[0].attention.o_proj.weight.data_ptr() for model in models}) == 1
     pack_weights(models)
-    for model, expected in zip(models, alone, strict=True):
+    for model, expected in zip(models, separate_logits, strict=True):
         torch.testing.assert_close(model(tokens), expected, rtol=1e-4, atol=1e-4)
     packed = [model.blocks[0].mlp.gate_proj.weight for model in models]
     assert all(weight is packed[0] for weight in packed)
     assert quantize or packed[0].is_mkldnn
 
 
-def test_whole_modules_and_a_quantized_base_do_not_go_with_others(checkpoints, tmp_path):
+def test_fully_trained_modules_on_a_quantized_base_must_be_loaded_alone(checkpoints, tmp_path):
     base = checkpoints["stories260K"]
-    whole = adapted(base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"])))
+    adapter = adapted(base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"])))
     with pytest.raises(ValueError, match=r"5 modules .* nf4 for the others; load that adapter alone"):
-        load_models([resolve(base), resolve(whole)], "fp32", "cpu", "nf4")
-    assert len(load_models([resolve(base), resolve(whole)], "fp32", "cpu", None)) == 2
-    assert len(load_models([resolve(whole)], "fp32", "cpu", "nf4")) == 1
+        load_models([resolve(base), resolve(adapter)], "fp32", "cpu", "nf4")
+    assert len(load_models([resolve(base), resolve(adapter)], "fp32", "cpu", None)) == 2
+    assert len(load_models([resolve(adapter)], "fp32", "cpu", "nf4")) == 1

@@ -1,4 +1,4 @@
-"""LoRA's kin and LLaMA-Adapter against PEFT: files in both directions, logits, gradients, ten steps of training."""
+"""LoRA variants and LLaMA-Adapter against PEFT: files in both directions, logits, gradients, ten training steps."""
 
 import csv
 import json
@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from conftest import script
-from parity import ROWS, draw, relative, shaken, theirs
+from parity import ROWS, draw, load_hf, perturb, relative
 from peft_reference import peft_losses
 
 import litft
@@ -18,19 +18,19 @@ from litft.pretrained import resolve
 from litft.save_pretrained import Result, write_result
 
 TOKENS = draw(2, 23, seed=8)
-KIN = {
+VARIANTS = {
     "dora": (LoRAArgs(r=3, dora=True), dict(use_dora=True)),
     "dora of some, rslora": (
         LoRAArgs(r=3, dora=True, rslora=True, targets=["v_proj", "up_proj"]),
         dict(use_dora=True, use_rslora=True),
     ),
-    "ends": (LoRAArgs(r=3, targets=["q_proj", "embed", "lm_head"]), dict(ends=True)),
-    "dora of ends": (LoRAArgs(r=3, dora=True, targets=["embed", "o_proj"]), dict(ends=True, use_dora=True)),
+    "ends": (LoRAArgs(r=3, targets=["q_proj", "embed", "lm_head"]), dict(adapt_embeddings=True)),
+    "dora of ends": (LoRAArgs(r=3, dora=True, targets=["embed", "o_proj"]), dict(adapt_embeddings=True, use_dora=True)),
     "biases of adapted": (LoRAArgs(r=3, targets=["q_proj", "up_proj"], bias="lora"), dict(bias="lora_only")),
     "all biases": (LoRAArgs(r=3, targets=["v_proj", "o_proj"], bias="all"), dict(bias="all")),
     "whole ends, norm": (
         LoRAArgs(r=3, targets=["k_proj"], modules_to_save=["embed", "lm_head", "norm"]),
-        dict(whole=True),
+        dict(save_modules=True),
     ),
 }
 FOLDERS = {
@@ -43,69 +43,72 @@ FOLDERS = {
 }
 
 
-# every kin on two families that differ most; on the others, which differ in names and layouts, factors and whole modules
-CASES = [(kin, family) for family in ("llama, tied", "gpt2") for kin in KIN]
+# every variant on the two families that differ most; DoRA and fully trained modules on the others, with other layouts
+CASES = [(variant, family) for family in ("llama, tied", "gpt2") for variant in VARIANTS]
 CASES += [
-    (kin, family) for family in FOLDERS if family not in ("llama, tied", "gpt2") for kin in ("dora", "whole ends, norm")
+    (variant, family)
+    for family in FOLDERS
+    if family not in ("llama, tied", "gpt2")
+    for variant in ("dora", "whole ends, norm")
 ]
 
 
 @pytest.fixture(scope="module")
 def folders(make_model):
-    """A model folder of each family, made on first use."""
-    made = {}
+    """Return a function from a family's name to its model folder, which is created on first use."""
+    folder_by_name = {}
 
     def folder(name):
-        if name not in made:
+        if name not in folder_by_name:
             config_class = ROWS[name.partition(",")[0]][0]
-            made[name] = make_model(getattr(transformers, config_class), **FOLDERS[name])[1]
-        return made[name]
+            folder_by_name[name] = make_model(getattr(transformers, config_class), **FOLDERS[name])[1]
+        return folder_by_name[name]
 
     return folder
 
 
 def attached(folder, method):
-    """A model with a method whose every parameter shows: (model, source)."""
+    """Return (model, source) with a method whose parameters are all nonzero."""
     source = resolve(folder)
     method.choose(source.meta_model(), source.adapter_rules)
     model = source.base_model("fp32")
     torch.manual_seed(0)
     method.attach(model)
-    shaken(method.parameters(model).values())
+    perturb(method.parameters(model).values())
     return model, source
 
 
-@pytest.mark.parametrize("kin, family", CASES)
+@pytest.mark.parametrize("variant, family", CASES)
 @torch.no_grad()
-def test_peft_reads_what_we_wrote(folders, tmp_path, family, kin):
+def test_peft_reads_what_we_wrote(folders, tmp_path, family, variant):
     from peft import PeftModel
 
-    folder, method = folders(family), LoRA(KIN[kin][0])
+    folder, method = folders(family), LoRA(VARIANTS[variant][0])
     model, source = attached(folder, method)
     method.write(tmp_path, source, method.values(model), {"base_model_name_or_path": str(folder)})
-    reference = PeftModel.from_pretrained(theirs(folder), tmp_path).eval()
+    reference = PeftModel.from_pretrained(load_hf(folder), tmp_path).eval()
     assert relative(reference(TOKENS).logits, model(TOKENS)) <= 1e-5
     assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
 
 
-@pytest.mark.parametrize("kin, family", CASES)
+@pytest.mark.parametrize("variant, family", CASES)
 @torch.no_grad()
-def test_reads_what_peft_wrote(folders, tmp_path, family, kin):
+def test_reads_what_peft_wrote(folders, tmp_path, family, variant):
     from peft import LoraConfig, get_peft_model
 
-    folder, values = folders(family), dict(KIN[kin][1])
-    base = theirs(folder)
+    folder, values = folders(family), dict(VARIANTS[variant][1])
+    base = load_hf(folder)
     embed = next(n for n, m in base.named_modules() if m is base.get_input_embeddings()).rpartition(".")[2]
     head = next(n for n, m in base.named_modules() if m is base.get_output_embeddings())
     norm = "model.norm" if hasattr(base, "model") else "final_layer_norm" if family == "gpt_neox" else "ln_f"
     inner = ["c_attn"] if family == "gpt2" else ["query_key_value"] if family == "gpt_neox" else ["o_proj", "down_proj"]
-    ends, whole = values.pop("ends", False), values.pop("whole", False)
-    settings = dict(r=3, lora_alpha=7, target_modules=[*inner, embed] if ends else inner, **values)
-    if whole:
+    adapt_embeddings, save_modules = values.pop("adapt_embeddings", False), values.pop("save_modules", False)
+    settings = dict(r=3, lora_alpha=7, target_modules=[*inner, embed] if adapt_embeddings else inner, **values)
+    if save_modules:
         settings |= dict(modules_to_save=[embed, norm] if base.config.tie_word_embeddings else [embed, head, norm])
         settings["ensure_weight_tying"] = bool(base.config.tie_word_embeddings)
     reference = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
-    shaken(p for p in reference.parameters() if p.requires_grad)
+    perturb(p for p in reference.parameters() if p.requires_grad)
     reference.save_pretrained(tmp_path)
     model, _ = litft.load(tmp_path, base_dir=folder)
     assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
@@ -113,72 +116,72 @@ def test_reads_what_peft_wrote(folders, tmp_path, family, kin):
     out.mkdir()
     write_result(out, source, torch.float32, Result(*source.read_adapter()), 1.0)
     assert relative(litft.load(out)[0](TOKENS), model(TOKENS)) <= 1e-5
-    assert relative(theirs(out)(TOKENS).logits, model(TOKENS)) <= 1e-5
+    assert relative(load_hf(out)(TOKENS).logits, model(TOKENS)) <= 1e-5
 
 
 @pytest.mark.parametrize("family", ["llama", "llama, tied", "gpt_neox"])
 @torch.no_grad()
-def test_new_tokens_are_pefts_trainable_tokens(folders, tmp_path, family):
-    """The user resizes the base, as with PEFT's own; the rows come from the adapter."""
+def test_new_tokens_match_pefts_trainable_tokens(folders, tmp_path, family):
+    """The user resizes the base, as with adapters from PEFT; the rows come from the adapter."""
     from peft import PeftModel
 
     folder, method = folders(family), LoRA(LoRAArgs(r=3))
     method.tokens = {96: [5, 6], 97: [7], 40: [40]}
     model, source = attached(folder, method)
     method.write(tmp_path, source, method.values(model), {"base_model_name_or_path": str(folder)})
-    base = theirs(folder)
+    base = load_hf(folder)
     base.resize_token_embeddings(98, mean_resizing=False)
     tokens = TOKENS.clone()
     tokens[0, ::5] = torch.tensor([96, 97, 40, 96, 97])
     reference = PeftModel.from_pretrained(base, tmp_path).eval()
     assert relative(reference(tokens).logits, model(tokens)) <= 1e-5
-    rows = sum(value.numel() for name, value in method.values(model).items() if "token" in name)
-    assert rows == 3 * 32 * (1 if family.endswith("tied") else 2)
+    saved_values = sum(value.numel() for name, value in method.values(model).items() if "token" in name)
+    assert saved_values == 3 * 32 * (1 if family.endswith("tied") else 2)
 
 
 def prompts(model):
-    """PEFT's prompts and gates, in the order of the layers."""
+    """Return PEFT's prompts and gates by layer."""
     return [(n, p) for n, p in model.named_parameters() if "adaption_" in n]
 
 
 @pytest.mark.parametrize("values", [{}, dict(num_key_value_heads=4), dict(num_key_value_heads=1)], ids=str)
 @pytest.mark.parametrize("config_class", ["LlamaConfig", "MistralConfig"])
-def test_adapter_is_pefts_adaption_prompt(make_model, tmp_path, config_class, values):
-    """Logits and gradients, with gates that are open; the file in both directions."""
+def test_adapter_matches_pefts_adaption_prompt(make_model, tmp_path, config_class, values):
+    """Compare logits and gradients with nonzero gates, and exchange files in both directions."""
     from peft import AdaptionPromptConfig, PeftModel, get_peft_model
 
     _, folder = make_model(getattr(transformers, config_class), sliding_window=9, **values)
     config = AdaptionPromptConfig(adapter_len=5, adapter_layers=2, task_type="CAUSAL_LM")
-    reference = get_peft_model(theirs(folder), config).eval()
-    shaken([p for _, p in prompts(reference)], seed=7)
-    reference.save_pretrained(tmp_path / "theirs")
-    source = resolve(tmp_path / "theirs", folder)
+    reference = get_peft_model(load_hf(folder), config).eval()
+    perturb([p for _, p in prompts(reference)], seed=7)
+    reference.save_pretrained(tmp_path / "peft")
+    source = resolve(tmp_path / "peft", folder)
     model = source.base_model("fp32")
-    method, begin = source.read_adapter()
-    method.load(model, begin)
+    method, tensors = source.read_adapter()
+    method.load(model, tensors)
     losses = []
-    for each in (lambda t: model(t), lambda t: reference(t).logits):
-        loss = torch.nn.functional.cross_entropy(each(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
+    for forward in (lambda t: model(t), lambda t: reference(t).logits):
+        loss = torch.nn.functional.cross_entropy(forward(TOKENS[:, :-1]).flatten(0, 1), TOKENS[:, 1:].flatten())
         loss.backward()
         losses.append(float(loss))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    ours = list(method.parameters(model).values())
-    assert len(ours) == 4
-    largest = max(float(mine.grad.abs().max()) for mine in ours)  # a gate's is a sum of both signs: its own says little
-    for (_, theirs_), mine in zip(prompts(reference), ours, strict=True):
-        assert float((mine.grad - theirs_.grad).abs().max()) <= 1e-5 * largest
+    parameters = list(method.parameters(model).values())
+    assert len(parameters) == 4
+    largest = max(float(parameter.grad.abs().max()) for parameter in parameters)  # a gate's own may cancel
+    for (_, reference_parameter), parameter in zip(prompts(reference), parameters, strict=True):
+        assert float((parameter.grad - reference_parameter.grad).abs().max()) <= 1e-5 * largest
     with torch.no_grad():
         assert relative(model(TOKENS), reference(TOKENS).logits) <= 1e-5
         assert relative(litft.load(folder)[0](TOKENS), model(TOKENS)) >= 1e-3
-        (tmp_path / "ours").mkdir()
-        method.write(tmp_path / "ours", source, method.values(model), {"base_model_name_or_path": str(folder)})
-        again = PeftModel.from_pretrained(theirs(folder), tmp_path / "ours").eval()
-        assert relative(again(TOKENS).logits, model(TOKENS)) <= 1e-5
-    assert json.loads((tmp_path / "ours" / "adapter_config.json").read_text())["peft_type"] == "ADAPTION_PROMPT"
+        (tmp_path / "litft").mkdir()
+        method.write(tmp_path / "litft", source, method.values(model), {"base_model_name_or_path": str(folder)})
+        reread = PeftModel.from_pretrained(load_hf(folder), tmp_path / "litft").eval()
+        assert relative(reread(TOKENS).logits, model(TOKENS)) <= 1e-5
+    assert json.loads((tmp_path / "litft" / "adapter_config.json").read_text())["peft_type"] == "ADAPTION_PROMPT"
 
 
-def test_what_peft_would_compute_otherwise_it_is_not_given(folders, tmp_path):
-    """PEFT adds a Llama's o_proj bias twice, and knows few families: those folders are ours, and PEFT says so."""
+def test_adapters_that_peft_would_compute_differently_are_not_offered_to_it(folders, tmp_path):
+    """PEFT adds a Llama's o_proj bias twice and supports few families: other adapters have a type that PEFT rejects."""
     from peft import PeftConfig
 
     for number, name in enumerate(("llama", "gpt2", "phi3")):
@@ -196,7 +199,7 @@ FLAGS = (
     "--data.val_fraction 0 --train.max_steps 10 --train.lr_schedule constant --train.warmup_fraction 0 "
     "--train.global_batch_size 30 --train.micro_batch_size 30 --train.weight_decay 0 --train.learning_rate 0.01"
 )
-TEN = {
+TEN_STEPS = {
     "lora": ("", {}),
     "rslora": ("", dict(use_rslora=True, r=6, lora_alpha=3)),
     "dora": ("", dict(use_dora=True)),
@@ -205,32 +208,34 @@ TEN = {
 }
 
 
-@pytest.mark.parametrize("kin", [pytest.param(kin, marks=[] if kin == "dora" else [pytest.mark.slow]) for kin in TEN])
-def test_ten_steps_are_pefts(tiny, examples, tmp_path, kin):
-    """From random A and B, which litft goes on from; PiSSA and OLoRA from where they begin."""
+@pytest.mark.parametrize(
+    "variant", [pytest.param(variant, marks=[] if variant == "dora" else [pytest.mark.slow]) for variant in TEN_STEPS]
+)
+def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
+    """Start from an adapter with random A and B; PiSSA and OLoRA start from their own initialization."""
     from peft import LoraConfig, get_peft_model
 
-    flags, values = TEN[kin]
+    flags, values = TEN_STEPS[variant]
     settings = dict(r=4, lora_alpha=8, target_modules="all-linear") | values
-    if kin in ("pissa", "olora"):
-        flags += " --lora.r 4" + (" --lora.alpha 8" if kin == "pissa" else "")
-    reference = get_peft_model(theirs(tiny), LoraConfig(task_type="CAUSAL_LM", **settings)).train()
-    begin = tiny
+    if variant in ("pissa", "olora"):
+        flags += " --lora.r 4" + (" --lora.alpha 8" if variant == "pissa" else "")
+    reference = get_peft_model(load_hf(tiny), LoraConfig(task_type="CAUSAL_LM", **settings)).train()
+    checkpoint = tiny
     if "init_lora_weights" not in values:
         generator = torch.Generator().manual_seed(1)
         with torch.no_grad():
             for name, parameter in reference.named_parameters():
                 if "lora_A" in name or "lora_B" in name:
                     parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
-        begin, flags = tmp_path / "adapter", ""
-        reference.save_pretrained(begin)
-        (begin / "adapter_config.json").write_text(
-            json.dumps(json.loads((begin / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(tiny)})
+        checkpoint, flags = tmp_path / "adapter", ""
+        reference.save_pretrained(checkpoint)
+        (checkpoint / "adapter_config.json").write_text(
+            json.dumps(json.loads((checkpoint / "adapter_config.json").read_text()) | {"base_model_name_or_path": str(tiny)})
         )
     _, tokenizer = litft.load(tiny)
     samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train
     expected = peft_losses(reference, samples, 0.01, 10, decay=0.0)
-    command = f"--checkpoint_dir {begin} --data.path {examples} --out_dir run {FLAGS} {flags}"
+    command = f"--checkpoint_dir {checkpoint} --data.path {examples} --out_dir run {FLAGS} {flags}"
     script("finetune/lora.py", *command.split(), cwd=tmp_path)
     with (tmp_path / "run" / "metrics.csv").open() as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]

@@ -1,4 +1,4 @@
-"""Weight files in every layout that Hugging Face writes, and a clear word on those that are broken."""
+"""Weight files in every layout that Hugging Face writes, and the errors for broken folders."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def model_folder(make_model):
 
 @pytest.fixture
 def folder(model_folder, tmp_path):
-    """A copy that a test may spoil."""
+    """Return a copy of the model folder that a test may damage."""
     return shutil.copytree(model_folder[1], tmp_path / "model")
 
 
@@ -51,7 +51,7 @@ def test_shards_bin_and_sharded_bin_are_the_same_model(model_folder, folder, tmp
 
 
 @torch.no_grad()
-def test_what_we_write_transformers_reads(model_folder, folder, tmp_path):
+def test_transformers_reads_our_weights(model_folder, folder, tmp_path):
     from transformers import AutoModelForCausalLM
 
     source = resolve(folder)
@@ -69,7 +69,7 @@ def test_what_we_write_transformers_reads(model_folder, folder, tmp_path):
 
 
 @torch.no_grad()
-def test_dtype_is_the_folders_unless_asked_for(folder):
+def test_dtype_is_that_of_the_folder_unless_requested(folder):
     tensors = load_file(folder / "model.safetensors")
     save_file({n: t.bfloat16() for n, t in tensors.items()}, folder / "model.safetensors")
     assert {p.dtype for p in litft.load(folder)[0].parameters()} == {torch.bfloat16}
@@ -78,8 +78,8 @@ def test_dtype_is_the_folders_unless_asked_for(folder):
         litft.load(folder, precision="int4")
 
 
-def test_nothing_is_read_before_it_is_needed(folder):
-    """Names, shapes and a tensor's beginning come from the header: a hole in the data is not noticed."""
+def test_tensors_are_read_lazily(folder):
+    """Names and shapes come from the header: a hole in place of the data is not noticed."""
     path = folder / "model.safetensors"
     header = int.from_bytes(path.read_bytes()[:8], "little") + 8
     with path.open("r+b") as file:
@@ -171,8 +171,8 @@ def stored_as(dtype):
     return change
 
 
-def wrong(**values):
-    """A field that holds nonsense, and the message about it."""
+def invalid(**values):
+    """Return a change that gives a field an invalid value, and the expected message."""
     ((name, value),) = values.items()
     return config(**values), f"config.json: {name} must be .*, found {re.escape(repr(value))}"
 
@@ -186,18 +186,18 @@ def rope(**values):
 BROKEN = [
     (stored_as(torch.int8), "stored as torch.int8, but litft expects floating-point weights"),
     (stored_as(torch.uint16), "stored as U16, not a weight dtype"),
-    wrong(hidden_size="64"),
-    wrong(hidden_size=None),
-    wrong(num_attention_heads=0),
-    wrong(num_hidden_layers=10**12),
-    wrong(vocab_size=-1),
-    wrong(max_position_embeddings=1.5),
-    wrong(rms_norm_eps=-1),
-    wrong(rope_theta="x"),
-    wrong(sliding_window=-1),
-    wrong(tie_word_embeddings="x"),
-    wrong(hidden_act=["silu"]),
-    wrong(rope_scaling=[1]),
+    invalid(hidden_size="64"),
+    invalid(hidden_size=None),
+    invalid(num_attention_heads=0),
+    invalid(num_hidden_layers=10**12),
+    invalid(vocab_size=-1),
+    invalid(max_position_embeddings=1.5),
+    invalid(rms_norm_eps=-1),
+    invalid(rope_theta="x"),
+    invalid(sliding_window=-1),
+    invalid(tie_word_embeddings="x"),
+    invalid(hidden_act=["silu"]),
+    invalid(rope_scaling=[1]),
     (config(num_hidden_layers=20_000), "num_hidden_layers must be a whole number from 1 to 10,000"),
     rope(factor=0),
     rope(factor="2"),
@@ -228,15 +228,15 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("spoil, message", BROKEN, ids=[message[:60] for _, message in BROKEN])
-def test_a_broken_folder_is_named(folder, spoil, message):
-    spoil(folder)
+@pytest.mark.parametrize("damage, message", BROKEN, ids=[message[:60] for _, message in BROKEN])
+def test_broken_folders_are_reported(folder, damage, message):
+    damage(folder)
     with pytest.raises(ValueError, match=message):
         litft.load(folder)
     assert not (folder / "executed").exists()
 
 
-def test_a_folder_that_is_none(tmp_path):
+def test_a_missing_folder_and_a_file_are_reported(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         litft.load(tmp_path / "nowhere")
     (tmp_path / "file").touch()

@@ -1,4 +1,4 @@
-"""Files of examples in every format and packing, as streams, and what is said about those that cannot be read."""
+"""Data files of every format and compression are streamed; errors for files that cannot be read."""
 
 import csv
 import gzip
@@ -18,8 +18,8 @@ RECORDS = [
 
 
 def write(path: Path, records: list[dict]) -> Path:
-    """A file of the format that its name says."""
-    suffix, packing = (path.suffix, "") if path.suffix not in (".gz", ".zst") else (Path(path.stem).suffix, path.suffix)
+    """Write records in the format and compression given by the suffix."""
+    suffix, compression = (path.suffix, "") if path.suffix not in (".gz", ".zst") else (Path(path.stem).suffix, path.suffix)
     if suffix == ".parquet":
         parquet = pytest.importorskip("pyarrow.parquet")
         arrow = pytest.importorskip("pyarrow")
@@ -27,17 +27,17 @@ def write(path: Path, records: list[dict]) -> Path:
         return path
     if suffix in (".csv", ".tsv"):
         with path.open("w", encoding="utf-8", newline="") as file:
-            table = csv.DictWriter(file, list(records[0]), delimiter="\t" if suffix == ".tsv" else ",")
-            table.writeheader()
-            table.writerows(records)
+            writer = csv.DictWriter(file, list(records[0]), delimiter="\t" if suffix == ".tsv" else ",")
+            writer.writeheader()
+            writer.writerows(records)
         data = path.read_bytes()
     elif suffix == ".jsonl":
         data = "\n".join(json.dumps(record, ensure_ascii=False) for record in records).encode()
     else:
         data = json.dumps(records, ensure_ascii=False, indent=1).encode()
-    if packing == ".gz":
+    if compression == ".gz":
         data = gzip.compress(data)
-    elif packing == ".zst":
+    elif compression == ".zst":
         data = pytest.importorskip("zstandard").compress(data)
     path.write_bytes(data)
     return path
@@ -52,15 +52,15 @@ def test_every_format_gives_the_same_records(tmp_path, suffix):
 
 
 def test_a_zst_file_of_several_frames_is_read_to_its_end(tmp_path):
-    """As pzstd and `cat a.zst b.zst` write them."""
+    """pzstd and `cat a.zst b.zst` write such files."""
     compress = pytest.importorskip("zstandard").compress
     frames = [compress(json.dumps(record).encode() + b"\n") for record in RECORDS]
     (tmp_path / "a.jsonl.zst").write_bytes(b"".join(frames))
     assert [record for _, record in read_records(tmp_path / "a.jsonl.zst")] == RECORDS
 
 
-def test_arrows_union_of_fields_is_taken_apart(tmp_path):
-    """What one record's tools have, another's have not."""
+def test_null_fields_added_by_arrow_are_removed(tmp_path):
+    """Arrow gives every struct the union of all fields, filled with null."""
     records = [{"tools": [{"name": "f", "arguments": {"x": 1}}]}, {"tools": [{"name": "g", "arguments": {"y": "a"}}]}]
     assert [record for _, record in read_records(write(tmp_path / "a.parquet", records))] == records
 
@@ -71,8 +71,8 @@ def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
 
 
 @pytest.mark.parametrize("size", [10, 1 << 20, 5 << 20])
-def test_a_text_comes_whole_in_parts(tmp_path, size):
-    """Characters of several bytes lie across the blocks' borders."""
+def test_a_text_is_read_completely_in_parts(tmp_path, size):
+    """Multi-byte characters cross block boundaries."""
     text = ("Ein grüßender Bär 🐻.\n" * (size // 20 + 1))[: size // 2] + "ü" * (size // 4)
     (tmp_path / "a.txt").write_text(text, "utf-8")
     records = [record for _, record in read_records(tmp_path / "a.txt")]
@@ -84,7 +84,7 @@ def test_a_text_comes_whole_in_parts(tmp_path, size):
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".json.gz"])
 def test_a_file_larger_than_memory_is_streamed(tmp_path, suffix):
-    """64 MB go through 12 MB."""
+    """A file of 64 MB is read with 12 MB of memory."""
     path = write(tmp_path / f"a{suffix}", [{"text": f"{n} " + "x" * 16_000} for n in range(4000)])
     tracemalloc.start()
     count = sum(1 for _ in read_records(path))
@@ -120,7 +120,7 @@ def test_a_file_larger_than_memory_is_streamed(tmp_path, suffix):
         ("a.parquet", "plain", "is not a complete Parquet file|needs pyarrow"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named_with_the_place(tmp_path, name, content, message):
+def test_errors_name_the_file_and_the_position(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=message) as error:
         list(read_records(tmp_path / name))
@@ -136,14 +136,14 @@ def test_a_file_that_cannot_be_read_is_named_with_the_place(tmp_path, name, cont
         ("a.csv", "text,b\na,1\nx\nb,1\n", "line 3: 1 cells for 2 columns"),
     ],
 )
-def test_what_stands_behind_a_bad_record_is_read(tmp_path, name, content, message):
+def test_records_after_a_bad_record_are_read(tmp_path, name, content, message):
     (tmp_path / name).write_text(content)
     first, bad, last = (record for _, record in read_records(tmp_path / name))
     assert (first["text"], last["text"]) == ("a", "b")
     assert isinstance(bad, ValueError) and message in str(bad)
 
 
-def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path):
+def test_errors_for_files_that_are_not_text_name_the_byte(tmp_path):
     (tmp_path / "a.json").write_bytes(b'[{"instruction": "\xff\xfe"}]')
     with pytest.raises(ValueError, match=r"a.json is not UTF-8 text \(at byte 18\)"):
         list(read_records(tmp_path / "a.json"))
@@ -152,12 +152,12 @@ def test_a_file_that_is_no_text_is_named_with_the_byte(tmp_path):
         list(read_records(tmp_path / "a.txt"))
 
 
-def test_half_a_packed_file_is_named(tmp_path):
-    whole = write(tmp_path / "a.jsonl.gz", RECORDS * 20).read_bytes()
-    (tmp_path / "a.jsonl.gz").write_bytes(whole[: len(whole) // 2])
+def test_a_truncated_compressed_file_is_reported(tmp_path):
+    compressed = write(tmp_path / "a.jsonl.gz", RECORDS * 20).read_bytes()
+    (tmp_path / "a.jsonl.gz").write_bytes(compressed[: len(compressed) // 2])
     with pytest.raises(ValueError, match=r"is not a complete .gz file"):
         list(read_records(tmp_path / "a.jsonl.gz"))
-    whole = write(tmp_path / "a.jsonl.zst", RECORDS * 20).read_bytes()
-    (tmp_path / "a.jsonl.zst").write_bytes(whole[: len(whole) // 2])
+    compressed = write(tmp_path / "a.jsonl.zst", RECORDS * 20).read_bytes()
+    (tmp_path / "a.jsonl.zst").write_bytes(compressed[: len(compressed) // 2])
     with pytest.raises(ValueError, match=r"is not a complete .zst file"):
         list(read_records(tmp_path / "a.jsonl.zst"))

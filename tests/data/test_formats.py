@@ -1,4 +1,4 @@
-"""Records of every format become the same conversation, and a bad one is named."""
+"""Records of every format become the same conversation; errors name bad records."""
 
 import json
 
@@ -8,20 +8,20 @@ from litft.args import Formats
 from litft.data.formats import FORMATS, to_example
 from litft.data.readers import read_records
 
-ASKED = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
+CHAT = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
 SYSTEM = {"role": "system", "content": "Be brief."}
 PARTS = [
-    dict(m, content=[{"type": "text", "text": m["content"][:2]}, {"type": "text", "value": m["content"][2:]}]) for m in ASKED
+    dict(m, content=[{"type": "text", "text": m["content"][:2]}, {"type": "text", "value": m["content"][2:]}]) for m in CHAT
 ]
 TOOL = {"name": "add", "parameters": {"type": "object"}}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
-CALLED = [
+TOOL_CHAT = [
     {"role": "user", "content": "1+2?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "content": "3"},
     {"role": "assistant", "content": "Three."},
 ]
-SPOKEN = [
+SHAREGPT = [
     {"from": "human", "value": "1+2?"},
     {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'},
     {"from": "observation", "value": "3"},
@@ -33,29 +33,33 @@ ARGUMENTS_AS_TEXT = {"type": "function", "function": {"name": "add", "arguments"
 @pytest.mark.parametrize(
     "form, record, expected",
     [
-        ("messages", {"messages": ASKED}, ASKED),
-        ("messages", {"messages": PARTS}, ASKED),
-        ("messages", {"messages": [SYSTEM, *ASKED]}, [SYSTEM, *ASKED]),
-        ("messages", {"messages": [CALLED[0], dict(CALLED[1], content=None, tool_calls=[ARGUMENTS_AS_TEXT])]}, CALLED[:2]),
-        ("sharegpt", {"conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}]}, ASKED),
-        ("sharegpt", {"conversations": ["Add 1 and 2.", "3"], "source": "lima"}, ASKED),
-        ("sharegpt", {"conversations": SPOKEN, "tools": json.dumps([TOOL]), "system": "Be brief."}, [SYSTEM, *CALLED]),
-        ("alpaca", {"instruction": "Add 1 and 2.", "input": "", "output": "3"}, ASKED),
-        ("alpaca", {"instruction": "Add 1 and 2.", "output": "3", "system": "Be brief."}, [SYSTEM, *ASKED]),
-        ("dolly", {"instruction": "Add 1 and 2.", "context": "", "response": "3", "category": "qa"}, ASKED),
-        ("prompt", {"prompt": "Add 1 and 2.", "completion": "3"}, ASKED),
-        ("prompt", {"prompt": ASKED[:1], "completion": ASKED[1:]}, ASKED),
-        ("question", {"question": "Add 1 and 2.", "answer": "3"}, ASKED),
-        ("text", {"text": "### Human: Add 1 and 2.### Assistant: 3"}, ASKED),
-        ("text", {"text": "### Human: Add 1 and 2.\n### Assistant: 3"}, ASKED),
+        ("messages", {"messages": CHAT}, CHAT),
+        ("messages", {"messages": PARTS}, CHAT),
+        ("messages", {"messages": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
+        (
+            "messages",
+            {"messages": [TOOL_CHAT[0], dict(TOOL_CHAT[1], content=None, tool_calls=[ARGUMENTS_AS_TEXT])]},
+            TOOL_CHAT[:2],
+        ),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}]}, CHAT),
+        ("sharegpt", {"conversations": ["Add 1 and 2.", "3"], "source": "lima"}, CHAT),
+        ("sharegpt", {"conversations": SHAREGPT, "tools": json.dumps([TOOL]), "system": "Be brief."}, [SYSTEM, *TOOL_CHAT]),
+        ("alpaca", {"instruction": "Add 1 and 2.", "input": "", "output": "3"}, CHAT),
+        ("alpaca", {"instruction": "Add 1 and 2.", "output": "3", "system": "Be brief."}, [SYSTEM, *CHAT]),
+        ("dolly", {"instruction": "Add 1 and 2.", "context": "", "response": "3", "category": "qa"}, CHAT),
+        ("prompt", {"prompt": "Add 1 and 2.", "completion": "3"}, CHAT),
+        ("prompt", {"prompt": CHAT[:1], "completion": CHAT[1:]}, CHAT),
+        ("question", {"question": "Add 1 and 2.", "answer": "3"}, CHAT),
+        ("text", {"text": "### Human: Add 1 and 2.### Assistant: 3"}, CHAT),
+        ("text", {"text": "### Human: Add 1 and 2.\n### Assistant: 3"}, CHAT),
     ],
 )
-def test_a_format_is_recognised_and_becomes_messages(form, record, expected):
+def test_a_format_is_detected_and_converted_to_messages(form, record, expected):
     assert to_example(record, "here", "").messages == expected
     assert to_example(record, "here", "", form).messages == expected
 
 
-def test_every_format_can_be_asked_for_by_name():
+def test_every_format_can_be_selected_by_name():
     assert tuple(FORMATS) == Formats.__args__
 
 
@@ -63,47 +67,47 @@ def test_dialogues_and_plain_text():
     example = to_example({"dialogue": "A: hi", "summary": "They greet."}, "here", "")
     assert example.messages[0]["content"].endswith("A: hi") and example.messages[1]["content"] == "They greet."
     assert to_example({"text": "Once upon a time"}, "here", "").text == "Once upon a time"
-    tools = to_example({"conversations": SPOKEN, "tools": json.dumps([TOOL])}, "here", "").tools
+    tools = to_example({"conversations": SHAREGPT, "tools": json.dumps([TOOL])}, "here", "").tools
     assert tools == [{"type": "function", "function": TOOL}]
 
 
-def test_an_input_stands_as_the_template_wants_it():
+def test_an_input_is_formatted_for_the_template():
     record = {"instruction": "Add.", "input": "1, 2", "output": "3"}
     assert to_example(record, "here", "").messages[0]["content"] == "Add.\n\n1, 2"
     assert to_example(record, "here", "### Response:").messages[0]["content"] == "Add.\n\n### Input:\n1, 2"
 
 
-def test_turns_that_are_not_learned_are_marked():
+def test_unsupervised_turns_are_marked():
     for mark in ({"train": False}, {"loss_weight": 0.0}, {"weight": 0}):
-        messages = to_example({"messages": [ASKED[0], ASKED[1] | mark]}, "here", "").messages
+        messages = to_example({"messages": [CHAT[0], CHAT[1] | mark]}, "here", "").messages
         assert messages[1]["train"] is False and "train" not in messages[0]
 
 
-def test_turns_of_one_speaker_are_one_turn():
+def test_consecutive_turns_of_one_speaker_are_joined():
     turns = [
         {"from": "human", "value": "a"},
         {"from": "gpt", "value": "b", "weight": 1},
         {"from": "gpt", "value": "c", "weight": 0},
     ]
-    said = to_example({"conversations": turns}, "here", "").messages[-1]
-    assert said == {"role": "assistant", "content": "b\n\nc", "train": False}
+    message = to_example({"conversations": turns}, "here", "").messages[-1]
+    assert message == {"role": "assistant", "content": "b\n\nc", "train": False}
 
 
-def test_nothing_that_is_said_goes_missing():
+def test_no_content_is_lost():
     guanaco = to_example({"text": "### System: Be nice\n### Human: a### Assistant: b"}, "here", "")
     assert guanaco.messages[0] == {"role": "system", "content": "Be nice"}
-    lists = to_example({"prompt": ASKED[:1], "completion": ASKED[1:], "system": "Be brief."}, "here", "")
-    assert lists.messages == [SYSTEM, *ASKED]
-    thought = {"role": "assistant", "content": "3", "reasoning_content": "1+2"}
-    assert to_example({"messages": [ASKED[0], thought]}, "here", "").messages[-1] == thought
+    from_lists = to_example({"prompt": CHAT[:1], "completion": CHAT[1:], "system": "Be brief."}, "here", "")
+    assert from_lists.messages == [SYSTEM, *CHAT]
+    answer = {"role": "assistant", "content": "3", "reasoning_content": "1+2"}
+    assert to_example({"messages": [CHAT[0], answer]}, "here", "").messages[-1] == answer
     with pytest.raises(ValueError, match="field 'system' must be text"):
         to_example({"instruction": "a", "output": "b", "system": 3}, "here", "")
 
 
-def test_empty_columns_of_other_formats_do_not_decide():
+def test_empty_columns_do_not_determine_the_format():
     for empty in (None, ""):
         record = {"messages": empty, "instruction": "Add 1 and 2.", "output": "3", "input": empty, "system": empty}
-        assert to_example(record, "here", "").messages == ASKED
+        assert to_example(record, "here", "").messages == CHAT
 
 
 @pytest.mark.parametrize(
@@ -123,8 +127,8 @@ def test_empty_columns_of_other_formats_do_not_decide():
             {"messages": [{"role": "assistant", "content": None, "tool_calls": 3}]},
             "tool_calls must be a list, found a number",
         ),
-        ({"messages": ASKED, "tools": "{"}, "tools: invalid JSON"),
-        ({"messages": ASKED, "tools": {"a": 1}}, "tools must be a list of objects"),
+        ({"messages": CHAT, "tools": "{"}, "tools: invalid JSON"),
+        ({"messages": CHAT, "tools": {"a": 1}}, "tools must be a list of objects"),
         ({"conversations": [{"from": "cat", "value": "a"}]}, "turn 0 is from 'cat'; known: human"),
         ({"conversations": [{"from": "gpt"}]}, "turn 0 must have text as its 'value', found null"),
         ({"conversations": [{"from": "function_call", "value": "add"}]}, "turn 0: invalid JSON"),
@@ -132,7 +136,7 @@ def test_empty_columns_of_other_formats_do_not_decide():
         ({"prompt": 1, "completion": "a"}, "field 'prompt' must be text, found a number"),
     ],
 )
-def test_a_bad_record_is_named_with_the_reason(record, message):
+def test_errors_name_the_record_and_the_reason(record, message):
     with pytest.raises(ValueError, match=message) as error:
         to_example(record, "data.json, record 7", "")
     assert str(error.value).startswith("data.json, record 7")

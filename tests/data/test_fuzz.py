@@ -1,4 +1,4 @@
-"""Five thousand broken records and files: each is read, or explained with its place; none ends in a traceback or silence."""
+"""Five thousand broken records and files: each is read, or rejected with an error that names its position."""
 
 import copy
 import gzip
@@ -15,7 +15,7 @@ from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, Encoder
 from litft.data.readers import read_records
 from litft.data.tokenizer import Tokenizer
 
-TALK = [
+CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": [{"type": "text", "text": "Hi?"}]},
     {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a": 1}'}}]},
@@ -23,7 +23,7 @@ TALK = [
     {"role": "assistant", "content": "Three.", "train": True, "loss_weight": 1.0},
 ]
 SEEDS = [
-    {"messages": TALK, "tools": [{"name": "f", "parameters": {}}]},
+    {"messages": CHAT, "tools": [{"name": "f", "parameters": {}}]},
     {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Ho."}], "system": "Be brief."},
     {"conversations": ["Hi?", "Ho."]},
     {"instruction": "Add.", "input": "1, 2", "output": "3"},
@@ -72,33 +72,33 @@ JUNK: list[Any] = [
 SKIPPED = {CUT_AWAY, MASKED, EMPTY, BLANK}
 
 
-def places(value: Any, path: tuple = ()) -> list[tuple]:
-    """Every place of a nested value."""
-    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+def paths_in(value: Any, path: tuple = ()) -> list[tuple]:
+    """Return the paths of all values in a nested value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    return [path, *(inner_path for key, item in items for inner_path in paths_in(item, (*path, key)))]
 
 
-def mutated(draw: random.Random, record: Any) -> Any:
-    """A record with one to three of its values replaced, removed, repeated, or put elsewhere."""
+def mutate(rng: random.Random, record: Any) -> Any:
+    """Return a copy of a record with one to three values replaced, removed, repeated or moved."""
     record = copy.deepcopy(record)
-    for _ in range(draw.randint(1, 3)):
-        path = draw.choice(places(record))
+    for _ in range(rng.randint(1, 3)):
+        path = rng.choice(paths_in(record))
         if not path:
-            if draw.random() < 0.05:
-                return draw.choice(JUNK)
+            if rng.random() < 0.05:
+                return rng.choice(JUNK)
             continue
-        holder = record
+        container = record
         for key in path[:-1]:
-            holder = holder[key]
-        kind, key = draw.randrange(4), path[-1]
+            container = container[key]
+        kind, key = rng.randrange(4), path[-1]
         if kind == 0:
-            holder[key] = copy.deepcopy(draw.choice(JUNK))
+            container[key] = copy.deepcopy(rng.choice(JUNK))
         elif kind == 1:
-            del holder[key]
-        elif kind == 2 and isinstance(holder, list):
-            holder.insert(draw.randint(0, len(holder)), copy.deepcopy(holder[key]))
-        elif isinstance(holder, dict):
-            holder[draw.choice(["content", "role", "value", "text", "from", "x"])] = holder.pop(key)
+            del container[key]
+        elif kind == 2 and isinstance(container, list):
+            container.insert(rng.randint(0, len(container)), copy.deepcopy(container[key]))
+        elif isinstance(container, dict):
+            container[rng.choice(["content", "role", "value", "text", "from", "x"])] = container.pop(key)
     return record
 
 
@@ -113,7 +113,7 @@ def encoder(request, tiny, shared):
 
 
 def check(encoded, where: str) -> str:
-    """What became of a record: it is learned from, skipped for a reason, or explained with its place."""
+    """Return the outcome of a record: "learned", "skipped" for a reason, or "explained" by an error with its position."""
     if encoded.error is not None:
         assert encoded.error.startswith(where) and len(encoded.error) > len(where) + 10 and not encoded.samples
         return "explained"
@@ -125,42 +125,42 @@ def check(encoded, where: str) -> str:
 
 
 def test_mutated_records(encoder):
-    """Three thousand, a thousand a template."""
-    draw = random.Random(0)
-    found = [check(encoder(f"here, record {n}", mutated_json(draw)), f"here, record {n}") for n in range(1000)]
-    print({kind: found.count(kind) for kind in set(found)})
-    assert all(found.count(kind) > 5 for kind in ("learned", "skipped", "explained"))
+    """One thousand records per template, three thousand in total."""
+    rng = random.Random(0)
+    outcomes = [check(encoder(f"here, record {n}", random_record(rng)), f"here, record {n}") for n in range(1000)]
+    print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
+    assert all(outcomes.count(outcome) > 5 for outcome in ("learned", "skipped", "explained"))
 
 
-def mutated_json(draw: random.Random) -> Any:
-    """A mutated record as a file would give it."""
-    record = mutated(draw, draw.choice(SEEDS))
+def random_record(rng: random.Random) -> Any:
+    """Return a mutated record as read from a file."""
+    record = mutate(rng, rng.choice(SEEDS))
     return record if isinstance(record, dict) else ValueError("an example must be an object with fields")
 
 
 FLAT = [{"instruction": f"Say {n}.", "input": "", "output": f'{n}, "said"\n'} for n in range(4)]
 
 
-def damaged(draw: random.Random, data: bytes) -> bytes:
-    """Bytes with some of them changed, lost, doubled, or put in."""
-    for _ in range(draw.randint(1, 4)):
-        at = draw.randint(0, len(data))
-        to = min(len(data), at + draw.choice([1, 1, 2, 8, 100]))
-        kind = draw.randrange(5)
+def damage(rng: random.Random, data: bytes) -> bytes:
+    """Return the bytes with some of them changed, removed, repeated or inserted."""
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randint(0, len(data))
+        end = min(len(data), start + rng.choice([1, 1, 2, 8, 100]))
+        kind = rng.randrange(5)
         if kind == 0:
-            data = data[:at] + bytes(draw.randrange(256) for _ in range(to - at)) + data[to:]
+            data = data[:start] + bytes(rng.randrange(256) for _ in range(end - start)) + data[end:]
         elif kind == 1:
-            data = data[:at] + data[to:]
+            data = data[:start] + data[end:]
         elif kind == 2:
-            data = data[:to] + data[at:]
+            data = data[:end] + data[start:]
         elif kind == 3:
             data = (
-                data[:at]
-                + draw.choice([b'"', b"\n", b"{", b"]", b",", b"\xff", b"\x00", b"\\", b"NaN", b"\xef\xbb\xbf"])
-                + data[at:]
+                data[:start]
+                + rng.choice([b'"', b"\n", b"{", b"]", b",", b"\xff", b"\x00", b"\\", b"NaN", b"\xef\xbb\xbf"])
+                + data[start:]
             )
         else:
-            data = data[:at]
+            data = data[:start]
     return data
 
 
@@ -178,29 +178,29 @@ def damaged(draw: random.Random, data: bytes) -> bytes:
     ],
 )
 def test_damaged_files(tmp_path, tiny, suffix, count):
-    """Two thousand: what comes out is accounted for record by record, or the file is named with what is wrong."""
-    draw, encoder = random.Random(suffix), Encoder(Tokenizer(tiny), 256)
+    """Two thousand files: every record is accounted for, or an error names the file and the reason."""
+    rng, encoder = random.Random(suffix), Encoder(Tokenizer(tiny), 256)
     path = tmp_path / f"a{suffix}"
     if suffix == ".txt":
         path.write_text("Once upon a time.\nThere was a girl.\n")
     else:
         write(path, FLAT)
-    whole, kinds = path.read_bytes(), []
+    original, outcomes = path.read_bytes(), []
     for _ in range(count):
-        path.write_bytes(damaged(draw, whole))
+        path.write_bytes(damage(rng, original))
         try:
             for where, record in read_records(path):
                 assert where.startswith(str(path))
-                kinds.append(check(encoder(where, record), where))
+                outcomes.append(check(encoder(where, record), where))
         except ValueError as error:
             assert str(path) in str(error), error
-            kinds.append("refused")
-    print({kind: kinds.count(kind) for kind in set(kinds)})
-    assert kinds.count("refused") + kinds.count("explained") > count / 10 or suffix == ".txt"
+            outcomes.append("refused")
+    print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
+    assert outcomes.count("refused") + outcomes.count("explained") > count / 10 or suffix == ".txt"
 
 
-def test_a_packed_file_that_goes_on_forever_is_streamed(tmp_path):
-    """40 MB of one line in 40 kB: it is read, and no line is given out by halves."""
+def test_a_compressed_file_with_one_huge_line_is_read(tmp_path):
+    """One line of 40 MB, compressed to 40 kB, is read as one record."""
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(json.dumps({"text": "x" * 40_000_000}).encode()))
     ((_, record),) = read_records(Path(tmp_path / "a.jsonl.gz"))
     assert len(record["text"]) == 40_000_000

@@ -1,4 +1,4 @@
-"""Chat templates against transformers' rendering, in the sandbox, and what the model itself says in them."""
+"""Chat templates: rendering as in transformers, the sandbox, and the supervised parts of the text."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 
 from litft.data.chat_template import ALPACA, STYLES, assistant_turns, render, user_content
 
-TALK = [
+CHAT = [
     {"role": "user", "content": "What is <b>2</b> & 3?"},
     {"role": "assistant", "content": "Five."},
     {"role": "user", "content": "Sure?"},
@@ -23,14 +23,14 @@ TEMPLATES = """
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_renders_as_transformers_does(shared, name):
+def test_rendered_text_equals_transformers(shared, name):
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama-2-7b")
     source = (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
     tokens = {"bos_token": reference.bos_token, "eos_token": reference.eos_token, "unk_token": "<unk>"}
     tools = [] if "tool_use" in name else None
-    for messages in (TALK, TALK[:1], *([[SYSTEM, *TALK]] if "gemma" not in name else [])):
+    for messages in (CHAT, CHAT[:1], *([[SYSTEM, *CHAT]] if "gemma" not in name else [])):
         for prompt in (False, True):
             settings = dict(chat_template=source, tokenize=False, add_generation_prompt=prompt, tools=tools)
             expected = reference.apply_chat_template(messages, **settings)
@@ -46,7 +46,7 @@ TOOL = {
     },
 }
 CALL = {"type": "function", "id": "a1b2c3d4e", "function": {"name": "weather", "arguments": {"town": "Köln"}}}
-TOOL_TALK = [
+TOOL_CHAT = [
     {"role": "user", "content": "How warm is it?"},
     {"role": "assistant", "content": "", "tool_calls": [CALL]},
     {"role": "tool", "name": "weather", "tool_call_id": "a1b2c3d4e", "content": '{"celsius": 21}'},
@@ -56,14 +56,14 @@ TOOL_TALK = [
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_tool_conversations_render_as_transformers_do(shared, name):
-    """Or are refused by the template itself, there as here."""
+    """If the template itself raises in transformers, it also does in litft."""
     from jinja2.exceptions import TemplateError
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama-2-7b")
     source = (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
     tokens = {"bos_token": reference.bos_token, "eos_token": reference.eos_token, "unk_token": "<unk>"}
-    for messages in (TOOL_TALK[:1], TOOL_TALK[:3], TOOL_TALK):
+    for messages in (TOOL_CHAT[:1], TOOL_CHAT[:3], TOOL_CHAT):
         settings = dict(chat_template=source, tokenize=False, add_generation_prompt=True, tools=[TOOL])
         try:
             expected = reference.apply_chat_template(messages, **settings)
@@ -88,11 +88,11 @@ def test_alpaca_is_stanfords_wording():
     )
 
 
-SPECIAL = (
+SPECIAL_TOKENS = (
     "<|im_end|> <|eot_id|> <end_of_turn> <|end|> <|return|> <|call|> <|end_of_text|> <｜end▁of▁sentence｜> </s>".split()
 )
-# how a template ends a turn; gpt-oss also has channels, and R1's prompt opens a thought
-ENDS = {
+# the end token of a turn per template; gpt-oss also has channels, and the prompt of R1 contains <think>
+END_TOKENS = {
     "HuggingFaceTB": "<|im_end|>",
     "NousResearch": "<|im_end|>",
     "Qwen": "<|im_end|>",
@@ -104,11 +104,11 @@ ENDS = {
     "mistralai": "</s>",
     "openai": "<|return|>",
 }
-TAGGED = '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
-CALLED = {  # what is said to call a tool; the others leave calls out, or take no tools
-    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": TAGGED,
-    "Qwen-QwQ-32B": TAGGED,
-    "Qwen-Qwen2.5-7B-Instruct": TAGGED,
+TAGGED_CALL = '<tool_call>\n{"name": "weather", "arguments": {"town": "Köln"}}\n</tool_call>'
+RENDERED_CALLS = {  # the text of a tool call; the other templates omit calls or do not support tools
+    "NousResearch-Hermes-3-Llama-3.1-8B-tool_use": TAGGED_CALL,
+    "Qwen-QwQ-32B": TAGGED_CALL,
+    "Qwen-Qwen2.5-7B-Instruct": TAGGED_CALL,
     "meta-llama-Llama-3.1-8B-Instruct": '{"name": "weather", "parameters": {"town": "Köln"}}',
     "meta-llama-Llama-3.2-3B-Instruct": '{"name": "weather", "parameters": {"town": "Köln"}}',
     "mistralai-Mistral-Nemo-Instruct-2407": '[TOOL_CALLS][{"name": "weather", '
@@ -117,99 +117,102 @@ CALLED = {  # what is said to call a tool; the others leave calls out, or take n
 }
 
 
-def rendering(shared, name):
-    """The template as `assistant_turns` calls it."""
+def renderer(shared, name):
+    """Return the render function of a template for `assistant_turns`."""
     source = STYLES.get(name) or (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
     return partial(render, source, **TOKENS)
 
 
-def learned(texts) -> list[str]:
+def supervised(texts) -> list[str]:
     return [turn.text[turn.start : turn.end] for _, turns in texts for turn in turns]
 
 
-def of(name: str, text: str) -> str:
-    """What a turn of plain words is in a template."""
-    before = "<|channel|>final<|message|>" if "gpt-oss" in name else ""
-    return before + text + next(end for start, end in ENDS.items() if name.startswith(start))
+def as_turn(name: str, text: str) -> str:
+    """Return a plain answer as rendered by a template, with its end token."""
+    prefix = "<|channel|>final<|message|>" if "gpt-oss" in name else ""
+    return prefix + text + next(end_token for family, end_token in END_TOKENS.items() if name.startswith(family))
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_learned_is_each_answer_and_its_end(shared, name):
-    """design.md 4.3: with and without a system turn, over several turns, as the model would have said it at inference."""
-    talks = [TALK, TALK[:2]] + ([[SYSTEM, *TALK]] if "gemma" not in name else [])
-    for talk in talks:
-        show = rendering(shared, name)
-        texts = assistant_turns(show, talk, None, SPECIAL)
-        assert learned(texts) == [of(name, m["content"]) for m in talk if m["role"] == "assistant"]
+def test_each_answer_and_its_end_token_are_supervised(shared, name):
+    """design.md 4.3: with and without a system prompt, over several turns, with the prompts of inference."""
+    chats = [CHAT, CHAT[:2]] + ([[SYSTEM, *CHAT]] if "gemma" not in name else [])
+    for chat in chats:
+        render_chat = renderer(shared, name)
+        texts = assistant_turns(render_chat, chat, None, SPECIAL_TOKENS)
+        assert supervised(texts) == [as_turn(name, m["content"]) for m in chat if m["role"] == "assistant"]
         for text, turns in texts:
             for turn in turns:
-                assert text[: turn.start] == show(talk[: turn.message], add_generation_prompt=True)
-        if len(texts) == 1 and not any(word in name for word in ("QwQ", "R1")):  # whose prompts open a thought
-            assert texts[0][0] == show(talk)
+                assert text[: turn.start] == render_chat(chat[: turn.message], add_generation_prompt=True)
+        if len(texts) == 1 and not any(word in name for word in ("QwQ", "R1")):  # their prompts contain <think>
+            assert texts[0][0] == render_chat(chat)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_what_is_learned_of_a_tool_conversation(shared, name):
-    show = rendering(shared, name)
-    if name not in CALLED:
+def test_supervised_texts_of_a_tool_conversation(shared, name):
+    render_chat = renderer(shared, name)
+    if name not in RENDERED_CALLS:
         with pytest.raises(ValueError, match="leaves out a tool call"):
-            assistant_turns(show, TOOL_TALK, [TOOL], SPECIAL)
+            assistant_turns(render_chat, TOOL_CHAT, [TOOL], SPECIAL_TOKENS)
         return
-    called, answered = learned(assistant_turns(show, TOOL_TALK, [TOOL], SPECIAL))
-    assert answered == of(name, "21 °C.")
-    assert called == CALLED[name] + ("<|call|>" if "gpt-oss" in name else of(name, ""))
+    call, answer = supervised(assistant_turns(render_chat, TOOL_CHAT, [TOOL], SPECIAL_TOKENS))
+    assert answer == as_turn(name, "21 °C.")
+    assert call == RENDERED_CALLS[name] + ("<|call|>" if "gpt-oss" in name else as_turn(name, ""))
 
 
 @pytest.mark.parametrize("name", STYLES)
 def test_the_styles_render_in_one_text(shared, name):
-    talk = [SYSTEM, *TALK]
-    ((text, turns),) = assistant_turns(rendering(shared, name), talk, None, SPECIAL)
+    chat = [SYSTEM, *CHAT]
+    ((text, turns),) = assistant_turns(renderer(shared, name), chat, None, SPECIAL_TOKENS)
     assert [text[turn.start : turn.end].rstrip("<|>/setoumdnrif_").strip() for turn in turns] == ["Five.", 'Yes, "sure".']
     assert text.count("Be brief.") == 1 and text.count("What is <b>2</b> & 3?") == 1
     with pytest.raises(ValueError, match="leaves out a tool call"):
-        assistant_turns(rendering(shared, name), TOOL_TALK, [TOOL], SPECIAL)
+        assistant_turns(renderer(shared, name), TOOL_CHAT, [TOOL], SPECIAL_TOKENS)
 
 
-def test_calls_and_thoughts_that_a_template_shows_in_part_are_refused(shared):
-    twice = [dict(TOOL_TALK[1], tool_calls=[CALL, CALL])]
+def test_a_template_that_drops_tool_calls_or_reasoning_is_refused(shared):
+    two_calls = [dict(TOOL_CHAT[1], tool_calls=[CALL, CALL])]
     with pytest.raises(ValueError, match="leaves out a tool call"):
-        assistant_turns(rendering(shared, "openai-gpt-oss-120b"), [TOOL_TALK[0], *twice], [TOOL], SPECIAL)
-    thought = {"role": "assistant", "content": "Five.", "reasoning_content": "2+3"}
+        assistant_turns(renderer(shared, "openai-gpt-oss-120b"), [TOOL_CHAT[0], *two_calls], [TOOL], SPECIAL_TOKENS)
+    answer = {"role": "assistant", "content": "Five.", "reasoning_content": "2+3"}
     with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
-        assistant_turns(rendering(shared, "Qwen-Qwen2.5-7B-Instruct"), [TALK[0], thought], None, SPECIAL)
+        assistant_turns(renderer(shared, "Qwen-Qwen2.5-7B-Instruct"), [CHAT[0], answer], None, SPECIAL_TOKENS)
 
 
-def test_the_generation_tag_is_rendered_as_what_stands_in_it():
+def test_the_generation_tag_is_rendered_as_its_content():
     source = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %};{% endfor %}"
-    assert render(source, TALK[:2], **TOKENS) == "What is <b>2</b> & 3?;Five.;"
+    assert render(source, CHAT[:2], **TOKENS) == "What is <b>2</b> & 3?;Five.;"
 
 
-def test_thoughts_that_a_template_drops_later_are_learned_where_they_were_had(shared):
-    talk = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in TALK]
-    texts = assistant_turns(rendering(shared, "Qwen-QwQ-32B"), talk, None, SPECIAL)
-    assert learned(texts) == ["2+3\n</think>\n\nFive.<|im_end|>", 'Yes, "sure".<|im_end|>']  # the prompt opens the thought
+def test_reasoning_that_a_template_drops_later_is_supervised_in_its_own_turn(shared):
+    chat = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in CHAT]
+    texts = assistant_turns(renderer(shared, "Qwen-QwQ-32B"), chat, None, SPECIAL_TOKENS)
+    # the prompt contains <think>
+    assert supervised(texts) == ["2+3\n</think>\n\nFive.<|im_end|>", 'Yes, "sure".<|im_end|>']
     assert texts[0][0].count("<think>") == texts[0][0].count("</think>") == 1
     assert "2+3" not in texts[1][0]
-    session = learned(assistant_turns(rendering(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), talk, None, SPECIAL))
-    assert session[0] == "2+3\n</think>\n\nFive.<｜end▁of▁sentence｜>"  # its prompt has said <think>
+    r1_texts = supervised(
+        assistant_turns(renderer(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), chat, None, SPECIAL_TOKENS)
+    )
+    assert r1_texts[0] == "2+3\n</think>\n\nFive.<｜end▁of▁sentence｜>"  # its prompt contains <think>, too
 
 
-def test_a_template_that_ends_no_turn_gives_each_its_own_text():
-    """Or the model would never learn to stop but after the last."""
-    show = partial(
+def test_a_template_without_end_tokens_gives_each_turn_its_own_text():
+    """Otherwise the model would learn to stop only after the last turn."""
+    render_chat = partial(
         render,
         "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         "{% if add_generation_prompt %}assistant: {% endif %}",
         **TOKENS,
     )
-    texts = assistant_turns(show, TALK, None, SPECIAL)
-    assert learned(texts) == ["Five.", 'Yes, "sure".'] and len(texts) == 2
+    texts = assistant_turns(render_chat, CHAT, None, SPECIAL_TOKENS)
+    assert supervised(texts) == ["Five.", 'Yes, "sure".'] and len(texts) == 2
 
 
-def test_a_template_that_leaves_the_words_out_is_refused():
-    show = partial(render, "{% for m in messages %}{{ m.role }}{% endfor %}", **TOKENS)
+def test_a_template_that_omits_the_content_is_refused():
+    render_chat = partial(render, "{% for m in messages %}{{ m.role }}{% endfor %}", **TOKENS)
     with pytest.raises(ValueError, match="leaves out the assistant's content"):
-        assistant_turns(show, TALK, None, SPECIAL)
+        assistant_turns(render_chat, CHAT, None, SPECIAL_TOKENS)
 
 
 @pytest.mark.parametrize(
@@ -224,4 +227,4 @@ def test_a_template_that_leaves_the_words_out_is_refused():
 )
 def test_a_hostile_or_broken_template_is_refused(source):
     with pytest.raises(ValueError, match="cannot render this conversation"):
-        render(source, TALK, **TOKENS)
+        render(source, CHAT, **TOKENS)

@@ -1,4 +1,4 @@
-"""Both back-ends against token ids made elsewhere, and the one BOS."""
+"""Both tokenizer back-ends against ids of llama.cpp and transformers; exactly one BOS."""
 
 import gzip
 import json
@@ -20,7 +20,7 @@ GOLDEN = {
 
 
 def golden(shared, name) -> list[tuple[str, list[int]]]:
-    """llama.cpp's texts and ids."""
+    """Return the test texts and ids of llama.cpp."""
     folder = shared / "golden_ids"
     texts = (folder / f"{name}.inp").read_text("utf-8").split("\n__ggml_vocab_test__\n")
     lines = (folder / f"{name}.out").read_text("utf-8").split("\n")
@@ -28,7 +28,7 @@ def golden(shared, name) -> list[tuple[str, list[int]]]:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_ids_are_the_golden_ones(shared, name):
+def test_ids_equal_the_golden_ids(shared, name):
     tokenizer = Tokenizer(shared / "tokenizers" / name)
     pairs = golden(shared, GOLDEN[name])
     assert len(pairs) >= 45
@@ -39,38 +39,40 @@ def test_ids_are_the_golden_ones(shared, name):
 NAMES = """
     falcon-40b gemma-2 gpt-neox-20b gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2 qwen2.5 tinyllama-1.1b-chat
 """.split()
-# AutoTokenizer of transformers 5 rebuilds these two and splits leading spaces as neither sentencepiece nor the golden ids do
-REBUILT = ("llama-2-7b", "tinyllama-1.1b-chat")
+# AutoTokenizer of transformers 5 rebuilds these two, and then splits leading spaces unlike sentencepiece and the golden ids
+REBUILT_BY_TRANSFORMERS = ("llama-2-7b", "tinyllama-1.1b-chat")
 
 
 @pytest.fixture(scope="module")
 def texts(shared):
-    """Prose, chat, code and JSON of real data."""
+    """Prose, chats, code and JSON from real data."""
     data = shared / "data"
     parts = [(data / "wikitext2_valid.txt").read_text("utf-8")[:6000]]
-    parts += [json.dumps(json.loads((data / f).read_text("utf-8"))[:30], ensure_ascii=False) for f in JSON_FILES]
-    parts += [(data / f).read_text("utf-8")[:6000] for f in ("gsm8k_500.jsonl", "samsum_1400.jsonl", "messages_500.jsonl")]
+    parts += [json.dumps(json.loads((data / name).read_text("utf-8"))[:30], ensure_ascii=False) for name in JSON_FILES]
+    parts += [
+        (data / name).read_text("utf-8")[:6000] for name in ("gsm8k_500.jsonl", "samsum_1400.jsonl", "messages_500.jsonl")
+    ]
     return [*parts, "  two  leading, \t tab\r\n\n\n end ", "\u00a0½ ﬁ ≠ 🦙👩‍👩‍👧 \u200b日本語 العربية ภาษาไทย", " ", "\n"]
 
 
 JSON_FILES = ("alpaca_2k.json", "sharegpt_500.json", "tool_calls_300.json")
 
 
-# of these, whose files take seconds to read, the golden ids are held every day
+# their files take seconds to read; the fast tests only compare their golden ids
 LARGE = ("falcon-40b", "gemma-2", "llama-3.1", "qwen2.5")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in NAMES])
-def test_ids_and_texts_are_transformers(shared, texts, tmp_path, name):
+def test_ids_and_texts_equal_transformers(shared, texts, tmp_path, name):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     for path in (shared / "tokenizers" / name).iterdir():
         shutil.copyfile(path, tmp_path / path.name)
-    if (packed := tmp_path / "tokenizer.json.gz").is_file():
-        (tmp_path / "tokenizer.json").write_bytes(gzip.decompress(packed.read_bytes()))
-    if not (tmp_path / "tokenizer_config.json").is_file():  # gpt-neox-20b: nothing but its tokenizer.json is here
+    if (compressed := tmp_path / "tokenizer.json.gz").is_file():
+        (tmp_path / "tokenizer.json").write_bytes(gzip.decompress(compressed.read_bytes()))
+    if not (tmp_path / "tokenizer_config.json").is_file():  # gpt-neox-20b has only a tokenizer.json
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
-    if name in (*REBUILT, "gpt-neox-20b"):
+    if name in (*REBUILT_BY_TRANSFORMERS, "gpt-neox-20b"):
         reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     else:
         reference = AutoTokenizer.from_pretrained(tmp_path)
@@ -82,20 +84,20 @@ def test_ids_and_texts_are_transformers(shared, texts, tmp_path, name):
             expected = reference.decode(ids, skip_special_tokens=skip, clean_up_tokenization_spaces=False)
             assert tokenizer.decode(ids, skip_special=skip) == expected, text[:80]
         assert "".join(pieces_of(tokenizer, [], ids[:400])).rstrip("\ufffd") == tokenizer.decode(ids[:400]).rstrip("\ufffd")
-    whole = "".join(reference.all_special_tokens) + "a"
-    assert tokenizer.encode(whole, bos=False) == reference(whole, add_special_tokens=False).input_ids
+    special_text = "".join(reference.all_special_tokens) + "a"
+    assert tokenizer.encode(special_text, bos=False) == reference(special_text, add_special_tokens=False).input_ids
 
 
 @pytest.fixture
 def sentencepiece(shared, tmp_path):
-    """Llama 2's tokenizer through the sentencepiece back-end."""
+    """The tokenizer of Llama 2 in the sentencepiece back-end."""
     for path in (shared / "tokenizers" / "llama-2-7b").iterdir():
         if path.name != "tokenizer.json":
             shutil.copyfile(path, tmp_path / path.name)
     return Tokenizer(tmp_path)
 
 
-def test_sentencepiece_ids_are_the_golden_ones(shared, sentencepiece):
+def test_sentencepiece_ids_equal_the_golden_ids(shared, sentencepiece):
     for text, ids in golden(shared, "llama-spm"):
         assert sentencepiece.encode(text, bos=False) == ids, repr(text)
 
@@ -109,7 +111,7 @@ def test_both_back_ends_agree(shared, sentencepiece):
     assert (fast.bos_id, fast.eos_id, fast.stop_ids) == (sentencepiece.bos_id, sentencepiece.eos_id, sentencepiece.stop_ids)
 
 
-def test_special_tokens_in_a_text_are_tokens(sentencepiece):
+def test_special_tokens_in_a_text_are_parsed(sentencepiece):
     assert sentencepiece.encode("<s>[INST] a</s>", bos=False)[0] == 1
     assert sentencepiece.encode("<s>[INST] a</s>", bos=False)[-1] == 2
     assert sentencepiece.decode([1, 263, 2]) == "a"
@@ -134,25 +136,25 @@ def test_bos_and_eos_on_request(shared):
         Tokenizer(shared / "tokenizers" / "qwen2.5").encode("hi", bos=True)
 
 
-def pieces_of(tokenizer, before, new):
-    """What becomes readable with each token, and what is left at the end."""
-    stream = Detokenizer(tokenizer, before)
-    return [text for text in (*map(stream.push, new), stream.rest()) if text]
+def pieces_of(tokenizer, prompt_ids, ids):
+    """Return the non-empty pieces of streamed text."""
+    stream = Detokenizer(tokenizer, prompt_ids)
+    return [text for text in (*map(stream.push, ids), stream.rest()) if text]
 
 
 @pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.1", "qwen2.5"])
-def test_streamed_pieces_are_the_whole_text(shared, name, sentencepiece):
+def test_streamed_pieces_join_to_the_full_text(shared, name, sentencepiece):
     text = "The Äpfel cost 5 €, 日本語 and 🦙🦙 too.\n\n  - indented\n\tδείγμα"
     for tokenizer in (Tokenizer(shared / "tokenizers" / name), sentencepiece):
-        before = tokenizer.encode("Question: what?\nAnswer:")
+        prompt_ids = tokenizer.encode("Question: what?\nAnswer:")
         ids = tokenizer.encode("Question: what?\nAnswer: " + text)
-        assert ids[: len(before)] == before
-        pieces = pieces_of(tokenizer, before, ids[len(before) :])
+        assert ids[: len(prompt_ids)] == prompt_ids
+        pieces = pieces_of(tokenizer, prompt_ids, ids[len(prompt_ids) :])
         assert "".join(pieces).strip() == text
         assert len(pieces) > 10 and not any("\ufffd" in piece for piece in pieces)
 
 
-def test_a_broken_file_is_named(shared, tmp_path):
+def test_a_broken_file_is_reported(shared, tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(ValueError, match=r"tokenizer.json is not a valid tokenizer"):

@@ -1,4 +1,4 @@
-"""Layers on several devices: as many as fit on each, and the same logits."""
+"""Layers on several devices: each device gets as many as fit, and the logits stay the same."""
 
 import pytest
 import torch
@@ -15,23 +15,23 @@ from litft.pretrained import resolve
     "free, layers, ends, counts",
     [
         ([None], [5] * 4, 9, [4, 0]),  # a CPU has room for all
-        ([100, 100], [20] * 4, 9, [4, 0, 0]),  # it fits on the first
-        ([100, 100], [20] * 6, 20, [3, 3, 0]),  # 90 % of the memory; the first has the embedding too
-        ([100, 100], [20] * 12, 20, [3, 4, 5]),  # the host has the rest
+        ([100, 100], [20] * 4, 9, [4, 0, 0]),  # all fit on the first
+        ([100, 100], [20] * 6, 20, [3, 3, 0]),  # 90 % of the memory is used; the first device also has the embedding
+        ([100, 100], [20] * 12, 20, [3, 4, 5]),  # the rest is on the host
         ([10, 100], [20] * 4, 20, [0, 4, 0]),
-        ([100, 100], [50, 10, 80], 0, [2, 1, 0]),  # in their order
+        ([100, 100], [50, 10, 80], 0, [2, 1, 0]),  # layers keep their order
     ],
 )
-def test_each_device_gets_what_it_has_room_for(free, layers, ends, counts):
+def test_each_device_gets_the_layers_that_fit(free, layers, ends, counts):
     assert fit_layers(free, layers, ends) == counts
 
 
 @pytest.mark.skipif(
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch cannot pretend to have devices",
+    reason="this version of torch cannot simulate devices",
 )
-def test_what_passes_goes_from_device_to_device(make_model):
-    """On two devices that refuse to be mixed, and the CPU: the same logits, to the bit."""
+def test_activations_move_between_devices(make_model):
+    """Two simulated devices that refuse to be mixed, and the CPU, give bitwise the same logits."""
     config_class, variations = ROWS["gemma2"]
     folder = make_model(getattr(transformers, config_class), **variations["soft caps, windows"])[1]
     done = script("tests/elsewhere.py", folder, cwd=folder)
@@ -39,20 +39,20 @@ def test_what_passes_goes_from_device_to_device(make_model):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_gpu_and_the_host(checkpoints):
+def test_layers_on_a_gpu_and_the_host(checkpoints):
     source, tokens = resolve(checkpoints["stories15M"]), torch.arange(3, 40)[None]
     model = source.model("fp32", "cuda", None, DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2]))
     expected = litft.load(checkpoints["stories15M"], "fp32")[0](tokens)
     torch.testing.assert_close(model(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_by_its_flags(checkpoints, tmp_path):
-    words = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--prompt", "One day", "--temperature", "0"]
-    words += ["--max_new_tokens", "12"]
-    given = ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
-    done = [script(*words, *more.split(), cwd=tmp_path) for more in given]
-    assert len({each.stdout for each in done}) == 1 and "layers: 5 on cpu" in done[1].stderr
-    wrong = script(*words, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2).stderr
-    assert "the counts add up to 6, but the model has 5 layers" in wrong
-    wrong = script(*words, "--layers_per_device", "2,x", cwd=tmp_path, code=2).stderr
-    assert "expected auto, or a number for each of --devices 1" in wrong
+def test_layers_per_device_flag(checkpoints, tmp_path):
+    argv = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--prompt", "One day", "--temperature", "0"]
+    argv += ["--max_new_tokens", "12"]
+    options = ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
+    results = [script(*argv, *flags.split(), cwd=tmp_path) for flags in options]
+    assert len({result.stdout for result in results}) == 1 and "layers: 5 on cpu" in results[1].stderr
+    stderr = script(*argv, "--devices", "2", "--layers_per_device", "2,4", cwd=tmp_path, code=2).stderr
+    assert "the counts add up to 6, but the model has 5 layers" in stderr
+    stderr = script(*argv, "--layers_per_device", "2,x", cwd=tmp_path, code=2).stderr
+    assert "expected auto, or a number for each of --devices 1" in stderr

@@ -1,10 +1,10 @@
-"""A network cut between processes says what the whole one does: every family, method and way to keep weights."""
+"""A tensor-parallel model gives the logits of the unsplit one, for every family, method and quantization."""
 
 import pytest
 import torch
 import transformers
-from method_cases import FAMILIES, METHODS, saved, tokens_for
-from parity import ROWS, draw, relative, shaken
+from method_cases import FAMILIES, METHODS, save_result, tokens_for
+from parity import ROWS, draw, perturb, relative
 from parts import logits
 
 import litft
@@ -17,7 +17,7 @@ TOKENS = draw(2, 20, seed=1)
 
 @pytest.fixture(scope="module")
 def folders(make_model):
-    """Every variation of every family, by name."""
+    """The model folders of every variation of every family, by name."""
     return {
         f"{family}: {name}": make_model(getattr(transformers, config_class), **values)[1]
         for family, (config_class, variations) in ROWS.items()
@@ -25,36 +25,36 @@ def folders(make_model):
     }
 
 
-def compare(cases, found, bound=1e-5):
-    """Each case's logits with those of one device."""
-    for name, case, own in zip(cases, cases.values(), found, strict=True):
-        assert not isinstance(own, str), f"{name}: {own}"
+def compare(cases, results, bound=1e-5):
+    """Compare each case's logits with those of one device."""
+    for name, case, actual in zip(cases, cases.values(), results, strict=True):
+        assert not isinstance(actual, str), f"{name}: {actual}"
         model, _ = litft.load(case["folder"], case.get("precision", "fp32"))
         with torch.inference_mode():
-            assert relative(own, model(torch.tensor(case["tokens"]))) <= bound, name
+            assert relative(actual, model(torch.tensor(case["tokens"]))) <= bound, name
 
 
-SHARED_HEADS = ("llama: grouped", "olmo2: norms after", "gpt_oss: sinks, experts")  # of a plain, a normed and an odd kind
+SHARED_HEADS = ("llama: grouped", "olmo2: norms after", "gpt_oss: sinks, experts")  # plain, with norms, with sinks
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_family(folders, tmp_path, processes):
-    """Two processes have two heads each; of four some have the same keys and values. Rotation does not depend on the cut."""
+    """Two processes have two heads each; of four, some share key/value heads. The split leaves rotary embeddings alone."""
     rotations = {f"llama: {name}" for name, values in ROWS["llama"][1].items() if "rope_parameters" in values}
-    chosen = {name: folder for name, folder in folders.items() if name not in rotations}
+    selected = {name: folder for name, folder in folders.items() if name not in rotations}
     if processes == 4:
-        chosen = {name: folders[name] for name in SHARED_HEADS}
-    cases = {name: {"folder": str(folder), "tokens": TOKENS.tolist()} for name, folder in chosen.items()}
+        selected = {name: folders[name] for name in SHARED_HEADS}
+    cases = {name: {"folder": str(folder), "tokens": TOKENS.tolist()} for name, folder in selected.items()}
     compare(cases, logits(list(cases.values()), tmp_path, processes))
 
 
-# of each way to change a module: factors and lengths, every kind of target, prefixes with scales and biases
+# one of each way to change a module: low-rank factors and magnitudes, every kind of target, prefixes with scales and biases
 EVERYWHERE = ("dora", "lora, all it has", "adapter_v2")
 
 
 @torch.no_grad()
 def test_every_method(folders, tmp_path):
-    """All on Llama; on the others, whose layouts differ, one of each kind."""
+    """All methods on Llama; one of each kind on the other families, whose layouts differ."""
     cases = {}
     for family, variation in FAMILIES.items():
         source = resolve(folders[f"{family}: {variation}"])
@@ -63,46 +63,46 @@ def test_every_method(folders, tmp_path):
             method.choose(source.meta_model(), source.adapter_rules)
             model = source.base_model("fp32", unquantized=method.unquantized_modules())
             method.attach(model)
-            shaken(method.parameters(model).values())
-            folder = saved(model, method, source, tmp_path / f"{family}{index}")
+            perturb(method.parameters(model).values())
+            folder = save_result(model, method, source, tmp_path / f"{family}{index}")
             cases[f"{name} / {family}"] = {"folder": str(folder), "tokens": tokens_for(method).tolist()}
     compare(cases, logits(list(cases.values()), tmp_path))
 
 
 @torch.no_grad()
-def test_each_process_quantizes_its_part(folders, tmp_path):
-    """As numbers the same as a whole network whose parts were rounded one by one."""
+def test_each_process_quantizes_its_shard(folders, tmp_path):
+    """The logits equal those of an unsplit model whose shards were quantized one by one."""
     cases = [
         (name, kind) for name in ("llama: grouped", "phi3: fused", "qwen3_moe: renormalized") for kind in ("nf4", "int8")
     ]
-    words = [{"folder": str(folders[name]), "tokens": TOKENS.tolist(), "quantize": kind} for name, kind in cases]
-    for (name, kind), found in zip(cases, logits(words, tmp_path), strict=True):
+    requests = [{"folder": str(folders[name]), "tokens": TOKENS.tolist(), "quantize": kind} for name, kind in cases]
+    for (name, kind), actual in zip(cases, logits(requests, tmp_path), strict=True):
         model, _ = litft.load(folders[name], "fp32")
         slices = [TensorParallelPlacement(model.config, rank, 2) for rank in range(2)]
-        for leaf, parameter in model.named_parameters():
-            if is_quantizable(leaf, model):
-                dim = -1 if leaf.split(".")[-2] in ("o_proj", "down_proj") else -2
-                pieces = [quantize_dequantize(own.shard(leaf, parameter), kind, torch.float32) for own in slices]
-                parameter.copy_(torch.cat(pieces, dim))
-        assert relative(found, model(TOKENS)) <= 1e-5, (name, kind)
+        for key, parameter in model.named_parameters():
+            if is_quantizable(key, model):
+                dim = -1 if key.split(".")[-2] in ("o_proj", "down_proj") else -2
+                shards = [quantize_dequantize(placement.shard(key, parameter), kind, torch.float32) for placement in slices]
+                parameter.copy_(torch.cat(shards, dim))
+        assert relative(actual, model(TOKENS)) <= 1e-5, (name, kind)
 
 
 def test_real_models(checkpoints, tmp_path):
-    """stories15M has 6 heads, stories260K 8 query heads that share 4."""
+    """stories15M has 6 heads, stories260K 8 query heads with 4 key/value heads."""
     tokens = torch.randint(3, 500, (2, 24), generator=torch.Generator().manual_seed(0)).tolist()
     cases = {name: {"folder": str(checkpoints[name]), "tokens": tokens} for name in ("stories15M", "stories260K")}
     compare(cases, logits(list(cases.values()), tmp_path))
 
 
-def test_heads_that_some_processes_share(make_model, tmp_path):
-    """Six query heads of one key head, and of three, on three processes."""
-    wide = dict(hidden_size=48, num_attention_heads=6, intermediate_size=48, head_dim=8)
-    folders = {heads: make_model(transformers.LlamaConfig, num_key_value_heads=heads, **wide)[1] for heads in (1, 3)}
+def test_heads_shared_by_several_processes(make_model, tmp_path):
+    """Six query heads with one or three key/value heads on three processes."""
+    sizes = dict(hidden_size=48, num_attention_heads=6, intermediate_size=48, head_dim=8)
+    folders = {heads: make_model(transformers.LlamaConfig, num_key_value_heads=heads, **sizes)[1] for heads in (1, 3)}
     cases = {heads: {"folder": str(folder), "tokens": TOKENS.tolist()} for heads, folder in folders.items()}
     compare(cases, logits(list(cases.values()), tmp_path, 3))
 
 
-def test_what_does_not_divide_is_refused_by_name(checkpoints, folders):
+def test_dimensions_that_do_not_divide_are_named(checkpoints, folders):
     config = resolve(checkpoints["SmolLM2-135M-Instruct"]).config
     with pytest.raises(ValueError, match="--devices 2 cannot evenly split num_attention_heads 9, num_key_value_heads 3"):
         check_divides(config, 2)
@@ -112,4 +112,4 @@ def test_what_does_not_divide_is_refused_by_name(checkpoints, folders):
     moe = resolve(folders["qwen2_moe: some dense, renormalized"]).config
     with pytest.raises(ValueError, match="the MLP's hidden size 56, an expert's hidden size 24, the shared expert's"):
         check_divides(moe, 64)
-    check_divides(resolve(folders["llama: grouped"]).config, 4)  # two key heads, and two processes have the same
+    check_divides(resolve(folders["llama: grouped"]).config, 4)  # two key/value heads, each on two processes

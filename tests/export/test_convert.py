@@ -1,4 +1,4 @@
-"""Folders rewritten by script: odd sources in, clean ones out, and a run's checkpoint to a folder to open."""
+"""Conversion scripts: unusual source folders to clean ones, and a run's checkpoint to a loadable folder."""
 
 import json
 import re
@@ -20,8 +20,8 @@ from litft.pretrained import resolve
 TOKENS = draw(1, 20, seed=9)
 
 
-def rewritten(folder, change):
-    """A folder's tensors, changed and saved again."""
+def rewrite_tensors(folder, change):
+    """Change a folder's tensors and save them again."""
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors")
@@ -40,8 +40,8 @@ def test_bin_shards_in_mixed_dtypes_become_one_dtype(tiny, tmp_path):
         torch.save(part, source / file)
     (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     flags = ["--checkpoint_dir", source, "--out_dir", "clean", "--precision", "bf16", "--shard_gb", "0.00003"]
-    done = script("scripts/convert_hf_checkpoint.py", *flags, cwd=tmp_path)
-    assert "tensors in torch.bfloat16, each compared" in done.stderr
+    result = script("scripts/convert_hf_checkpoint.py", *flags, cwd=tmp_path)
+    assert "tensors in torch.bfloat16, each compared" in result.stderr
     clean = tmp_path / "clean"
     files = list(clean.glob("model-*-of-*.safetensors"))
     assert len(files) > 2 and all(file.stat().st_size < 45_000 for file in files)
@@ -69,8 +69,8 @@ WRAPPED = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 @torch.no_grad()
-def test_a_language_model_out_of_a_multimodal_folder(name, tmp_path):
-    """In the names of the published files, in those transformers 5 writes, and as the text model that comes out."""
+def test_the_language_model_of_a_multimodal_folder(name, tmp_path):
+    """With the published tensor names, with those of transformers 5, and as the converted text model."""
     text, values, architecture = WRAPPED[name]
     name = name.partition(",")[0]
     vision = dict(
@@ -92,7 +92,7 @@ def test_a_language_model_out_of_a_multimodal_folder(name, tmp_path):
             name = name.replace("model.multi_modal", "multi_modal")
             tensors["language_model.lm_head.weight" if name.endswith("lm_head.weight") else name] = tensor
 
-    rewritten(tmp_path / "model", as_published)
+    rewrite_tensors(tmp_path / "model", as_published)
     assert any(name.startswith("language_model.model.layers") for name in Checkpoint(tmp_path / "model").names)
     script("scripts/convert_hf_checkpoint.py", "--checkpoint_dir", "model", "--out_dir", "text", cwd=tmp_path)
     for folder in ("model", "text"):
@@ -120,7 +120,7 @@ def test_mxfp4_is_dequantized_as_transformers_does(make_model, tmp_path):
                 tensors |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
                 getattr(block.mlp.experts, name).copy_(convert_moe_packed_tensors(blocks, scales).float())
 
-    rewritten(source, quantize)
+    rewrite_tensors(source, quantize)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
     expected = reference(TOKENS).logits
@@ -128,14 +128,14 @@ def test_mxfp4_is_dequantized_as_transformers_does(make_model, tmp_path):
     script("scripts/convert_hf_checkpoint.py", "--checkpoint_dir", "source", "--out_dir", "clean", cwd=tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "clean", dtype="float32")
     assert relative(model(TOKENS).logits, expected) <= 1e-5
-    rewritten(source, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"))
+    rewrite_tensors(source, lambda tensors: tensors.pop("model.layers.1.mlp.experts.down_proj_scales"))
     with pytest.raises(ValueError, match=r"missing model\.layers\.1\.mlp\.experts\.down_proj_scales"):
         resolve(source).check()
 
 
 @torch.no_grad()
 def test_gpt2_without_its_prefix_and_with_its_masks(make_model, tmp_path):
-    """As openai-community/gpt2 is published."""
+    """The tensors of openai-community/gpt2 as published."""
     reference, folder = make_model(transformers.GPT2Config, **ROWS["gpt2"][1]["tied"])
     source = shutil.copytree(folder, tmp_path / "source")
 
@@ -145,13 +145,13 @@ def test_gpt2_without_its_prefix_and_with_its_masks(make_model, tmp_path):
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 128, 128).tril().bool()
         tensors["h.0.attn.masked_bias"] = torch.tensor(-1e4)
 
-    rewritten(source, as_published)
+    rewrite_tensors(source, as_published)
     assert relative(litft.load(source)[0](TOKENS), reference(TOKENS).logits) <= 1e-5
 
 
 @pytest.mark.slow
-def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
-    """Of its last step: what final/ holds, bit for bit; merged or not, from a run that was killed."""
+def test_a_run_checkpoint_converts_to_a_loadable_folder(tiny, examples, tmp_path):
+    """The last step equals final/ bit for bit; merged or unmerged, also from a run that was killed."""
     template = "{% for m in messages %}{{ m.role + ': ' + m.content + eos_token }}{% endfor %}"
     (tmp_path / "mine.jinja").write_text(template + "{% if add_generation_prompt %}assistant: {% endif %}")
     flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", "run", "--train.max_steps", "4"]
@@ -160,12 +160,12 @@ def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
     command = ["scripts/convert_to_hf.py", "--checkpoint_dir"]
     script(*command, "run/checkpoints/step-000004", "--merge", "false", "--out_dir", "adapter", cwd=tmp_path)
     expected, _ = litft.load(tmp_path / "run")
-    found, tokenizer = litft.load(tmp_path / "adapter")
+    model, tokenizer = litft.load(tmp_path / "adapter")
     tokens = draw(1, 20, seed=1)
-    assert torch.equal(found(tokens), expected(tokens)) and tokenizer is not None
+    assert torch.equal(model(tokens), expected(tokens)) and tokenizer is not None
     script(*command, "run", "--out_dir", "merged", "--shard_gb", "0.00005", cwd=tmp_path)
     assert relative(litft.load(tmp_path / "merged")[0](tokens), expected(tokens)) <= 1e-5
-    for name in ("chat_template.jinja", "generation_config.json"):  # what was trained is what is served
+    for name in ("chat_template.jinja", "generation_config.json"):  # the same template for training and serving
         assert (tmp_path / "adapter" / name).read_text() == (tmp_path / "run" / "final" / name).read_text()
     assert template in (tmp_path / "adapter" / "chat_template.jinja").read_text()
     shutil.rmtree(tmp_path / "run" / "final")
@@ -185,18 +185,18 @@ def test_a_checkpoint_of_a_run_is_a_folder_to_open(tiny, examples, tmp_path):
     script(*command, early, "--base_dir", tiny, "--out_dir", "again", cwd=tmp_path)
     assert load_file(tmp_path / "again" / "model.safetensors").keys() == load_file(tiny / "model.safetensors").keys()
     other = shutil.copytree(tiny, tmp_path / "other")
-    rewritten(other, lambda tensors: [tensor.mul_(1.5) for tensor in tensors.values()])
-    done = script(*command, early, "--base_dir", other, "--out_dir", "bad", cwd=tmp_path, code=2)
-    assert "was saved with base model" in done.stderr
+    rewrite_tensors(other, lambda tensors: [tensor.mul_(1.5) for tensor in tensors.values()])
+    result = script(*command, early, "--base_dir", other, "--out_dir", "bad", cwd=tmp_path, code=2)
+    assert "was saved with base model" in result.stderr
     assert not (tmp_path / "bad").exists() and not list(tmp_path.glob("*.partial"))
     (tmp_path / "run" / "config.yaml").unlink()
-    done = script(*command, "run/checkpoints/step-000002", "--out_dir", "lost", cwd=tmp_path, code=2)
-    assert "is not inside a run of litft" in done.stderr
+    result = script(*command, "run/checkpoints/step-000002", "--out_dir", "lost", cwd=tmp_path, code=2)
+    assert "is not inside a run of litft" in result.stderr
 
 
 @pytest.mark.slow
 def test_memory_stays_at_one_shard(tmp_path):
-    """A random model of 3 GB, in 6 shards of at most 0.6 GB, rewritten in such shards: one shard plus 1 GB at most."""
+    """Rewriting a model of 3 GB, in shards of at most 0.6 GB, takes at most the memory of one shard plus 1 GB."""
     from accelerate import init_empty_weights
 
     values = dict(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=23)
@@ -216,42 +216,42 @@ def test_memory_stays_at_one_shard(tmp_path):
     size = sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors"))
     assert size > 2.9e9
     flags = ["--checkpoint_dir", "model", "--out_dir", "out", "--shard_gb", "0.6"]
-    # not ru_maxrss: it begins with what pytest, which starts this process, has held
+    # not ru_maxrss, which includes the memory of pytest, the parent process
     code = "import sys, re; from litft.cli import run; run('convert_hf_checkpoint', sys.argv[1:])\n"
     code += "print(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])"
     (tmp_path / "measured.py").write_text(code)
-    done = script(tmp_path / "measured.py", *flags, cwd=tmp_path)
-    peak = int(done.stdout.split()[-1]) * 1024
+    result = script(tmp_path / "measured.py", *flags, cwd=tmp_path)
+    peak = int(result.stdout.split()[-1]) * 1024
     print(f"peak memory {peak / 1e9:.2f} GB for {size / 1e9:.2f} GB in shards of 0.6 GB")
     assert peak < 0.6e9 + 1e9
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) >= 5
 
 
-def test_other_sources_are_refused(tiny, tmp_path):
+def test_unsupported_sources_are_refused(tiny, tmp_path):
     command = ["scripts/convert_hf_checkpoint.py", "--out_dir", "out"]
     assert "--checkpoint_dir is missing" in script(*command, cwd=tmp_path, code=2).stderr
     original = tmp_path / "original"
     original.mkdir()
     shutil.copyfile(tiny / "config.json", original / "config.json")
     (original / "consolidated.00.pth").write_bytes(b"x")
-    done = script(*command, "--checkpoint_dir", original, cwd=tmp_path, code=2)
-    assert "the original layout of Meta" in done.stderr
+    result = script(*command, "--checkpoint_dir", original, cwd=tmp_path, code=2)
+    assert "the original layout of Meta" in result.stderr
     quantized = shutil.copytree(tiny, tmp_path / "quantized")
     config = (quantized / "config.json").read_text()
     (quantized / "config.json").write_text(re.sub("^{", '{"quantization_config": {"quant_method": "gptq"},', config))
-    done = script(*command, "--checkpoint_dir", quantized, cwd=tmp_path, code=2)
-    assert "its weights are quantized (gptq)" in done.stderr
+    result = script(*command, "--checkpoint_dir", quantized, cwd=tmp_path, code=2)
+    assert "its weights are quantized (gptq)" in result.stderr
     assert not (tmp_path / "out").exists()
     fp8 = shutil.copytree(tiny, tmp_path / "fp8")
     name = "model.layers.0.mlp.up_proj.weight"
-    rewritten(fp8, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
+    rewrite_tensors(fp8, lambda tensors: tensors.update({name: tensors[name].to(torch.float8_e4m3fn)}))
     assert f"{name}: stored as torch.float8_e4m3fn" in script(*command, "--checkpoint_dir", fp8, cwd=tmp_path, code=2).stderr
     with pytest.raises(ValueError, match="is a full model, not an adapter"):
         export(ExportArgs(checkpoint_dir=str(tiny), out_dir=str(tmp_path / "out"), dequantized_base=True))
 
 
-def test_what_lies_beside_the_target_is_left_alone(tiny, tmp_path):
-    """Also when the target is a link to an empty folder."""
+def test_files_next_to_the_target_are_left_alone(tiny, tmp_path):
+    """Also if the target is a link to an empty folder."""
     (tmp_path / "out.partial").mkdir()
     (tmp_path / "out.partial" / "mine").write_text("keep")
     (tmp_path / "real").mkdir()

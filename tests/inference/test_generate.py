@@ -1,4 +1,4 @@
-"""The command `generate`: stdout and files, samples, resuming, what generation_config.json says."""
+"""The command `generate`: stdout, files, samples, resuming and generation_config.json."""
 
 import json
 import shutil
@@ -16,18 +16,18 @@ def folder(checkpoints):
     return checkpoints["stories260K"]
 
 
-def said(folder, prompt="One day", **settings):
+def complete(folder, prompt="One day", **settings):
     model, tokenizer = litft.load(folder, precision="fp32")
     return "".join(litft.stream(model, tokenizer, prompt, **{"temperature": 0, "max_new_tokens": 20} | settings))
 
 
-def generate(folder, tmp_path, *words, code=0, greedy=True):
+def generate(folder, tmp_path, *arguments, code=0, greedy=True):
     flags = ["--temperature", "0"] if greedy else []
     command = ["generate/base.py", "--checkpoint_dir", folder, "--max_new_tokens", "20", *flags]
-    return script(*command, *words, cwd=tmp_path, code=code)
+    return script(*command, *arguments, cwd=tmp_path, code=code)
 
 
-def test_the_completion_alone_is_on_stdout(checkpoints, tmp_path):
+def test_only_the_completion_is_on_stdout(checkpoints, tmp_path):
     model, tokenizer = litft.load(checkpoints["stories260K"])
     command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--temperature", "0"]
     done = script(*command, "--max_new_tokens", "20", "--prompt", "One day", cwd=tmp_path)
@@ -60,17 +60,17 @@ def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(record) + "\n" for record in prompts))
     flags = ["--prompts", "in.jsonl", "--out", "out.jsonl", "--batch_size", "3", "--temperature", "1", "--seed", "3"]
     generate(folder, tmp_path, *flags, greedy=False)
-    whole, out = (tmp_path / "out.jsonl").read_text(), tmp_path / "out.jsonl"
-    found = lines(out)
-    assert [{key: value for key, value in record.items() if key != "completion"} for record in found] == prompts
-    assert found[3]["completion"] == said(folder, prompts[3]["prompt"], temperature=1, seed=6), "seeds count up"
-    assert len({record["completion"] for record in found[:3]}) == 3
-    out.write_text(whole[: whole.index("\n") + 9])  # killed in the middle of the second line
+    expected, out = (tmp_path / "out.jsonl").read_text(), tmp_path / "out.jsonl"
+    records = lines(out)
+    assert [{key: value for key, value in record.items() if key != "completion"} for record in records] == prompts
+    assert records[3]["completion"] == complete(folder, prompts[3]["prompt"], temperature=1, seed=6), "seeds increase by one"
+    assert len({record["completion"] for record in records[:3]}) == 3
+    out.write_text(expected[: expected.index("\n") + 9])  # killed in the middle of the second line
     assert "exists; --resume continues it" in generate(folder, tmp_path, *flags, greedy=False, code=2).stderr
     generate(folder, tmp_path, *flags, "--resume", greedy=False)
-    assert out.read_text() == whole
+    assert out.read_text() == expected
     generate(folder, tmp_path, *flags, "--resume", greedy=False)
-    assert out.read_text() == whole, "nothing was left to do"
+    assert out.read_text() == expected, "nothing was left to generate"
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Other"}) + "\n")
     assert (
         "line 1 of out.jsonl does not answer in.jsonl"
@@ -80,10 +80,10 @@ def test_a_file_of_prompts_is_answered_in_order_and_resumed(folder, tmp_path):
     assert len(lines(out)) == 1
 
 
-def test_samples_share_one_reading_of_the_prompt(folder, tmp_path):
+def test_samples_share_one_prefill(folder, tmp_path):
     flags = ["--temperature", "1", "--seed", "1", "--num_samples", "3"]
     done = generate(folder, tmp_path, "--prompt", "One day", *flags, greedy=False)
-    assert done.stdout == "".join(said(folder, temperature=1, seed=seed) + "\n" for seed in (1, 2, 3))
+    assert done.stdout == "".join(complete(folder, temperature=1, seed=seed) + "\n" for seed in (1, 2, 3))
     assert "prefill: 1)" in done.stderr.split("--- 2 of 3")[1].split("\n")[0]
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n")
     generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", *flags, greedy=False)
@@ -102,33 +102,33 @@ def test_samples_share_one_reading_of_the_prompt(folder, tmp_path):
     ],
     ids=str,
 )
-def test_what_nobody_says_of_sampling_is_as_chat_programs_have_it(tiny, tmp_path, stored, expected):
-    """And where the folder says something, what it leaves out is transformers'."""
-    own = shutil.copytree(tiny, tmp_path / "model")
-    (own / "generation_config.json").write_text(json.dumps(stored))
-    assert open_session(ModelArgs(checkpoint_dir=str(own))).sampling == expected
+def test_default_sampling_settings(tiny, tmp_path, stored, expected):
+    """A file without sampling settings gives our defaults; otherwise missing settings get transformers' defaults."""
+    folder = shutil.copytree(tiny, tmp_path / "model")
+    (folder / "generation_config.json").write_text(json.dumps(stored))
+    assert open_session(ModelArgs(checkpoint_dir=str(folder))).sampling == expected
 
 
 @pytest.mark.slow
-def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
-    own = tmp_path / "model"
-    shutil.copytree(folder, own)
-    stored = json.loads((own / "generation_config.json").read_text()) if (own / "generation_config.json").is_file() else {}
+def test_generation_config_applies_and_flags_override_it(folder, tmp_path):
+    copy = tmp_path / "model"
+    shutil.copytree(folder, copy)
+    stored = json.loads((copy / "generation_config.json").read_text()) if (copy / "generation_config.json").is_file() else {}
 
     def write(**values):
-        (own / "generation_config.json").write_text(json.dumps(stored | values))
+        (copy / "generation_config.json").write_text(json.dumps(stored | values))
 
-    command = ["generate/base.py", "--checkpoint_dir", own, "--prompt", "One day"]
+    command = ["generate/base.py", "--checkpoint_dir", copy, "--prompt", "One day"]
     write(do_sample=False, max_new_tokens=12)
-    assert script(*command, cwd=tmp_path).stdout == said(own, max_new_tokens=12) + "\n"
+    assert script(*command, cwd=tmp_path).stdout == complete(copy, max_new_tokens=12) + "\n"
     write(do_sample=True, temperature=0.9, top_k=7, top_p=0.8, repetition_penalty=1.2, max_new_tokens=12)
     settings = dict(temperature=0.9, top_k=7, top_p=0.8, repetition_penalty=1.2, max_new_tokens=12, seed=1)
-    assert script(*command, "--seed", "1", cwd=tmp_path).stdout == said(own, **settings) + "\n"
+    assert script(*command, "--seed", "1", cwd=tmp_path).stdout == complete(copy, **settings) + "\n"
     flags = ["--temperature", "0", "--repetition_penalty", "1", "--max_new_tokens", "15"]
-    assert script(*command, *flags, cwd=tmp_path).stdout == said(own, max_new_tokens=15) + "\n"
+    assert script(*command, *flags, cwd=tmp_path).stdout == complete(copy, max_new_tokens=15) + "\n"
     write(do_sample=False, stop_strings=["little"], max_new_tokens=30)
-    whole = said(own, max_new_tokens=30)
-    assert "little" in whole and script(*command, cwd=tmp_path).stdout == whole[: whole.index("little")] + "\n"
+    text = complete(copy, max_new_tokens=30)
+    assert "little" in text and script(*command, cwd=tmp_path).stdout == text[: text.index("little")] + "\n"
     write(temperature="hot")
     assert "temperature 'hot': not valid" in script(*command, cwd=tmp_path, code=2).stderr
     write(top_p=3)
@@ -136,7 +136,7 @@ def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "stored, said",
+    "stored, message",
     [
         ({"temperature": True}, "temperature True"),
         ({"top_k": 5.5}, "top_k 5.5"),
@@ -151,14 +151,14 @@ def test_generation_config_is_honoured_and_flags_win(folder, tmp_path):
     ],
     ids=str,
 )
-def test_a_generation_config_that_cannot_be_is_named(folder, tmp_path, stored, said):
+def test_invalid_generation_configs_are_reported(folder, tmp_path, stored, message):
     shutil.copytree(folder, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(ValueError, match=message):
         open_session(GenerateArgs(checkpoint_dir=str(tmp_path / "model"), prompt="a"))
 
 
-def test_what_a_generation_config_may_say_besides(folder, tmp_path):
+def test_other_fields_of_a_generation_config(folder, tmp_path):
     shutil.copytree(folder, tmp_path / "model")
     stored = {"top_k": 0, "suppress_tokens": [7, 100_000], "stop_strings": "\n", "do_sample": True}
     (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
@@ -167,20 +167,20 @@ def test_what_a_generation_config_may_say_besides(folder, tmp_path):
     assert session.request([1], 3).sampling.seed is None and session.max_new_tokens == 256
 
 
-def test_a_file_that_was_cut_within_a_character_is_gone_on_with(folder, tmp_path):
+def test_a_file_cut_inside_a_character_is_resumed(folder, tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": f"é{n}"}, ensure_ascii=False) + "\n" for n in range(3)))
     flags = ["--prompts", "in.jsonl", "--out", "out.jsonl"]
     generate(folder, tmp_path, *flags)
-    whole = (out := tmp_path / "out.jsonl").read_bytes()
-    out.write_bytes(whole[: whole.index("é1".encode()) + 1])
+    expected = (out := tmp_path / "out.jsonl").read_bytes()
+    out.write_bytes(expected[: expected.index("é1".encode()) + 1])
     generate(folder, tmp_path, *flags, "--resume")
-    assert out.read_bytes() == whole
-    refused = generate(folder, tmp_path, *flags, "--resume", "--num_samples", "2", code=2)
-    assert "does not answer in.jsonl with --num_samples 2" in refused.stderr and out.read_bytes() == whole
+    assert out.read_bytes() == expected
+    failed = generate(folder, tmp_path, *flags, "--resume", "--num_samples", "2", code=2)
+    assert "does not answer in.jsonl with --num_samples 2" in failed.stderr and out.read_bytes() == expected
 
 
 @pytest.mark.parametrize(
-    "record, said",
+    "record, message",
     [
         ({"prompt": "a", "completion": "b"}, "already has a field 'completion'"),
         ({"prompt": "a", "id": "\ud83d"}, "cannot be written as JSON"),
@@ -188,30 +188,30 @@ def test_a_file_that_was_cut_within_a_character_is_gone_on_with(folder, tmp_path
     ],
     ids=str,
 )
-def test_a_record_that_cannot_be_answered_is_named_by_its_line(folder, tmp_path, record, said):
+def test_an_invalid_record_is_reported_with_its_line(folder, tmp_path, record, message):
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "a"}) + "\n" + json.dumps(record) + "\n")
-    refused = generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", code=2)
-    assert "in.jsonl" in refused.stderr and "2" in refused.stderr and said in refused.stderr
+    failed = generate(folder, tmp_path, "--prompts", "in.jsonl", "--out", "out.jsonl", code=2)
+    assert "in.jsonl" in failed.stderr and "2" in failed.stderr and message in failed.stderr
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_file_without_prompts_is_named(folder, tmp_path):
+def test_an_empty_prompts_file_is_reported(folder, tmp_path):
     (tmp_path / "in.jsonl").write_text("\n")
     assert "in.jsonl contains no examples" in generate(folder, tmp_path, "--prompts", "in.jsonl", code=2).stderr
 
 
-def test_guesses_change_nothing_but_the_speed(folder, checkpoints, tmp_path):
+def test_speculative_decoding_does_not_change_the_output(folder, checkpoints, tmp_path):
     plain = generate(folder, tmp_path, "--prompt", "One day").stdout
     for flags in (["--lookup"], ["--draft_dir", folder]):
         done = generate(folder, tmp_path, "--prompt", "One day", *flags)
         assert done.stdout == plain
     assert "draft tokens accepted" in done.stderr
-    wrong = generate(folder, tmp_path, "--prompt", "One day", "--draft_dir", checkpoints["stories15M"], code=2)
-    assert "its vocabulary differs from the model's" in wrong.stderr
+    failed = generate(folder, tmp_path, "--prompt", "One day", "--draft_dir", checkpoints["stories15M"], code=2)
+    assert "its vocabulary differs from the model's" in failed.stderr
 
 
-def test_what_is_wrong_is_said_at_once(folder, tmp_path):
-    words = [
+def test_all_mistakes_are_reported_at_once(folder, tmp_path):
+    arguments = [
         "--prompt",
         "a",
         "--top_p",
@@ -225,7 +225,7 @@ def test_what_is_wrong_is_said_at_once(folder, tmp_path):
         "y",
         "--resume",
     ]
-    done = generate(folder, tmp_path, *words, "--num_samples", "0", code=2)
+    done = generate(folder, tmp_path, *arguments, "--num_samples", "0", code=2)
     for part in (
         "--top_p 0.0: must lie in",
         "--min_p 2.0",
@@ -235,8 +235,8 @@ def test_what_is_wrong_is_said_at_once(folder, tmp_path):
     ):
         assert part in done.stderr, part
     assert "--num_samples 0: must be at least 1" in done.stderr
-    outside = generate(folder, tmp_path, "--prompt", "a", "--logit_bias", '{"512": 1}', code=2)
-    assert "--logit_bias 512: the model's vocabulary has 512 tokens" in outside.stderr
+    failed = generate(folder, tmp_path, "--prompt", "a", "--logit_bias", '{"512": 1}', code=2)
+    assert "--logit_bias 512: the model's vocabulary has 512 tokens" in failed.stderr
     banned = next(litft.stream(*litft.load(folder), "One day", temperature=0)).tokens[0]
     biased = generate(folder, tmp_path, "--prompt", "One day", "--logit_bias", json.dumps({str(banned): -100}))
-    assert biased.stdout != said(folder) + "\n"
+    assert biased.stdout != complete(folder) + "\n"

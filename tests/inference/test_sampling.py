@@ -1,4 +1,4 @@
-"""Distributions against transformers' filters and closed forms, and draws against distributions."""
+"""Distributions against transformers' filters and closed forms, and sampled tokens against distributions."""
 
 import pytest
 import torch
@@ -10,10 +10,10 @@ V = 50
 LOGITS = torch.randn(V, generator=torch.Generator().manual_seed(0)) * 2
 
 
-def distribution(settings: Sampling, prompt=(), made=(), logits=LOGITS):
+def distribution(settings: Sampling, prompt=(), generated=(), logits=LOGITS):
     sampler = Sampler(1, len(logits), torch.device("cpu"))
     sampler.begin(0, list(prompt), settings)
-    for token in made:
+    for token in generated:
         sampler.append(torch.tensor([token]))
     return sampler.distribution(logits[None])[0]
 
@@ -34,7 +34,7 @@ def distribution(settings: Sampling, prompt=(), made=(), logits=LOGITS):
     ],
     ids=str,
 )
-def test_it_is_transformers(settings):
+def test_distributions_equal_transformers(settings):
     from transformers import (
         MinPLogitsWarper,
         RepetitionPenaltyLogitsProcessor,
@@ -43,19 +43,19 @@ def test_it_is_transformers(settings):
         TopPLogitsWarper,
     )
 
-    held = [3, 23, 23, 9, 43]  # with logits of both signs, of which the largest is likely
-    assert LOGITS[held].min() < 0 < LOGITS[held].max()
-    scores = RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))(torch.tensor([held]), LOGITS[None])
+    tokens = [3, 23, 23, 9, 43]  # their logits have both signs, and the largest is likely
+    assert LOGITS[tokens].min() < 0 < LOGITS[tokens].max()
+    scores = RepetitionPenaltyLogitsProcessor(float(settings.repetition_penalty))(torch.tensor([tokens]), LOGITS[None])
     scores = TemperatureLogitsWarper(settings.temperature)(None, scores) if settings.temperature != 1 else scores
     scores = TopKLogitsWarper(settings.top_k)(None, scores) if settings.top_k else scores
     scores = TopPLogitsWarper(settings.top_p)(None, scores) if settings.top_p < 1 else scores
     scores = MinPLogitsWarper(settings.min_p)(None, scores) if settings.min_p else scores
-    found = distribution(settings, held[:2], held[2:])
-    torch.testing.assert_close(found, scores.softmax(-1)[0], rtol=1e-5, atol=1e-7)
+    actual = distribution(settings, tokens[:2], tokens[2:])
+    torch.testing.assert_close(actual, scores.softmax(-1)[0], rtol=1e-5, atol=1e-7)
 
 
-def test_presence_frequency_and_bias_have_their_closed_form():
-    """OpenAI's penalties are of what the answer holds, once and as often as it does, and not of the prompt."""
+def test_presence_frequency_and_bias_equal_their_closed_form():
+    """OpenAI's penalties apply to tokens of the answer, not of the prompt: once, and per occurrence."""
     expected = LOGITS.clone()
     expected[[4, 5]] -= 1.5
     expected[4] -= 0.25
@@ -63,47 +63,47 @@ def test_presence_frequency_and_bias_have_their_closed_form():
     expected[9] += 2.0
     expected[11] = -torch.inf
     bias = {9: 2.0, 11: -float("inf")}
-    found = distribution(Sampling(1.0, presence_penalty=1.5, frequency_penalty=0.25, logit_bias=bias), [3, 4], [4, 5, 5])
-    torch.testing.assert_close(found, expected.softmax(-1), rtol=1e-5, atol=1e-7)
-    assert found[11] == 0
+    actual = distribution(Sampling(1.0, presence_penalty=1.5, frequency_penalty=0.25, logit_bias=bias), [3, 4], [4, 5, 5])
+    torch.testing.assert_close(actual, expected.softmax(-1), rtol=1e-5, atol=1e-7)
+    assert actual[11] == 0
 
 
 def test_zero_temperature_is_greedy_and_a_tiny_one_does_not_overflow():
     for temperature in (0.0, 1e-30):
-        found = distribution(Sampling(temperature))
-        assert found[LOGITS.argmax()] == 1 and found.sum() == 1
+        actual = distribution(Sampling(temperature))
+        assert actual[LOGITS.argmax()] == 1 and actual.sum() == 1
 
 
-def test_draws_follow_the_distribution_and_take_no_token_without_weight():
+def test_draws_follow_the_distribution_and_never_take_a_token_of_zero_weight():
     weights = torch.tensor([[0.0, 0.2, 0.0, 0.5, 0.3, 0.0]])
     uniforms = (torch.arange(1000, dtype=torch.float64)[:, None] + 0.5) / 1000
-    found = torch.bincount(draw(weights.expand(1000, -1), uniforms), minlength=6)
-    assert found.tolist() == [0, 200, 0, 500, 300, 0]
+    actual = torch.bincount(draw(weights.expand(1000, -1), uniforms), minlength=6)
+    assert actual.tolist() == [0, 200, 0, 500, 300, 0]
     edges = torch.tensor([[0.0], [1 - 2**-53]], dtype=torch.float64)
     assert draw(weights.expand(2, -1), edges).tolist() == [1, 4]
 
 
-def test_a_row_draws_by_its_own_settings_whatever_the_others_do():
-    """Rows begin at different times, with other settings each."""
+def test_rows_are_sampled_independently():
+    """Each row has its own settings and starts at its own time."""
     settings = [Sampling(1.0, seed=3, repetition_penalty=1.2), Sampling(0.0), Sampling(0.7, top_k=9, top_p=0.8, seed=4)]
     logits = torch.randn(6, V, generator=torch.Generator().manual_seed(1))
-    alone = []
-    for own in settings:
+    expected = []
+    for row_settings in settings:
         sampler = Sampler(1, V, torch.device("cpu"))
-        sampler.begin(0, [1, 2], own)
-        alone.append([int(sampler.next(step[None])) for step in logits])
-    together = Sampler(3, V, torch.device("cpu"))
-    for row, own in enumerate(settings[:2]):
-        together.begin(row, [1, 2], own)
-    found = [together.next(step.expand(3, -1)).tolist() for step in logits[:3]]
-    together.begin(2, [1, 2], settings[2])
-    assert [row[0] for row in found] == alone[0][:3] and [row[1] for row in found] == alone[1][:3]
-    found = [together.next(step.expand(3, -1)).tolist() for step in logits]
-    assert [row[2] for row in found] == alone[2]
+        sampler.begin(0, [1, 2], row_settings)
+        expected.append([int(sampler.next(step[None])) for step in logits])
+    batched = Sampler(3, V, torch.device("cpu"))
+    for row, row_settings in enumerate(settings[:2]):
+        batched.begin(row, [1, 2], row_settings)
+    actual = [batched.next(step.expand(3, -1)).tolist() for step in logits[:3]]
+    batched.begin(2, [1, 2], settings[2])
+    assert [row[0] for row in actual] == expected[0][:3] and [row[1] for row in actual] == expected[1][:3]
+    actual = [batched.next(step.expand(3, -1)).tolist() for step in logits]
+    assert [row[2] for row in actual] == expected[2]
 
 
 @pytest.mark.parametrize(
-    "settings, said",
+    "settings, message",
     [
         (dict(temperature=-1.0), r"--temperature -1.0: must lie in \[0, 1000000\]"),
         (dict(temperature=float("nan")), "--temperature nan"),
@@ -114,15 +114,15 @@ def test_a_row_draws_by_its_own_settings_whatever_the_others_do():
         (dict(presence_penalty=float("inf")), "--presence_penalty inf"),
     ],
 )
-def test_what_cannot_be_is_named(settings, said):
+def test_invalid_settings_are_reported(settings, message):
     import re
 
     (problem,) = Sampling(**settings).problems()
-    assert re.match(said, problem)
+    assert re.match(message, problem)
 
 
-def test_some_of_the_rows_are_looked_at():
-    """What the others hold, how they draw and where they are stays as it was."""
+def test_sampling_some_rows_leaves_the_others_unchanged():
+    """The history, random state and position of the other rows stay unchanged."""
     settings = [
         Sampling(1.0, seed=3, repetition_penalty=1.2, logit_bias={4: 3.0}),
         Sampling(0.9, seed=5, frequency_penalty=1.0),
@@ -130,16 +130,16 @@ def test_some_of_the_rows_are_looked_at():
         Sampling(1.0, seed=9, logit_bias={7: 5.0}),
     ]
     logits = torch.randn(8, V, generator=torch.Generator().manual_seed(1))
-    together, alone = Sampler(4, V, torch.device("cpu")), []
-    for row, own in enumerate(settings):
+    batched, expected = Sampler(4, V, torch.device("cpu")), []
+    for row, row_settings in enumerate(settings):
         sampler = Sampler(1, V, torch.device("cpu"))
-        sampler.begin(0, [1, 2], own)
-        alone.append([int(sampler.next(step[None])) for step in logits])
-        together.begin(row, [1, 2], own)
-    found: list[list[int]] = [[] for _ in settings]
+        sampler.begin(0, [1, 2], row_settings)
+        expected.append([int(sampler.next(step[None])) for step in logits])
+        batched.begin(row, [1, 2], row_settings)
+    actual: list[list[int]] = [[] for _ in settings]
     for first, last in ((1, 3), (0, 4), (2, 3), (0, 2), (3, 4), (1, 4), (0, 4)):
-        together.select_rows(slice(first, last))
-        steps = torch.stack([logits[len(found[row])] for row in range(first, last)])
-        for row, token in zip(range(first, last), together.next(steps).tolist(), strict=True):
-            found[row].append(token)
-    assert found == [own[: len(tokens)] for own, tokens in zip(alone, found, strict=True)]
+        batched.select_rows(slice(first, last))
+        steps = torch.stack([logits[len(actual[row])] for row in range(first, last)])
+        for row, token in zip(range(first, last), batched.next(steps).tolist(), strict=True):
+            actual[row].append(token)
+    assert actual == [tokens[: len(sampled)] for tokens, sampled in zip(expected, actual, strict=True)]

@@ -1,4 +1,4 @@
-"""Guesses change no distribution: chi-square tests on a tiny vocabulary, against the exact one."""
+"""Speculative decoding keeps the distribution: chi-square tests on a tiny vocabulary against the exact one."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,40 +28,40 @@ def models(make_model):
 
 @torch.no_grad()
 def exact(model, settings, length):
-    """The probability of each text of `length` tokens."""
-    found = {(): 1.0}
+    """Return the probability of each text of `length` tokens."""
+    probabilities = {(): 1.0}
     for _ in range(length):
         longer = {}
-        for text, probability in found.items():
+        for text, probability in probabilities.items():
             sampler = Sampler(1, V, torch.device("cpu"))
             sampler.begin(0, PROMPT, settings)
             for token in text:
                 sampler.append(torch.tensor([token]))
             logits = model(torch.tensor([[*PROMPT, *text]]))[:, -1]
-            for token, own in enumerate(sampler.distribution(logits)[0].tolist()):
-                longer[(*text, token)] = probability * own
-        found = longer
-    return found
+            for token, conditional in enumerate(sampler.distribution(logits)[0].tolist()):
+                longer[(*text, token)] = probability * conditional
+        probabilities = longer
+    return probabilities
 
 
 def chi_square(counts, expected, runs):
-    """The statistic and its degrees of freedom; texts that are rarer than five times are taken together."""
+    """Return the statistic and its degrees of freedom; texts with an expected count below five form one group."""
     rare = [text for text, probability in expected.items() if probability * runs < 5]
     groups = [[text] for text in expected if text not in rare] + ([rare] if rare else [])
     pairs = [(sum(counts[t] for t in group), runs * sum(expected[t] for t in group)) for group in groups]
-    pairs = [(found, wanted) for found, wanted in pairs if wanted > 0]
-    return sum((found - wanted) ** 2 / wanted for found, wanted in pairs), len(pairs) - 1
+    pairs = [(observed, expected_count) for observed, expected_count in pairs if expected_count > 0]
+    return sum((observed - expected_count) ** 2 / expected_count for observed, expected_count in pairs), len(pairs) - 1
 
 
-class Wrong:
-    """Guesses the same, whatever there is: tokens that are likely enough to be taken now and then."""
+class ConstantDrafter:
+    """Always drafts the same two tokens, which are likely enough to be accepted sometimes."""
 
     def draft(self, text, settings):
         return Draft([4, 3], None)
 
 
 def drafter(name, draft):
-    return {"draft": DraftModel(Decoder(draft, 1, 32), V, num_draft_tokens=2), "wrong": Wrong()}[name]
+    return {"draft": DraftModel(Decoder(draft, 1, 32), V, num_draft_tokens=2), "wrong": ConstantDrafter()}[name]
 
 
 CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
@@ -76,40 +76,40 @@ CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
         pytest.param(CHANGED, "wrong", id="changed-wrong", marks=pytest.mark.slow),
     ],
 )
-def test_the_distribution_is_the_networks_own(models, name, settings):
+def test_speculative_decoding_keeps_the_distribution(models, name, settings):
     target, draft = models
-    own, expected, counts = drafter(name, draft), exact(target, settings, 3), Counter()
+    text_drafter, expected, counts = drafter(name, draft), exact(target, settings, 3), Counter()
     decoder = Decoder(target, 1, 32)
     for seed in range(RUNS):
         sampler = Sampler(1, V, decoder.device)
         sampler.begin(0, PROMPT, replace(settings, seed=seed))
         tokens = []
-        for found in speculative_rounds(decoder, sampler, own, decoder.prefill(0, PROMPT)):
-            tokens += found.tokens
+        for accepted in speculative_rounds(decoder, sampler, text_drafter, decoder.prefill(0, PROMPT)):
+            tokens += accepted.tokens
             if len(tokens) >= 3:
                 break
         counts[tuple(tokens[:3])] += 1
-    statistic, freedom = chi_square(counts, expected, RUNS)
-    assert freedom > 10
-    # four standard deviations of a chi-square: a chance of 1 in 5,000 at most
-    assert statistic < freedom + 4 * (2 * freedom) ** 0.5 + 8, (statistic, freedom)
+    statistic, degrees = chi_square(counts, expected, RUNS)
+    assert degrees > 10
+    # four standard deviations of a chi-square: the probability of a false failure is at most 1/5,000
+    assert statistic < degrees + 4 * (2 * degrees) ** 0.5 + 8, (statistic, degrees)
 
 
-def test_a_repetition_is_looked_up():
+def test_prompt_lookup_finds_repetitions():
     lookup = PromptLookup(num_draft_tokens=3, max_ngram=2)
     assert lookup.draft([1, 2, 3, 4, 9, 2, 3], Sampling()).tokens == [4, 9, 2]
-    assert lookup.draft([1, 2, 3, 2, 7, 2], Sampling()).tokens == [7, 2], "the newest place"
+    assert lookup.draft([1, 2, 3, 2, 7, 2], Sampling()).tokens == [7, 2], "the latest occurrence"
     assert lookup.draft([1, 2, 3], Sampling()).tokens == [] == lookup.draft([1], Sampling()).tokens
 
 
-def test_it_ends_where_the_context_does(models):
+def test_drafting_ends_at_the_context_limit(models):
     target = models[0]
     decoder = Decoder(target, 1, 12)
     sampler = Sampler(1, V, decoder.device)
     sampler.begin(0, PROMPT, Sampling(0.0))
     tokens = [
-        t
-        for found in speculative_rounds(decoder, sampler, DraftModel(Decoder(target, 1, 12), V), decoder.prefill(0, PROMPT))
-        for t in found.tokens
+        token
+        for step in speculative_rounds(decoder, sampler, DraftModel(Decoder(target, 1, 12), V), decoder.prefill(0, PROMPT))
+        for token in step.tokens
     ]
     assert len(tokens) == 12 - len(PROMPT) + 1 and len(decoder.texts[0]) == 12

@@ -1,4 +1,4 @@
-"""Every method on six families and three kinds of base: it begins as the base, learns in all its parts, comes back."""
+"""Every method on six families and three kinds of base: the base at init, trained in all its parts, saved, reloaded."""
 
 from functools import partial
 from itertools import product
@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from method_cases import FAMILIES, METHODS, TOKENS, saved, tokens_for
-from parity import ROWS, relative, shaken, theirs
+from method_cases import FAMILIES, METHODS, TOKENS, save_result, tokens_for
+from parity import ROWS, load_hf, perturb, relative
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -28,29 +28,29 @@ MERGE = [name for name in METHODS if not name.startswith("adapter") or name.star
 QUANTIZED = [None, "nf4", "int8"]
 
 
-def grouped_plainly(x, weight, offs):
-    """Expert after expert."""
+def grouped_reference(x, weight, offs):
+    """Multiply the rows of one expert after another."""
     counts = offs.diff(prepend=offs.new_zeros(1)).tolist()
-    return torch.cat([rows @ each for rows, each in zip(x.split(counts), weight, strict=True)])
+    return torch.cat([rows @ expert_weight for rows, expert_weight in zip(x.split(counts), weight, strict=True)])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_grouped_products_are_those_of_each_expert(dtype):
-    """With experts that nobody chose, first and last and between."""
+def test_grouped_mm_equals_a_loop_over_experts(dtype):
+    """Also with unused experts: first, last and in between."""
     x, weight = torch.randn(20, 16).to(dtype).requires_grad_(), torch.randn(5, 16, 8).to(dtype).requires_grad_()
     ends = torch.tensor([0, 7, 7, 20, 20], dtype=torch.int32)
-    found, expected = F.grouped_mm(x, weight, offs=ends), grouped_plainly(x, weight, ends)
-    grad = torch.randn_like(found)
+    output, expected = F.grouped_mm(x, weight, offs=ends), grouped_reference(x, weight, ends)
+    grad = torch.randn_like(output)
     for a, b in zip(
-        (found, *torch.autograd.grad(found, (x, weight), grad)),
+        (output, *torch.autograd.grad(output, (x, weight), grad)),
         (expected, *torch.autograd.grad(expected, (x, weight), grad)),
         strict=True,
     ):
         torch.testing.assert_close(a, b)
 
 
-def covering() -> list[tuple[str, str, str | None]]:
-    """Every pair of (method, family), (method, base) and (family, base) at least once; full takes no quantized base."""
+def covering_cases() -> list[tuple[str, str, str | None]]:
+    """Return cases with every pair of (method, family), (method, base), (family, base); full takes no quantized base."""
     return [
         (method, family, None if method.startswith("full") else QUANTIZED[(row + column) % len(QUANTIZED)])
         for row, method in enumerate(METHODS)
@@ -58,10 +58,10 @@ def covering() -> list[tuple[str, str, str | None]]:
     ]
 
 
-CASES = [pytest.param(*case, id=" / ".join(map(str, case))) for case in covering()]
-# every other case: each half still has every method with three families, and with every base
+CASES = [pytest.param(*case, id=" / ".join(map(str, case))) for case in covering_cases()]
+# alternate cases: each half has every method with three families and with every base
 HALVES = [[case for at, case in enumerate(CASES) if sum(divmod(at, len(FAMILIES))) % 2 == half] for half in (0, 1)]
-# a finite difference takes two passes of the network a parameter: without what has the kernels of lora and adapter_v2, on
+# a finite difference takes two forward passes per parameter: skip methods with the kernels of lora and adapter_v2, and use
 # a plain, a fused and an expert family
 SAME_KERNELS = ("rslora", "olora", "lora, new tokens", "adapter, new tokens", "adapter_v2, no prefix, new tokens")
 DIFFERENTIATED = [
@@ -82,11 +82,11 @@ def test_cases_cover_every_pair():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_experts_of_any_width_are_multiplied(dtype):
-    """Rows that are no multiple of 16 bytes, which grouped_mm refuses, too; and a plan's, which have sizes alone."""
+def test_grouped_product_supports_any_width(dtype):
+    """Also rows that are not a multiple of 16 bytes, which grouped_mm rejects, and fake tensors, as in a memory plan."""
     ends = torch.tensor([3, 3, 10], dtype=torch.int32)
     x, weight = torch.randn(10, 24, dtype=dtype), torch.randn(3, 24, 25, dtype=dtype)
-    torch.testing.assert_close(grouped_product(x, weight, ends), grouped_plainly(x, weight, ends), rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(grouped_product(x, weight, ends), grouped_reference(x, weight, ends), rtol=2e-2, atol=2e-2)
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in (x, weight, ends)]
         assert grouped_product(*fakes).shape == (10, 25)
@@ -94,20 +94,20 @@ def test_experts_of_any_width_are_multiplied(dtype):
 
 @pytest.fixture(scope="module")
 def folders(make_model):
-    """A model folder of each family, made on first use."""
-    made = {}
+    """Return a function from a family's name to its model folder, which is created on first use."""
+    folder_by_family = {}
 
     def folder(family):
-        if family not in made:
+        if family not in folder_by_family:
             config_class, variations = ROWS[family]
-            made[family] = make_model(getattr(transformers, config_class), **variations[FAMILIES[family]])[1]
-        return made[family]
+            folder_by_family[family] = make_model(getattr(transformers, config_class), **variations[FAMILIES[family]])[1]
+        return folder_by_family[family]
 
     return folder
 
 
 def attached(folder, name, kind):
-    """A model with a fresh method: (model, method, source)."""
+    """Return (model, method, source) for a model with a fresh method."""
     source, method = resolve(folder), METHODS[name]()
     method.choose(source.meta_model(), source.adapter_rules)
     model = source.base_model("fp32", quantize=kind, unquantized=method.unquantized_modules())
@@ -118,24 +118,24 @@ def attached(folder, name, kind):
 
 @pytest.mark.parametrize("name, family, kind", HALVES[0])
 @torch.no_grad()
-def test_at_init_it_is_the_base(folders, name, family, kind):
-    """To the bit, but for PiSSA and OLoRA; and taken off again, it is the base whatever it had learned."""
+def test_at_init_it_equals_the_base(folders, name, family, kind):
+    """Bit for bit, except with PiSSA and OLoRA; after detaching, it equals the base whatever was trained."""
     model, method, source = attached(folders(family), name, kind)
     base = source.base_model("fp32", quantize=kind, unquantized=method.unquantized_modules())
     expected = base(TOKENS)
-    own = TOKENS if not method.tokens else TOKENS.masked_fill(TOKENS == 40, 41)
+    tokens = TOKENS if not method.tokens else TOKENS.masked_fill(TOKENS == 40, 41)
     if "pissa" in name or "olora" in name:
         assert relative(model(TOKENS), expected) <= 1e-6
-    elif method.tokens:  # the new rows' logits come behind; of a token that was there they are as before
-        assert torch.equal(model(own)[..., :40], base(own)[..., :40]) and model(own).size(-1) == 98
+    elif method.tokens:  # new tokens' logits come last; those of existing tokens are unchanged
+        assert torch.equal(model(tokens)[..., :40], base(tokens)[..., :40]) and model(tokens).size(-1) == 98
     else:
         assert torch.equal(model(TOKENS), expected)
     if method.saves_full_model:
         return
-    shaken(method.parameters(model).values())
+    perturb(method.parameters(model).values())
     assert relative(model(TOKENS)[..., :96], expected) >= 1e-3
     with disabled(model):
-        assert torch.equal(model(own)[..., :96], base(own))
+        assert torch.equal(model(tokens)[..., :96], base(tokens))
     detach(model)
     assert torch.equal(model(TOKENS), expected)
     assert not any(isinstance(module, Mixin) for module in model.modules())
@@ -143,8 +143,8 @@ def test_at_init_it_is_the_base(folders, name, family, kind):
 
 
 @pytest.mark.parametrize("name, family, kind", HALVES[1])
-def test_every_part_learns_and_nothing_else(folders, name, family, kind):
-    """After two steps with a validation between: some gates and factors have no gradient before the first."""
+def test_all_trainable_parameters_learn_and_no_others(folders, name, family, kind):
+    """After two steps with a validation in between: some gates and factors have no gradient before the first step."""
     model, method, _ = attached(folders(family), name, kind)
     parameters = method.parameters(model)
     trained = {n: p for n, p in parameters.items() if p.requires_grad}
@@ -162,12 +162,12 @@ def test_every_part_learns_and_nothing_else(folders, name, family, kind):
 
 
 @pytest.mark.parametrize("name, family, kind", DIFFERENTIATED)
-def test_gradients_are_finite_differences(folders, name, family, kind, monkeypatch):
-    """In fp64, at the entry of each parameter with the largest gradient; DoRA's lengths are constants to the gradient."""
+def test_gradients_equal_finite_differences(folders, name, family, kind, monkeypatch):
+    """In fp64, at each parameter's entry with the largest gradient; DoRA's norms are constants in the gradient."""
     model, method, _ = attached(folders(family), name, kind)
-    shaken(method.parameters(model).values())
+    perturb(method.parameters(model).values())
     monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(F, "grouped_mm", grouped_plainly)  # which has no fp64
+    monkeypatch.setattr(F, "grouped_mm", grouped_reference)  # grouped_mm does not support fp64
     model, tokens = model.double(), tokens_for(method)
     for module in model.modules():
         if getattr(module, "lora_m", None) is not None:
@@ -183,7 +183,7 @@ def test_gradients_are_finite_differences(folders, name, family, kind, monkeypat
         if not parameter.requires_grad:
             continue
         at = int(parameter.grad.abs().argmax())
-        flat, slope, step = parameter.data.view(-1), float(parameter.grad.view(-1)[at]), 1e-6  # no route changes
+        flat, slope, step = parameter.data.view(-1), float(parameter.grad.view(-1)[at]), 1e-6  # too small to reroute
         values = []
         with torch.no_grad():
             for sign in (1, -1):
@@ -195,77 +195,77 @@ def test_gradients_are_finite_differences(folders, name, family, kind, monkeypat
 
 @pytest.mark.parametrize("name, family, kind", HALVES[0])
 @torch.no_grad()
-def test_saved_is_what_is_declared_and_comes_back(folders, tmp_path, name, family, kind):
+def test_saved_parameters_are_complete_and_reload(folders, tmp_path, name, family, kind):
     model, method, source = attached(folders(family), name, kind)
-    shaken(method.parameters(model).values())
-    out, tokens = saved(model, method, source, tmp_path / "out", kind), tokens_for(method)
-    again, _ = litft.load(out, quantize=kind)
-    if "pissa" in name or "olora" in name or "rslora" in name:  # other sums: of twice the ranks, of one scale for fused ones
-        assert relative(again(tokens), model(tokens)) <= 1e-5
+    perturb(method.parameters(model).values())
+    out, tokens = save_result(model, method, source, tmp_path / "out", kind), tokens_for(method)
+    reread, _ = litft.load(out, quantize=kind)
+    if "pissa" in name or "olora" in name or "rslora" in name:  # other sums: twice the rank, or one scale for fused Linears
+        assert relative(reread(tokens), model(tokens)) <= 1e-5
     else:
-        assert torch.equal(again(tokens), model(tokens))
+        assert torch.equal(reread(tokens), model(tokens))
     if method.saves_full_model:
         with safe_open(out / "model.safetensors", "pt") as file:
             assert sorted(file.keys()) == source.checkpoint.names
         return
-    held, values = resolve(out).read_adapter()
-    first = {n for n in method.parameters(model) if n.endswith(("lora_a0", "lora_b0"))}
-    expected = method.parameters(model).keys() - first
-    # of DoRA on a part of a fused tensor the file holds the other rows' lengths too, as updates without a rank
-    beside = {n.rpartition(".")[0] for n in values.keys() - expected}
-    assert expected <= values.keys() and all(held.specs[n].r == 0 for n in beside)
-    assert not beside or ("dora of some" in name and family in ("gpt_neox", "phi3", "falcon", "qwen3_moe"))
-    assert held.tokens.keys() == method.tokens.keys()
+    reread_method, values = resolve(out).read_adapter()
+    initial_factors = {n for n in method.parameters(model) if n.endswith(("lora_a0", "lora_b0"))}
+    expected = method.parameters(model).keys() - initial_factors
+    # for DoRA on part of a fused tensor, the file also contains the other rows' norms, as updates of rank 0
+    extra_modules = {n.rpartition(".")[0] for n in values.keys() - expected}
+    assert expected <= values.keys() and all(reread_method.specs[n].r == 0 for n in extra_modules)
+    assert not extra_modules or ("dora of some" in name and family in ("gpt_neox", "phi3", "falcon", "qwen3_moe"))
+    assert reread_method.tokens.keys() == method.tokens.keys()
 
 
 @pytest.mark.parametrize("name, family, kind", [case for case in HALVES[1] if case.values[0] in MERGE])
 @torch.no_grad()
-def test_merged_is_unmerged(folders, tmp_path, name, family, kind):
-    """Over a quantized base, where it is added to what that base was."""
+def test_merged_equals_unmerged(folders, tmp_path, name, family, kind):
+    """The update of a quantized base is added to the dequantized weights."""
     model, method, source = attached(folders(family), name, kind)
     if method.saves_full_model:
         return
-    shaken(method.parameters(model).values())
-    saved(model, method, source, tmp_path / "adapter", kind)
+    perturb(method.parameters(model).values())
+    save_result(model, method, source, tmp_path / "adapter", kind)
     flags = dict(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged"), dequantized_base=bool(kind))
     merge(MergeArgs(**flags))
     merged, tokens = litft.load(tmp_path / "merged")[0], tokens_for(method)
     assert relative(merged(tokens), model(tokens)) <= 1e-5
-    assert relative(theirs(tmp_path / "merged")(tokens).logits, model(tokens)) <= 1e-5
+    assert relative(load_hf(tmp_path / "merged")(tokens).logits, model(tokens)) <= 1e-5
 
 
-def merged(model, method, source, folder):
-    """The folder of a method with random values, merged into its base."""
-    shaken(method.parameters(model).values())
-    saved(model, method, source, folder / "adapter")
+def merged_folder(model, method, source, folder):
+    """Merge a method with random values into its base and return the folder."""
+    perturb(method.parameters(model).values())
+    save_result(model, method, source, folder / "adapter")
     merge(MergeArgs(checkpoint_dir=str(folder / "adapter"), out_dir=str(folder / "merged")))
     return folder / "merged"
 
 
 @torch.no_grad()
-def test_a_new_tokens_logit_has_the_bias_it_had(make_model, tmp_path):
-    """Phi's head has one; the row of a token stands beside the scaled head."""
+def test_new_tokens_keep_the_bias_of_the_head(make_model, tmp_path):
+    """Phi's head has a bias; the rows of new tokens are separate from the scaled head."""
     _, folder = make_model(transformers.PhiConfig, **ROWS["phi"][1]["partial"])
     model, method, source = attached(folder, "adapter_v2, no prefix, new tokens", None)
     tokens = tokens_for(method)
-    assert relative(litft.load(merged(model, method, source, tmp_path))[0](tokens), model(tokens)) <= 1e-5
+    assert relative(litft.load(merged_folder(model, method, source, tmp_path))[0](tokens), model(tokens)) <= 1e-5
 
 
 @torch.no_grad()
 def test_adapter_v2_merges_scales_into_biases(make_model, tmp_path):
-    """Of a family all of whose Linears have biases: each output is scale * (W x + b + its own bias)."""
+    """All Linears of this family have biases: each output is scale * (W x + b + adapter bias)."""
     _, folder = make_model(transformers.PhiConfig, **ROWS["phi"][1]["partial"])
     source, method = resolve(folder), AdapterV2(AdapterV2Args(prompt_length=0, bias=True))
     method.choose(source.meta_model(), source.adapter_rules)
     model = source.base_model("fp32")
     method.attach(model)
-    out = merged(model, method, source, tmp_path)
+    out = merged_folder(model, method, source, tmp_path)
     assert relative(litft.load(out)[0](TOKENS), model(TOKENS)) <= 1e-5
-    assert relative(theirs(out)(TOKENS).logits, model(TOKENS)) <= 1e-5
+    assert relative(load_hf(out)(TOKENS).logits, model(TOKENS)) <= 1e-5
 
 
 @torch.no_grad()
-def test_a_tied_head_that_is_trained_whole_has_no_factors(make_model, tmp_path):
+def test_a_fully_trained_tied_head_has_no_lora_factors(make_model, tmp_path):
     _, folder = make_model(transformers.LlamaConfig, tie_word_embeddings=True)
     source = resolve(folder)
     method = LoRA(LoRAArgs(targets=["q_proj", "lm_head"], modules_to_save=["embed"]))
@@ -273,4 +273,4 @@ def test_a_tied_head_that_is_trained_whole_has_no_factors(make_model, tmp_path):
     assert all(name.endswith("q_proj") for name in method.specs)
     model = source.base_model("fp32")
     method.attach(model)
-    assert relative(litft.load(merged(model, method, source, tmp_path))[0](TOKENS), model(TOKENS)) <= 1e-5
+    assert relative(litft.load(merged_folder(model, method, source, tmp_path))[0](TOKENS), model(TOKENS)) <= 1e-5

@@ -1,4 +1,4 @@
-"""New tokens and control tokens: ids, first rows, what decodes, and the warning for rows that nothing trained."""
+"""New tokens and control tokens: ids, initial rows, decoding, and the warning about untrained rows."""
 
 import shutil
 
@@ -15,8 +15,8 @@ from litft.model.transformer import add_neftune_noise
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)])
-def test_added_tokens_come_back_from_the_folder(shared, tmp_path, name):
-    """Single ids behind the vocabulary, in text as they are, from litft's reader and from transformers'."""
+def test_added_tokens_are_saved_and_reloaded(shared, tmp_path, name):
+    """Each is one id after the vocabulary and decodes to its text, in litft and in transformers."""
     import gzip
 
     from transformers import AutoTokenizer
@@ -25,31 +25,31 @@ def test_added_tokens_come_back_from_the_folder(shared, tmp_path, name):
     source.mkdir()
     for path in (shared / "tokenizers" / name).iterdir():
         if path.suffix == ".gz":
-            with gzip.open(path) as packed, (source / path.stem).open("wb") as plain:
-                shutil.copyfileobj(packed, plain)
+            with gzip.open(path) as compressed, (source / path.stem).open("wb") as file:
+                shutil.copyfileobj(compressed, file)
         else:
             shutil.copyfile(path, source / path.name)
     tokenizer = Tokenizer(source)
     texts = ["<tool>", "naïve token", "日本語!"]
-    before = [tokenizer.encode(text, bos=False) for text in texts]
-    size = tokenizer.vocab_size
+    old_ids = [tokenizer.encode(text, bos=False) for text in texts]
+    vocab_size = tokenizer.vocab_size
     added = tokenizer.add_tokens([*texts, "<tool>"])
-    assert list(added.values()) == before and len(added) == 3
+    assert list(added.values()) == old_ids and len(added) == 3
     new = [i for i, pieces in added.items() if pieces != [i]]
-    assert new == list(range(size, size + 3))
+    assert new == list(range(vocab_size, vocab_size + 3))
     out = tmp_path / "out"
     shutil.copytree(source, out)
     tokenizer.save_added(out)
-    again, theirs = Tokenizer(out), AutoTokenizer.from_pretrained(out)
+    reread, reference = Tokenizer(out), AutoTokenizer.from_pretrained(out)
     text = "call<tool>for a naïve token and日本語!"
-    assert tokenizer.encode(text) == again.encode(text) and set(new) <= set(again.encode(text))
-    assert theirs.convert_tokens_to_ids(texts) == new
+    assert tokenizer.encode(text) == reread.encode(text) and set(new) <= set(reread.encode(text))
+    assert reference.convert_tokens_to_ids(texts) == new
     for token in texts:
-        assert token in again.decode(again.encode(text))
-    assert again.vocab_size == size + 3 and again.encode("plain") == Tokenizer(source).encode("plain")
+        assert token in reread.decode(reread.encode(text))
+    assert reread.vocab_size == vocab_size + 3 and reread.encode("plain") == Tokenizer(source).encode("plain")
 
 
-def test_rows_begin_at_the_mean_of_their_pieces():
+def test_initial_rows_are_the_mean_of_their_pieces():
     table = torch.randn(9, 4)
     rows = initial_rows(table, [[1, 2], [5], []])
     expected = torch.stack([(table[1] + table[2]) / 2, table[5], table.mean(0)])
@@ -59,7 +59,7 @@ def test_rows_begin_at_the_mean_of_their_pieces():
     assert torch.equal(out[:3], table[:3]) and not out[9].any()
 
 
-def test_rows_that_nothing_trained():
+def test_untrained_rows_are_found():
     table = torch.randn(20, 8)
     table[3], table[4], table[6] = 0.0, 1e-4 * table[4], table[7]
     assert untrained_ids(table, range(20)) == [3, 4, 6, 7]
@@ -67,8 +67,8 @@ def test_rows_that_nothing_trained():
 
 
 @pytest.mark.slow
-def test_a_run_warns_of_them(shared, make_model, examples, tmp_path):
-    """TinyLlama's </s> with a row of zeros; trained as a new token it is not named any more."""
+def test_a_run_warns_about_untrained_rows(shared, make_model, examples, tmp_path):
+    """TinyLlama's <s> has a row of zeros; the warning disappears when it is trained as a new token."""
     from safetensors.torch import load_file, save_file
     from transformers import LlamaConfig
 
@@ -79,15 +79,15 @@ def test_a_run_warns_of_them(shared, make_model, examples, tmp_path):
     tensors["model.embed_tokens.weight"][1] = 0.0
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     flags = ["finetune/adapter.py", "--checkpoint_dir", folder, "--data.path", examples, "--train.max_steps", 1, "--out_dir"]
-    done = script(*flags, "one", cwd=tmp_path)
+    result = script(*flags, "one", cwd=tmp_path)
     bos = "warning: the embeddings of the template's <s> look untrained; --data.new_tokens '<s>' trains them"
-    assert bos in done.stdout
+    assert bos in result.stdout
     assert "look untrained" not in script(*flags, "two", "--data.new_tokens", "<s>", cwd=tmp_path).stdout
     assert "look untrained" not in script("finetune/full.py", *flags[1:], "three", cwd=tmp_path).stdout
 
 
-def test_noise_is_as_large_as_the_samples_own_length_says():
-    """NEFTune's bound alpha / sqrt(L C) for each row of a padded batch, and for each document of a packed one."""
+def test_neftune_noise_depends_on_the_length_of_the_sample():
+    """NEFTune's bound is alpha / sqrt(L C) for each row of a padded batch and each document of a packed one."""
     torch.manual_seed(0)
     x, targets = torch.zeros(2, 50, 16), torch.full((2, 50), -100)
     targets[0, 10:50], targets[1, 3:8] = 1, 1
@@ -102,7 +102,7 @@ def test_noise_is_as_large_as_the_samples_own_length_says():
         assert 0.95 * bound <= part.abs().max() <= bound
 
 
-def test_noise_and_smoothing_are_of_training_alone(tiny):
+def test_noise_and_smoothing_apply_only_in_training(tiny):
     from litft.pretrained import resolve
 
     model, tokens = resolve(tiny).base_model(), draw(2, 20, seed=1)
@@ -117,7 +117,7 @@ def test_noise_and_smoothing_are_of_training_alone(tiny):
 
 @pytest.mark.parametrize("backend", ["json", "sentencepiece"])
 def test_a_templates_new_end_token_ends_an_answer(tiny, shared, tmp_path, backend):
-    """Made by --data.new_tokens, as the message about missing control tokens advises."""
+    """--data.new_tokens adds it, as the message about missing control tokens recommends."""
     if backend == "json":
         folder = shutil.copytree(shared / "tokenizers" / "gpt2", tmp_path / "model")
     else:
@@ -128,9 +128,9 @@ def test_a_templates_new_end_token_ends_an_answer(tiny, shared, tmp_path, backen
     end = tokenizer.token_id("<|im_end|>")
     assert end in tokenizer.special_ids and tokenizer.token_id("<other>") not in tokenizer.special_ids
     encoded = Encoder(tokenizer, 500)("here", {"prompt": "a", "completion": "b"})
-    (kept,) = encoded.samples
-    assert (kept & ID_MASK)[(kept & SUPERVISED) > 0][-1] == end and encoded.ends == {end}
-    assert tokenizer.decode(to_sample(kept).answer[1].tolist()).strip() == "b"
+    (sample,) = encoded.samples
+    assert (sample & ID_MASK)[(sample & SUPERVISED) > 0][-1] == end and encoded.ends == {end}
+    assert tokenizer.decode(to_sample(sample).answer[1].tolist()).strip() == "b"
     tokenizer.save_added(folder)
-    again = Tokenizer(folder)
-    assert end in again.special_ids and again.encode("<|im_end|>", bos=False) == [end]
+    reread = Tokenizer(folder)
+    assert end in reread.special_ids and reread.encode("<|im_end|>", bos=False) == [end]

@@ -1,4 +1,4 @@
-"""The network on real checkpoints against transformers; every family, on tiny ones, has its row in test_families.py."""
+"""Real checkpoints against transformers. test_families.py compares tiny models of every family."""
 
 import pytest
 import torch
@@ -10,13 +10,13 @@ from litft.model.transformer import default_positions
 
 
 def test_positions_restart_with_each_document():
-    """Relative rotations hide it from the logits, scalings that look at the length do not."""
+    """Rotary embeddings are relative, so only length-dependent scalings would show an error in the logits."""
     tokens, documents = torch.zeros(2, 6), torch.tensor([[7, 7, 3, 3, 3, 7], [1, 1, 1, 1, 1, 1]])
     assert default_positions(tokens, documents, 0).tolist() == [[0, 1, 0, 1, 2, 0], [0, 1, 2, 3, 4, 5]]
     assert default_positions(tokens, None, 4).tolist() == [[4, 5, 6, 7, 8, 9]]
 
 
-def test_tied_is_one_parameter(make_model):
+def test_tied_embeddings_are_one_parameter(make_model):
     from transformers import LlamaConfig
 
     reference, folder = make_model(LlamaConfig, tie_word_embeddings=True)
@@ -27,7 +27,7 @@ def test_tied_is_one_parameter(make_model):
 
 @pytest.mark.parametrize("name", ["stories260K", "stories15M", "SmolLM2-135M-Instruct"])
 @torch.no_grad()
-def test_real_logits_are_transformers(checkpoints, shared, name):
+def test_logits_of_real_checkpoints_equal_transformers(checkpoints, shared, name):
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(checkpoints[name], dtype="float32").eval()
@@ -44,7 +44,7 @@ def test_real_logits_are_transformers(checkpoints, shared, name):
 
 @torch.no_grad()
 def test_perplexity_of_a_real_model(checkpoints, shared):
-    """A figure from elsewhere: SmolLM2's mean loss on wikitext's first 1,024 tokens is 2.544."""
+    """An independent reference: the mean loss of SmolLM2 on the first 1,024 tokens of WikiText is 2.544."""
     model, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"], precision="fp32")
     ids = tokenizer.encode((shared / "data" / "wikitext2_valid.txt").read_text("utf-8")[:8000], bos=False)[:1024]
     loss, count = model(torch.tensor([ids[:-1]]), targets=torch.tensor([ids[1:]]))

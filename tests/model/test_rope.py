@@ -1,4 +1,4 @@
-"""Rotary tables stay exact whatever happens to the model, and bad scalings are refused."""
+"""Rotary frequencies stay exact when the model is cast or moved; invalid scalings are refused."""
 
 import pytest
 import torch
@@ -7,17 +7,17 @@ from litft.model.config import RopeConfig
 from litft.model.rope import RotaryEmbedding, inverse_frequencies
 
 
-def test_a_cast_of_the_model_leaves_the_frequencies_in_fp32():
+def test_casting_the_model_keeps_the_frequencies_in_fp32():
     """In bf16, position 4,000 would be off by up to 16 radians."""
     rope = RopeConfig(theta=10000.0, dim=64)
-    exact = inverse_frequencies(rope)[0]
+    expected = inverse_frequencies(rope)[0]
     for model in (RotaryEmbedding(rope).bfloat16(), RotaryEmbedding(rope).half().float()):
-        assert model.short.dtype == torch.float32 and torch.equal(model.short, exact)
+        assert model.short.dtype == torch.float32 and torch.equal(model.short, expected)
     cos = RotaryEmbedding(rope).bfloat16()(torch.tensor([[4000]]), 4001, torch.float32).cos
-    torch.testing.assert_close(cos[0, 0, 0], torch.cos(4000.0 * exact).repeat(2), rtol=0, atol=1e-6)
+    torch.testing.assert_close(cos[0, 0, 0], torch.cos(4000.0 * expected).repeat(2), rtol=0, atol=1e-6)
 
 
-def test_from_the_meta_device_the_tables_are_computed_anew():
+def test_frequencies_are_computed_again_after_the_meta_device():
     with torch.device("meta"):
         rotary = RotaryEmbedding(RopeConfig(theta=500.0, dim=8))
     assert torch.equal(rotary.to_empty(device="cpu").short, inverse_frequencies(RopeConfig(theta=500.0, dim=8))[0])
@@ -32,12 +32,12 @@ def test_from_the_meta_device_the_tables_are_computed_anew():
         ({"type": "longrope", "short_factor": [1.0]}, "needs long_factor"),
     ],
 )
-def test_a_bad_scaling_is_named(scaling, message):
+def test_an_invalid_scaling_is_reported(scaling, message):
     with pytest.raises(ValueError, match=message):
         RopeConfig.from_hf({"rope_scaling": scaling, "max_position_embeddings": 64}, 8)
 
 
-def test_both_spellings_mean_the_same():
-    old = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 64}
-    new = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, "max_position_embeddings": 64}
-    assert RopeConfig.from_hf(old, 8) == RopeConfig.from_hf(new, 8)
+def test_older_and_newer_config_fields_are_equivalent():
+    older = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 64}
+    newer = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, "max_position_embeddings": 64}
+    assert RopeConfig.from_hf(older, 8) == RopeConfig.from_hf(newer, 8)

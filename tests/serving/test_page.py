@@ -1,4 +1,4 @@
-"""The chat page in a real browser, wide and narrow."""
+"""The chat page in a real browser, in a wide and a narrow window."""
 
 import os
 import re
@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 from conftest import adapted
-from server_process import Server, lengthened
+from server_process import Server, copy_with_context
 
 import litft
 from litft.args import LoRAArgs
@@ -31,8 +31,8 @@ def browser():
 @pytest.fixture(scope="module")
 def folders(checkpoints, tmp_path_factory):
     root = tmp_path_factory.mktemp("page")
-    base = lengthened(checkpoints["stories260K"], root / "stories", 4096)
-    (base / "generation_config.json").write_text('{"suppress_tokens": [2]}')  # an answer ends where there is no more room
+    base = copy_with_context(checkpoints["stories260K"], root / "stories", 4096)
+    (base / "generation_config.json").write_text('{"suppress_tokens": [2]}')  # answers end only where the context is full
     return {"stories": base, "tuned": adapted(base, root / "tuned", LoRA(LoRAArgs(r=4)))}
 
 
@@ -45,23 +45,23 @@ def server(folders):
 
 @pytest.fixture
 def page(request, browser, server):
-    """The page in a narrow window, or in the one that a test asks for."""
+    """The page in a narrow window, or in the size that a test passes."""
     width, height = SIZES[getattr(request, "param", "narrow")]
     context = browser.new_context(
         viewport={"width": width, "height": height}, permissions=["clipboard-read", "clipboard-write"]
     )
     page = context.new_page()
     page.set_default_timeout(20_000)
-    page.problems, page.asked = [], []
+    page.problems, page.requested_urls = [], []
     page.on("pageerror", lambda error: page.problems.append(str(error)))
     page.on("console", lambda message: message.type == "error" and page.problems.append(message.text))
-    page.on("request", lambda asked: page.asked.append(asked.url))
+    page.on("request", lambda sent: page.requested_urls.append(sent.url))
     page.goto(server.url)
     yield page
     if folder := os.environ.get("LITFT_SCREENSHOTS"):
         page.screenshot(path=f"{folder}/{request.node.name}.png")
     assert page.evaluate("document.documentElement.scrollWidth <= window.innerWidth"), "it has to be scrolled sideways"
-    assert all(url.startswith((server.url, "data:")) for url in page.asked)
+    assert all(url.startswith((server.url, "data:")) for url in page.requested_urls)
     context.close()
 
 
@@ -69,13 +69,13 @@ def answers(page):
     return page.locator("article.assistant p")
 
 
-def settled(page):
-    """The answer is done: one may send again."""
+def wait_until_done(page):
+    """Wait until the answer is complete and a message can be sent again."""
     page.locator("#send").wait_for(state="visible")
 
 
-def say(page, words):
-    page.get_by_label("Message").fill(words)
+def send(page, text):
+    page.get_by_label("Message").fill(text)
     page.keyboard.press("Enter")
 
 
@@ -87,21 +87,21 @@ def expected(folder, messages, tokens):
 
 @pytest.mark.parametrize("page", SIZES, indirect=True)
 def test_a_conversation(page, folders, server):
-    """Two turns, with the answers that litft gives; then copied, and cleared."""
-    say(page, "Hello <b>there</b>")
+    """Two turns equal the answers of litft.stream; then one is copied and the page is cleared."""
+    send(page, "Hello <b>there</b>")
     page.locator("article.assistant p:not(:empty)").wait_for()
     page.get_by_role("button", name="Stop").click()
-    settled(page)
-    talk = [{"role": "user", "content": "Hello <b>there</b>"}]
+    wait_until_done(page)
+    messages = [{"role": "user", "content": "Hello <b>there</b>"}]
     first = answers(page).nth(0).text_content()
-    assert first and expected(folders["stories"], talk, 400).startswith(first.strip())
-    assert page.locator("article.user p").text_content() == "Hello <b>there</b>"  # as it was typed
-    server.idle()
-    say(page, "Go on")
-    settled(page)
-    talk += [{"role": "assistant", "content": first}, {"role": "user", "content": "Go on"}]
+    assert first and expected(folders["stories"], messages, 400).startswith(first.strip())
+    assert page.locator("article.user p").text_content() == "Hello <b>there</b>"  # shown as text, not as HTML
+    server.wait_until_idle()
+    send(page, "Go on")
+    wait_until_done(page)
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "Go on"}]
     second = answers(page).nth(1).text_content()
-    assert second.strip() == expected(folders["stories"], talk, 600)[: len(second.strip())] and len(second) > len(first)
+    assert second.strip() == expected(folders["stories"], messages, 600)[: len(second.strip())] and len(second) > len(first)
     note = page.locator("article.assistant footer").nth(1).text_content()
     assert re.match(r"stories: \d+ tokens, [\d.]+ tokens/s, cut off", note), note
     page.get_by_role("button", name="Copy").nth(1).click()
@@ -112,46 +112,46 @@ def test_a_conversation(page, folders, server):
     assert not page.problems
 
 
-def test_an_adapter_is_chosen(page, folders):
+def test_an_adapter_can_be_selected(page, folders):
     page.get_by_label("Model", exact=True).select_option("tuned")
-    say(page, "Hello")
+    send(page, "Hello")
     page.locator("article.assistant p:not(:empty)").wait_for()
     page.wait_for_timeout(300)
-    page.get_by_label("Model", exact=True).select_option("stories")  # the next is asked of; the note names who was asked
+    page.get_by_label("Model", exact=True).select_option("stories")  # for the next message
     page.get_by_role("button", name="Stop").click()
-    settled(page)
-    talk = [{"role": "user", "content": "Hello"}]
-    said = answers(page).text_content().strip()
-    assert said and expected(folders["tuned"], talk, 300).startswith(said)
-    assert not expected(folders["stories"], talk, 300).startswith(said)
+    wait_until_done(page)
+    messages = [{"role": "user", "content": "Hello"}]
+    answer = answers(page).text_content().strip()
+    assert answer and expected(folders["tuned"], messages, 300).startswith(answer)
+    assert not expected(folders["stories"], messages, 300).startswith(answer)
     assert page.locator("article.assistant footer").text_content().startswith("tuned: ")
     assert not page.problems
 
 
-def test_clearing_ends_an_answer(page, server):
-    say(page, "Hello")
+def test_clearing_stops_the_answer(page, server):
+    send(page, "Hello")
     page.locator("article.assistant p:not(:empty)").wait_for()
     page.get_by_role("button", name="Clear").click()
-    settled(page)
-    server.idle()
+    wait_until_done(page)
+    server.wait_until_idle()
     assert page.locator("article").count() == 0
     assert not page.problems
 
 
-def test_what_goes_wrong_is_shown_and_can_be_sent_again(page):
-    long = "a long word " * 300
-    say(page, long)
+def test_an_error_is_shown_and_the_message_can_be_sent_again(page):
+    long_message = "a long word " * 300
+    send(page, long_message)
     page.locator(".wrong").wait_for()
-    settled(page)
+    wait_until_done(page)
     assert "shorten" in page.locator(".wrong").text_content()
-    assert page.get_by_label("Message").input_value() == long.strip()
+    assert page.get_by_label("Message").input_value() == long_message.strip()
     page.get_by_label("Message").fill("Hello")
     page.get_by_role("button", name="Send").click()
     page.get_by_role("button", name="Stop").click()
-    settled(page)
+    wait_until_done(page)
 
 
-def test_a_key_is_asked_for(browser, folders):
+def test_the_page_asks_for_the_api_key(browser, folders):
     with Server(folders["stories"], "--api_key", "sesame", "--max_seq_length", "140") as server:
         page = browser.new_page()
         page.goto(server.url)
@@ -159,7 +159,7 @@ def test_a_key_is_asked_for(browser, folders):
         page.get_by_label("API key").fill("sesame")
         page.get_by_label("API key").press("Enter")
         page.locator("#model option").wait_for(state="attached")
-        say(page, "Hello")
+        send(page, "Hello")
         page.locator("article.assistant p:not(:empty)").wait_for()
         assert answers(page).text_content() and page.locator(".wrong").count() == 0
         page.close()

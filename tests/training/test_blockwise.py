@@ -1,4 +1,4 @@
-"""What is done block by block changes nothing that is computed: compiled, recomputed, offloaded."""
+"""Compiling, recomputing and offloading block by block change no result."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ from litft.training.memory_trace import AllocationTracker
 
 
 def learner(folder, quantize=None, **lora):
-    """A model with LoRA on it whose B is not zero."""
+    """Return a model with LoRA whose B is not zero, and the LoRA parameters."""
     source, method = resolve(folder), LoRA(LoRAArgs(r=4, **lora))
     method.choose(source.meta_model(), source.adapter_rules)
     torch.manual_seed(0)
@@ -35,107 +35,113 @@ def learner(folder, quantize=None, **lora):
     return model, parameters
 
 
-def batches(room=128, rows=1, seed=0):
-    """Some samples, laid out."""
+def batches(row_tokens=128, rows=1, seed=0):
+    """Return the micro-batches of six samples."""
     torch.manual_seed(seed)
     samples = [Sample(*torch.randint(512, (2, length))) for length in (30, 61, 44, 17, 80, 25)]
-    return Layout(rows, room).batches(samples)
+    return Layout(rows, row_tokens).batches(samples)
 
 
-def gradients(model, parameters, given):
-    """The loss, and what it leaves."""
+def gradients(model, parameters, micro_batches):
+    """Return the total loss and the gradients."""
     torch.manual_seed(1)
     total = 0.0
-    for batch in given:
+    for batch in micro_batches:
         loss, _ = model(batch.tokens, **batch.inputs())
         loss.backward()
         total += float(loss.detach())
-    found = {name: parameter.grad for name, parameter in parameters.items()}
+    grads = {name: parameter.grad for name, parameter in parameters.items()}
     for parameter in parameters.values():
         parameter.grad = None
-    return total, found
+    return total, grads
 
 
 @pytest.mark.parametrize("kind", ["selective", "full"])
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-def test_recomputed_is_kept_to_the_bit(tiny, kind, dropout):
-    """With dropout the same numbers are drawn again."""
+def test_recomputing_is_bit_identical(tiny, kind, dropout):
+    """Dropout draws the same numbers again."""
     model, parameters = learner(tiny, dropout=dropout)
     loss, expected = gradients(model, parameters, batches())
     recompute(model, kind)
-    again, found = gradients(model, parameters, batches())
-    assert loss == again and all(torch.equal(found[name], expected[name]) for name in expected)
+    recomputed_loss, grads = gradients(model, parameters, batches())
+    assert loss == recomputed_loss and all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
-def test_recomputed_keeps_less(tiny):
-    """Of a batch's activations: the MLPs' alone, or all but the blocks' inputs."""
-    kept = {}
-    (batch,) = batches(room=512)
+def test_recomputing_saves_memory(tiny):
+    """`selective` recomputes the MLPs' activations, `full` everything but the blocks' inputs."""
+    nbytes = {}
+    (batch,) = batches(row_tokens=512)
     for kind in ("none", "selective", "full"):
         model, _ = learner(tiny)
         recompute(model, kind)
-        with AllocationTracker() as alive:
+        with AllocationTracker() as tracker:
             loss, _ = model(batch.tokens, **batch.inputs())
-            kept[kind] = alive.current
+            nbytes[kind] = tracker.current
         del loss
-    assert kept["full"] < 0.4 * kept["none"] and kept["full"] < kept["selective"] < 0.8 * kept["none"]
+    assert nbytes["full"] < 0.4 * nbytes["none"] and nbytes["full"] < nbytes["selective"] < 0.8 * nbytes["none"]
 
 
-def test_offloaded_is_kept_to_the_bit(tiny, monkeypatch):
-    """On a CPU the copies lie beside the originals, and come back in the order that a GPU would see."""
+def test_offloading_activations_is_bit_identical(tiny, monkeypatch):
+    """On a CPU the copies are next to the originals, and return in the order in which a GPU would get them."""
     monkeypatch.setattr(cpu_offload, "MIN_OFFLOAD_BYTES", 1)
     model, parameters = learner(tiny)
     loss, expected = gradients(model, parameters, batches())
     offload_activations(model, torch.device("cpu"))
     packed = []
     monkeypatch.setattr(cpu_offload.SavedTensorOffload, "pack", count_calls(cpu_offload.SavedTensorOffload.pack, packed))
-    again, found = gradients(model, parameters, batches())
+    offloaded_loss, grads = gradients(model, parameters, batches())
     numbers = [number for number in packed if isinstance(number, int)]
-    assert len(packed) > len(numbers) > len(set(numbers)) > 20  # weights stay; what several products keep is copied once
-    assert loss == again and all(torch.equal(found[name], expected[name]) for name in expected)
+    # weights are not copied; a tensor that several products save is copied once
+    assert len(packed) > len(numbers) > len(set(numbers)) > 20
+    assert loss == offloaded_loss and all(torch.equal(grads[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("dora", [False, True])
-def test_weights_that_wait_are_there_to_the_bit(tiny, monkeypatch, dora):
-    """Each block's own while it runs, forward and again backward, and those of the next; no others."""
+def test_offloading_parameters_is_bit_identical(tiny, monkeypatch, dora):
+    """Only the weights of the running block and of the next are on the device, forward, recomputed and backward."""
     monkeypatch.setattr(cpu_offload, "MIN_OFFLOAD_BYTES", 1)
     model, parameters = learner(tiny, dora=dora)
     loss, expected = gradients(model, parameters, batches())
     offload_parameters(model, torch.device("cpu"))
     recompute(model, "full")
-    weights, ran = model.blocks[0].weights, []
-    assert [len(waiting) for waiting in weights.by_block] == [9] * len(model.blocks)  # 7 matrices, 2 norms
+    weights, fetched = model.blocks[0].weights, []
+    assert [len(block_weights) for block_weights in weights.by_block] == [9] * len(model.blocks)  # 7 matrices, 2 norms
 
-    def look(block, _):
-        there = [w.parameter.data_ptr() != w.host.data_ptr() for waiting in weights.by_block for w in waiting]
-        assert sum(there) == 9 and len(weights.fetched) <= 2
-        ran.append([block.number, *(number for number in weights.fetched if number != block.number)])
+    def check_block(block, _):
+        on_device = [
+            w.parameter.data_ptr() != w.host.data_ptr() for block_weights in weights.by_block for w in block_weights
+        ]
+        assert sum(on_device) == 9 and len(weights.fetched) <= 2
+        fetched.append([block.number, *(number for number in weights.fetched if number != block.number)])
 
     for block in model.blocks:
-        block.attention_norm.register_forward_pre_hook(lambda _, x, block=block: look(block, x))
-    (batch,) = batches(room=512)
+        block.attention_norm.register_forward_pre_hook(lambda _, x, block=block: check_block(block, x))
+    (batch,) = batches(row_tokens=512)
     gradients(model, parameters, [batch])
     last = len(model.blocks) - 1
-    up, down = [[number, number + 1] for number in range(last)], [[number, number - 1] for number in range(last, 0, -1)]
-    assert ran == [*up, [last], *down, [0, 1]]
-    again, found = gradients(model, parameters, batches())
-    assert loss == again and all(torch.equal(found[name], expected[name]) for name in expected)
-    assert all(w.parameter.data_ptr() == w.host.data_ptr() for waiting in weights.by_block for w in waiting)
+    forward, backward = (
+        [[number, number + 1] for number in range(last)],
+        [[number, number - 1] for number in range(last, 0, -1)],
+    )
+    assert fetched == [*forward, [last], *backward, [0, 1]]
+    offloaded_loss, grads = gradients(model, parameters, batches())
+    assert loss == offloaded_loss and all(torch.equal(grads[name], expected[name]) for name in expected)
+    assert all(w.parameter.data_ptr() == w.host.data_ptr() for block_weights in weights.by_block for w in block_weights)
 
 
-def test_what_excludes_waiting_weights_is_told(tiny, examples, tmp_path):
-    given = dict(cpu_offload="parameters", compile=True, activation_checkpointing="selective")
-    found = LoRAFinetuneArgs(train=TrainArgs(**given), devices=2, strategy="ddp").problems()
+def test_conflicts_with_offloading_parameters_are_reported(tiny, examples, tmp_path):
+    settings = dict(cpu_offload="parameters", compile=True, activation_checkpointing="selective")
+    problems = LoRAFinetuneArgs(train=TrainArgs(**settings), devices=2, strategy="ddp").problems()
     remedies = ["leave --train.compile true out", "leave --train.activation_checkpointing selective out"]
-    assert [line.split("; ")[1] for line in found if "cpu_offload" in line] == ["add --strategy fsdp", *remedies]
-    words = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.cpu_offload", "parameters", "--out_dir", "run"]
-    done = script("finetune/lora.py", *words, "--accelerator", "cpu", cwd=tmp_path, code=2)
+    assert [line.split("; ")[1] for line in problems if "cpu_offload" in line] == ["add --strategy fsdp", *remedies]
+    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.cpu_offload", "parameters", "--out_dir", "run"]
+    done = script("finetune/lora.py", *flags, "--accelerator", "cpu", cwd=tmp_path, code=2)
     assert "without a GPU all is in the host's memory" in done.stderr and not (tmp_path / "run").exists()
 
 
 def count_calls(function, calls):
-    def counted(*words):
-        calls.append(function(*words))
+    def counted(*arguments):
+        calls.append(function(*arguments))
         return calls[-1]
 
     return counted
@@ -143,21 +149,21 @@ def count_calls(function, calls):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind, quantize", [("none", None), ("full", "nf4-dq")])
-def test_compiled_is_eager_in_two_graphs(tiny, quantize, kind):
-    """Rows of any length and count of documents; what is compiled for the first step is all there is."""
+def test_compiled_equals_eager_in_two_graphs(tiny, quantize, kind):
+    """Rows of any length and number of documents; nothing is compiled after the first step."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     model, parameters = learner(tiny, quantize)
-    given = [batches(), batches(100, seed=3), batches(90, seed=4)]
-    expected = [gradients(model, parameters, step) for step in given]
+    steps = [batches(), batches(100, seed=3), batches(90, seed=4)]
+    expected = [gradients(model, parameters, step) for step in steps]
     recompute(model, kind)
     compile_blocks(model)
     assert is_compiled(model)
-    for step, (loss, grads) in zip(given, expected, strict=True):
-        again, found = gradients(model, parameters, step)
-        assert again == pytest.approx(loss, rel=1e-5)
+    for step, (loss, grads) in zip(steps, expected, strict=True):
+        compiled_loss, compiled_grads = gradients(model, parameters, step)
+        assert compiled_loss == pytest.approx(loss, rel=1e-5)
         for name, grad in grads.items():
-            assert float((found[name] - grad).norm() / grad.norm()) < 1e-4, name
+            assert float((compiled_grads[name] - grad).norm() / grad.norm()) < 1e-4, name
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first block's input has no gradient
     assert not torch._dynamo.utils.counters["graph_break"]
     with torch.no_grad(), uncompiled():
@@ -165,7 +171,7 @@ def test_compiled_is_eager_in_two_graphs(tiny, quantize, kind):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
 
 
-def test_a_compiler_that_fails_is_done_without(tiny):
+def test_a_compiler_that_fails_is_not_used(tiny):
     model, parameters = learner(tiny)
     loss, _ = gradients(model, parameters, batches())
     compile_blocks(model)
@@ -174,38 +180,42 @@ def test_a_compiler_that_fails_is_done_without(tiny):
     assert not is_compiled(model) and gradients(model, parameters, batches())[0] == loss
 
 
-# ---- gradients that say themselves what they are ----------------------------------------------------------------------
+# ---- custom autograd functions ---------------------------------------------------------------------------------------
 
 
-def same_gradients(found, expected, inputs):
-    """Of two results with regard to the same inputs."""
-    torch.testing.assert_close(found, expected)
-    grad = torch.randn_like(found)
-    for a, b in zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
-        torch.testing.assert_close(a, b)
+def assert_same_gradients(actual, expected, inputs):
+    """Assert that two results and their gradients with respect to the inputs are equal."""
+    torch.testing.assert_close(actual, expected)
+    grad_output = torch.randn_like(actual)
+    for actual_grad, expected_grad in zip(
+        torch.autograd.grad(actual, inputs, grad_output), torch.autograd.grad(expected, inputs, grad_output), strict=True
+    ):
+        torch.testing.assert_close(actual_grad, expected_grad)
 
 
 @pytest.mark.parametrize("shape, over", [((32,), 1), ((4, 8), 1), ((4, 8), 2)])
 @pytest.mark.parametrize("weight", [True, False])
-def test_rms_norm_is_torchs(shape, over, weight):
+def test_rms_norm_equals_torch(shape, over, weight):
     norm = Norm(NormConfig(kind="rms", eps=1e-5, offset=1.0 if weight else 0.0, weight=weight), *shape, num_dims=over)
     x = torch.randn(2, 7, *shape, requires_grad=True)
     if weight:
         norm.weight.data.normal_()
     expected = nn.functional.rms_norm(x, shape[-over:], None, 1e-5)
     expected = expected * (norm.weight.view(shape) + 1) if weight else expected
-    same_gradients(norm(x), expected, [x, *norm.parameters()])
+    assert_same_gradients(norm(x), expected, [x, *norm.parameters()])
 
 
-def test_rotation_is_its_products():
+def test_the_rotary_embedding_equals_its_products():
     x = torch.randn(2, 3, 5, 16, requires_grad=True)
     cos, sin = torch.randn(2, 2, 1, 5, 6)
     first, second, rest = x[..., :6], x[..., 6:12], x[..., 12:]
     tables = torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1)
-    same_gradients(rotate(x, *tables), torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1), [x])
+    assert_same_gradients(
+        rotate(x, *tables), torch.cat((first * cos - second * sin, second * cos + first * sin, rest), -1), [x]
+    )
 
 
 @pytest.mark.parametrize("name", ACTIVATIONS)
-def test_a_gate_is_its_product(name):
+def test_a_gated_activation_equals_its_product(name):
     gate, up = torch.randn(2, 5, 9, requires_grad=True), torch.randn(2, 5, 9, requires_grad=True)
-    same_gradients(_Gated.apply(gate, up, ACTIVATIONS[name]), ACTIVATIONS[name](gate) * up, [gate, up])
+    assert_same_gradients(_Gated.apply(gate, up, ACTIVATIONS[name]), ACTIVATIONS[name](gate) * up, [gate, up])

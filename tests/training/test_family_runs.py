@@ -29,7 +29,7 @@ METHODS = {
     "adapter_v2": AdapterV2FinetuneArgs(),
 }
 VARIATIONS = [(family, variation) for family, (_, rows) in ROWS.items() for variation in rows]
-EVERY = list(product(VARIATIONS, METHODS))
+CASES = list(product(VARIATIONS, METHODS))
 
 
 def quick(number: int) -> bool:
@@ -40,17 +40,17 @@ def quick(number: int) -> bool:
 
 @pytest.fixture(scope="module")
 def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory):
-    """A variation's model folder, made on first use, with stories260K's tokenizer."""
-    made = {}
+    """Return a function that builds a variation's model folder on first use, with stories260K's tokenizer."""
+    built = {}
 
     def folder(family: str, variation: str) -> Path:
-        if (family, variation) not in made:
+        if (family, variation) not in built:
             kind, variations = ROWS[family]
-            made[family, variation] = path = tmp_path_factory.mktemp("model")
+            built[family, variation] = path = tmp_path_factory.mktemp("model")
             build(kind, path, **{**variations[variation], "vocab_size": 512})
             for file in (shared / "checkpoints" / "stories260K").glob("*token*"):
                 copyfile(file, path / file.name)
-        return made[family, variation]
+        return built[family, variation]
 
     return folder
 
@@ -59,7 +59,7 @@ def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory):
     ("family", "variation", "method"),
     [
         pytest.param(*row, method, id=f"{', '.join(row)}: {method}", marks=[] if quick(number) else [pytest.mark.slow])
-        for number, (row, method) in enumerate(EVERY)
+        for number, (row, method) in enumerate(CASES)
     ],
 )
 @pytest.mark.filterwarnings("ignore")
@@ -76,7 +76,7 @@ def test_every_family_with_every_method(folders, tmp_path, capsys, family, varia
         train=TrainArgs(max_steps=2, global_batch_size=2, learning_rate=1e-3),
         eval=EvalArgs(max_new_tokens=0),
     )
-    if method == "lora":  # what a dry run says of a family hangs on no method
+    if method == "lora":  # the dry run of a family does not depend on the method
         litft.finetune(replace(args, dry_run=True))
         assert "at its peak" in capsys.readouterr().out and not (tmp_path / "run").exists()
     assert litft.finetune(args).metrics["step"] == 2

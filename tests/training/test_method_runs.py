@@ -1,4 +1,4 @@
-"""Every method as a user runs it: killed and resumed, gone on with, with new tokens, with parts frozen."""
+"""Every method from the command line: killed and resumed, continued from an adapter, new tokens, frozen parameters."""
 
 import csv
 import json
@@ -18,7 +18,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.pretrained import resolve
 
 TIMED = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
-# what random numbers, warm-up, epochs, validation and checkpoints can get wrong, all at once
+# flags of everything that resuming may get wrong: random numbers, warm-up, epochs, validation, checkpoints
 FLAGS = (
     "--data.val_fraction 0.2 --train.epochs 2 --train.global_batch_size 3 --train.warmup_fraction 0.9 --save.interval 3 "
     "--eval.interval 2 --train.neftune_alpha 5 --train.label_smoothing 0.1 --train.learning_rate 0.003"
@@ -37,16 +37,16 @@ def rows_of(run):
 
 
 def files_of(folder):
-    """Every file's bytes; where the base lies is the folder's own."""
-    found = {path.name: path.read_bytes() for path in folder.iterdir()}
-    if config := found.get("adapter_config.json"):
-        found["adapter_config.json"] = {k: v for k, v in json.loads(config).items() if k != "litft"}
-    return found
+    """Return every file's content, without the record of the base model in adapter_config.json."""
+    files = {path.name: path.read_bytes() for path in folder.iterdir()}
+    if config := files.get("adapter_config.json"):
+        files["adapter_config.json"] = {k: v for k, v in json.loads(config).items() if k != "litft"}
+    return files
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", METHODS)
-def test_killed_and_resumed_is_uninterrupted(tiny, examples, tmp_path, name):
+def test_killed_and_resumed_equals_uninterrupted(tiny, examples, tmp_path, name):
     method, *more = METHODS[name].split()
     flags = [f"finetune/{method}.py", "--checkpoint_dir", tiny, "--data.path", examples, *FLAGS, *more, "--out_dir"]
     script(*flags, "whole", cwd=tmp_path)
@@ -61,8 +61,8 @@ def test_killed_and_resumed_is_uninterrupted(tiny, examples, tmp_path, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "adapter", "adapter_v2"])
-def test_going_on_from_an_adapter(tiny, examples, tmp_path, method):
-    """The same method begins where the adapter ended; another asks for a merge."""
+def test_training_continues_from_an_adapter(tiny, examples, tmp_path, method):
+    """The same method begins where the adapter ended; another method asks for a merge."""
     flags = ["--data.path", examples, "--train.max_steps", 4, "--train.learning_rate", 0.01, "--data.new_tokens", "<upon>"]
     script(f"finetune/{method}.py", "--checkpoint_dir", tiny, *flags, "--out_dir", "first", cwd=tmp_path)
     done = script(f"finetune/{method}.py", "--checkpoint_dir", "first", *flags, "--out_dir", "second", cwd=tmp_path)
@@ -70,19 +70,19 @@ def test_going_on_from_an_adapter(tiny, examples, tmp_path, method):
     first, second = rows_of(tmp_path / "first"), rows_of(tmp_path / "second")
     assert float(second[0]["val_loss"]) == pytest.approx(float(first[-1]["val_loss"]), rel=1e-5)
     other = "adapter" if method == "lora" else "lora"
-    refused = script(f"finetune/{other}.py", "--checkpoint_dir", "first", *flags, cwd=tmp_path, code=2).stderr
+    stderr = script(f"finetune/{other}.py", "--checkpoint_dir", "first", *flags, cwd=tmp_path, code=2).stderr
     remedy = (
         "merge it first: python scripts/merge_lora.py" if method == "lora" else "it cannot be merged, so begin with its base"
     )
-    assert f"is an adapter of another method ({method})" in refused and remedy in refused
+    assert f"is an adapter of another method ({method})" in stderr and remedy in stderr
     flags[-1] = "<time>"
-    refused = script(f"finetune/{method}.py", "--checkpoint_dir", "first", *flags, cwd=tmp_path, code=2).stderr
-    assert "--data.new_tokens '<time>': an adapter goes on with the tokens that it has" in refused
+    stderr = script(f"finetune/{method}.py", "--checkpoint_dir", "first", *flags, cwd=tmp_path, code=2).stderr
+    assert "--data.new_tokens '<time>': an adapter goes on with the tokens that it has" in stderr
 
 
 @pytest.mark.parametrize("method", ["lora", *(pytest.param(m, marks=pytest.mark.slow) for m in ("full", "adapter"))])
 def test_new_tokens(tiny, examples, tmp_path, method):
-    """They are single tokens in training, in the folder, for transformers; PEFT methods train and save their rows alone."""
+    """They are single tokens in training, in the folder and in transformers. PEFT methods train and save only their rows."""
     flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", 3, "--out_dir", "run"]
     script(f"finetune/{method}.py", *flags, "--data.new_tokens", "once upon,<x>", cwd=tmp_path)
     model, tokenizer = litft.load(tmp_path / "run")
@@ -92,8 +92,8 @@ def test_new_tokens(tiny, examples, tmp_path, method):
     assert model.config.vocab_size == 514 and model(torch.tensor([ids])).size(-1) == 514
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    theirs = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
-    assert theirs.convert_tokens_to_ids(["once upon", "<x>"]) == [512, 513]
+    hf_tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
+    assert hf_tokenizer.convert_tokens_to_ids(["once upon", "<x>"]) == [512, 513]
     final = tmp_path / "run" / "final"
     if method != "full":
         script("scripts/convert_to_hf.py", "--checkpoint_dir", "run", "--merge", "false", "--out_dir", "copy", cwd=tmp_path)
@@ -101,8 +101,8 @@ def test_new_tokens(tiny, examples, tmp_path, method):
             load_file(final / "adapter_model.safetensors").keys()
             == load_file(tmp_path / "copy" / "adapter_model.safetensors").keys()
         )
-        rows = [t for n, t in load_file(final / "adapter_model.safetensors").items() if "token" in n]
-        assert [tuple(t.shape) for t in rows] == [(2, 32)] * 2
+        rows = [tensor for key, tensor in load_file(final / "adapter_model.safetensors").items() if "token" in key]
+        assert [tuple(tensor.shape) for tensor in rows] == [(2, 32)] * 2
     if method == "lora":
         script("scripts/merge_lora.py", "--checkpoint_dir", "run", "--out_dir", "merged", cwd=tmp_path)
         final = tmp_path / "merged"
@@ -112,9 +112,9 @@ def test_new_tokens(tiny, examples, tmp_path, method):
             assert (reference - model(torch.tensor([ids]))).abs().max() <= 1e-5 * reference.abs().max()
 
 
-def test_what_is_frozen_is_left_alone_and_saved(tiny, examples, tmp_path):
+def test_frozen_parameters_are_unchanged_and_saved(tiny, examples, tmp_path):
     flags = ["finetune/full.py", "--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", 3, "--out_dir"]
-    # in bf16, to which what is frozen is rounded in memory, and not on the disk
+    # in bf16, to which frozen parameters are rounded in memory, but not on disk
     freeze = ("--train.freeze", "embed,blocks.?.mlp.*,q_proj", "--precision", "bf16-true")
     done = script(*flags, "run", *freeze, cwd=tmp_path)
     before, after = load_file(tiny / "model.safetensors"), load_file(tmp_path / "run" / "final" / "model.safetensors")
@@ -124,14 +124,14 @@ def test_what_is_frozen_is_left_alone_and_saved(tiny, examples, tmp_path):
         assert torch.equal(before[name], after[name]) == frozen, name
     trained = sum(t.numel() for n, t in before.items() if not torch.equal(t, after[n]))
     assert f"full trains {trained:,}" in done.stdout
-    refused = script(*flags, "no", "--train.freeze", "nothing", cwd=tmp_path, code=2).stderr
-    assert "--train.freeze nothing: nothing that is trained has that name" in refused
-    refused = script(*flags, "no", "--train.freeze", "*", cwd=tmp_path, code=2).stderr
-    assert "nothing is left to train" in refused and not (tmp_path / "no").exists()
+    stderr = script(*flags, "no", "--train.freeze", "nothing", cwd=tmp_path, code=2).stderr
+    assert "--train.freeze nothing: nothing that is trained has that name" in stderr
+    stderr = script(*flags, "no", "--train.freeze", "*", cwd=tmp_path, code=2).stderr
+    assert "nothing is left to train" in stderr and not (tmp_path / "no").exists()
 
 
-def test_a_full_run_is_plain_training(tiny, examples, tmp_path):
-    """Five steps of torch's AdamW on transformers' model of the same samples."""
+def test_a_full_run_equals_plain_training(tiny, examples, tmp_path):
+    """Equal to five steps of torch's AdamW on transformers' model and the same samples."""
     from transformers import AutoModelForCausalLM
 
     flags = "--data.val_fraction 0 --train.max_steps 5 --train.lr_schedule constant --train.warmup_fraction 0 "
@@ -155,12 +155,12 @@ def test_a_full_run_is_plain_training(tiny, examples, tmp_path):
     assert losses[0] - losses[-1] >= 0.3
     assert [float(row["loss"]) for row in rows_of(tmp_path / "run")] == pytest.approx(losses, abs=1e-4)
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final", dtype="float32")
-    for ours, theirs in zip(tuned.parameters(), reference.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-3)
+    for parameter, expected in zip(tuned.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=0, atol=2e-3)
 
 
 def test_new_tokens_of_a_frozen_embedding_are_written(make_model, tiny, examples, tmp_path):
-    """Also where the vocabulary has room for them, so that no shape tells that there are any."""
+    """Even if the vocabulary has room for them and no shape changes."""
     folder = make_model(LlamaConfig, vocab_size=520, max_position_embeddings=256)[1]
     for path in tiny.glob("*token*"):
         shutil.copyfile(path, folder / path.name)

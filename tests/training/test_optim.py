@@ -1,4 +1,4 @@
-"""The optimizer: no update of a bf16 weight is lost, rates by kind of parameter, decay of matrices."""
+"""Optimizers: stochastic rounding of bf16 weights, rates and decay by kind of parameter, resuming, stepping in backward."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRA
 from litft.methods import AdapterV2, Full, LoRA
 from litft.model.norm import Norm
 from litft.pretrained import resolve
-from litft.training import run_state
+from litft.training import run_checkpoints
 from litft.training.finetune import prepare
 from litft.training.memory_probe import MemoryProbe
 from litft.training.memory_trace import AllocationTracker
@@ -42,7 +42,7 @@ PROGRESS = {"identity": {}, "samples": 0, "elapsed": 0.0}
 
 @pytest.fixture(scope="module")
 def folder(make_model):
-    """A Llama whose weights are bf16 numbers, wide enough for means over a matrix."""
+    """A Llama whose weights are exact in bf16, wide enough for averages over a matrix."""
     from transformers import LlamaConfig
 
     model, folder = make_model(LlamaConfig, hidden_size=128, intermediate_size=160, num_hidden_layers=2)
@@ -51,7 +51,7 @@ def folder(make_model):
 
 
 def displacement(folder, precision, make=make_optimizer):
-    """What 200 steps at 1e-6 change in each matrix, as a run of `finetune/full.py` makes them."""
+    """Return each matrix's change after 200 steps at 1e-6, trained as `finetune/full.py` trains it."""
     source, method = resolve(folder), Full(FullFinetuneArgs())
     model = source.base_model(method.storage(precision))
     method.attach(model)
@@ -69,13 +69,13 @@ def displacement(folder, precision, make=make_optimizer):
     return {name: parameters[name].detach().float() - value for name, value in before.items()}
 
 
-def projections(found, expected):
-    """How much of the fp32 run's way each matrix has gone."""
-    return {name: float((found[name] * way).sum() / way.square().sum()) for name, way in expected.items()}
+def projections(changes, expected):
+    """Return each matrix's change along the fp32 run's change, as a fraction of it."""
+    return {name: float((changes[name] * change).sum() / change.square().sum()) for name, change in expected.items()}
 
 
 def test_bf16_weights_lose_no_updates(folder):
-    """Rounded by chance, or kept in fp32; rounded to the nearest most updates are lost."""
+    """Stochastic rounding and fp32 master weights lose no update; rounding to nearest loses most updates."""
 
     def plain(args, method, parameters):
         optimizer = torch.optim.AdamW(parameters.values(), betas=(0.9, 0.95), weight_decay=0.0)
@@ -84,15 +84,15 @@ def test_bf16_weights_lose_no_updates(folder):
 
     expected = displacement(folder, "fp32")
     for precision in ("bf16", "bf16-true"):
-        found = projections(displacement(folder, precision), expected)
-        print(precision, min(found.values()), max(found.values()))
-        assert all(0.95 <= value <= 1.05 for value in found.values()), found
-    lost = projections(displacement(folder, "bf16-true", plain), expected)
-    print("nearest", min(lost.values()), max(lost.values()))
-    assert all(abs(value) < 0.2 for value in lost.values()), lost
+        fractions = projections(displacement(folder, precision), expected)
+        print(precision, min(fractions.values()), max(fractions.values()))
+        assert all(0.95 <= fraction <= 1.05 for fraction in fractions.values()), fractions
+    nearest_fractions = projections(displacement(folder, "bf16-true", plain), expected)
+    print("nearest", min(nearest_fractions.values()), max(nearest_fractions.values()))
+    assert all(abs(fraction) < 0.2 for fraction in nearest_fractions.values()), nearest_fractions
 
 
-def test_rounding_by_chance_is_unbiased():
+def test_stochastic_rounding_is_unbiased():
     value = torch.tensor([1.0 + 2**-9, -3.0 - 2**-10, 1e-30, 0.0, 65280.0 + 64])
     torch.manual_seed(0)
     drawn = torch.stack([stochastically_rounded(value) for _ in range(4000)]).double()
@@ -103,8 +103,8 @@ def test_rounding_by_chance_is_unbiased():
         assert abs(float(drawn[:, n].mean() - exact)) <= 0.04 * spread + 1e-38
 
 
-def test_rounded_is_adamw_where_nothing_is_lost():
-    """On fp32 weights it is torch's own, to the bit."""
+def test_stochastic_rounding_equals_adamw_for_fp32_weights():
+    """fp32 weights are bit-identical to those of torch's AdamW."""
     weights = [torch.nn.Parameter(draw(8, 8, seed=1).float()) for _ in range(2)]
     groups = [{"params": [weights[1]], "factor": 1.0, "lr": 0.1}]
     optimizers = [torch.optim.AdamW([weights[0]], lr=0.1), StochasticRounding(groups, torch.optim.AdamW)]
@@ -126,9 +126,11 @@ def test_rates_and_decay_by_kind(tiny):
     optimizer = make_optimizer(TrainArgs(weight_decay=0.1), method, parameters)
     set_learning_rate(optimizer, 1e-3)
     names = {id(p): name for name, p in parameters.items()}
-    found = {names[id(p)]: (g["lr"], g["weight_decay"]) for g in optimizer.param_groups for p in g["params"]}
+    group_settings = {
+        names[id(p)]: (group["lr"], group["weight_decay"]) for group in optimizer.param_groups for p in group["params"]
+    }
     expected = {"lora_a": (1e-3, 0.1), "lora_b": (1.6e-2, 0.1), "lora_m": (1e-3, 0.0)}
-    assert found == {name: pytest.approx(expected[name.rpartition(".")[2]]) for name in parameters}
+    assert group_settings == {name: pytest.approx(expected[name.rpartition(".")[2]]) for name in parameters}
 
 
 def test_vectors_of_stacked_experts_do_not_decay(make_model):
@@ -145,8 +147,8 @@ def test_vectors_of_stacked_experts_do_not_decay(make_model):
 
 
 @pytest.mark.parametrize("family, variation", [("cohere", "q/k norms, biases"), ("stablelm", "q/k norms, biases")])
-def test_what_norms_multiply_by_is_no_matrix(make_model, family, variation):
-    """Though it has two dimensions, of heads with a norm each: it does not decay, and is not Muon's."""
+def test_norm_weights_with_two_dimensions_do_not_decay(make_model, family, variation):
+    """Norm weights per head have two dimensions, but do not decay and are not stepped by Muon."""
     kind, variations = ROWS[family]
     model, method, parameters = trainable(make_model(getattr(transformers, kind), **variations[variation])[1])
     norms = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Norm)}
@@ -159,7 +161,7 @@ def test_what_norms_multiply_by_is_no_matrix(make_model, family, variation):
 
 
 def trainable(folder, precision="fp32"):
-    """A whole model and its parameters, as `finetune/full.py` trains it."""
+    """Return a model, its method and its parameters, as `finetune/full.py` trains them."""
     source, method = resolve(folder), Full(FullFinetuneArgs())
     model = source.base_model(method.storage(precision))
     method.attach(model)
@@ -172,8 +174,8 @@ def optimizer_of(name, method, parameters, **settings):
     return make_optimizer(TrainArgs(optimizer=name, lr_schedule=schedule, **settings), method, parameters)
 
 
-def steps(model, optimizer, count, first=0, rate=1e-3):
-    """Some training; returns the losses."""
+def train_steps(model, optimizer, count, first=0, rate=1e-3):
+    """Train for `count` steps and return their losses."""
     losses = []
     for number in range(first, first + count):
         torch.manual_seed(number)
@@ -191,29 +193,29 @@ def steps(model, optimizer, count, first=0, rate=1e-3):
 def test_every_optimizer_learns(tiny, name):
     model, method, parameters = trainable(tiny)
     rate = {"adafactor": 1e-1, "sgd": 1e-2}.get(name, 2e-3)
-    losses = steps(model, optimizer_of(name, method, parameters), 30, rate=rate)
+    losses = train_steps(model, optimizer_of(name, method, parameters), 30, rate=rate)
     assert sum(losses[-4:]) / 4 < losses[0] - 0.3, losses
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_decay_is_decoupled_and_of_matrices(tiny, name):
-    """Without a gradient a matrix shrinks by rate times decay a step, and a vector stays as it is: no momentum gathers."""
+def test_weight_decay_is_decoupled_and_of_matrices(tiny, name):
+    """Without a gradient, each step shrinks a matrix by rate times decay and leaves a vector unchanged: no momentum."""
     _, method, parameters = trainable(tiny)
     before = {name: p.detach().clone() for name, p in parameters.items()}
     optimizer = optimizer_of(name, method, parameters, weight_decay=0.5)
     set_learning_rate(optimizer, 0.1)
-    steps = 1 if name == "schedule_free" else 2  # whose second is of an average
-    for _ in range(steps):
+    num_steps = 1 if name == "schedule_free" else 2  # its second step involves an average
+    for _ in range(num_steps):
         for p in parameters.values():
             p.grad = torch.zeros_like(p)
         optimizer.step()
     for key, p in parameters.items():
-        expected = before[key] * (0.95**steps if p.dim() > 1 else 1.0)
+        expected = before[key] * (0.95**num_steps if p.dim() > 1 else 1.0)
         torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-7, msg=key)
 
 
-def test_lion_is_the_papers(tiny):
-    """arXiv 2302.06675: the sign of an average of momentum and gradient; the momentum is another average."""
+def test_lion_matches_its_paper(tiny):
+    """arXiv 2302.06675: the update is the sign of an average of momentum and gradient; the momentum is another average."""
     _, method, parameters = trainable(tiny)
     optimizer = optimizer_of("lion", method, parameters)
     p = parameters["blocks.0.mlp.up_proj.weight"]
@@ -243,7 +245,7 @@ def test_sgd_has_momentum(tiny):
 def test_muon_steps_hidden_matrices_and_adamw_the_rest(tiny):
     model, method, parameters = trainable(tiny)
     optimizer = optimizer_of("muon", method, parameters)
-    steps(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
     assert isinstance(optimizer, ChainedOptimizer)
     for name, p in parameters.items():
         kinds = set(optimizer.state[p])
@@ -252,25 +254,25 @@ def test_muon_steps_hidden_matrices_and_adamw_the_rest(tiny):
     assert "embed.weight" not in hidden and "lm_head.weight" not in hidden and "blocks.0.attention.q_proj.weight" in hidden
 
 
-def test_8_bit_moments_follow_those_of_32(tiny):
-    """What 30 steps change is the same in direction: the cosine between them is above 0.98 in every matrix."""
-    moved = {}
+def test_8_bit_moments_follow_32_bit_moments(tiny):
+    """The cosine similarity of each matrix's change after 30 steps is above 0.98."""
+    changes = {}
     for name in ("adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit"):
         model, method, parameters = trainable(tiny)
         before = {key: p.detach().clone() for key, p in parameters.items()}
-        steps(model, optimizer_of(name, method, parameters), 30)
-        moved[name] = {key: parameters[key].detach() - value for key, value in before.items()}
-    for name, least in (("paged_adamw", 0.99999), ("adamw_8bit", 0.98), ("paged_adamw_8bit", 0.98)):
-        for key, way in moved["adamw"].items():
-            assert torch.cosine_similarity(moved[name][key].flatten(), way.flatten(), dim=0) > least, (name, key)
+        train_steps(model, optimizer_of(name, method, parameters), 30)
+        changes[name] = {key: parameters[key].detach() - value for key, value in before.items()}
+    for name, bound in (("paged_adamw", 0.99999), ("adamw_8bit", 0.98), ("paged_adamw_8bit", 0.98)):
+        for key, change in changes["adamw"].items():
+            assert torch.cosine_similarity(changes[name][key].flatten(), change.flatten(), dim=0) > bound, (name, key)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_plan_knows_an_optimizers_state(tiny, name):
-    """Its bytes, but for counters and bitsandbytes' two tables of 256 numbers."""
+def test_the_plan_counts_the_optimizer_state(tiny, name):
+    """Counters and bitsandbytes' two tables of 256 numbers are not counted."""
     model, method, parameters = trainable(tiny)
     optimizer = optimizer_of(name, method, parameters)
-    steps(model, optimizer, 1)
+    train_steps(model, optimizer, 1)
     tensors = {
         tensor.data_ptr(): tensor.nbytes
         for p in parameters.values()
@@ -283,41 +285,43 @@ def test_the_plan_knows_an_optimizers_state(tiny, name):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer_goes_on_to_the_bit(tiny, tmp_path, name, precision):
+def test_every_optimizer_resumes_bit_identically(tiny, tmp_path, name, precision):
     if (name, precision) == ("schedule_free", "bf16-true"):
         pytest.skip("refused")
     fabric = Fabric(accelerator="cpu", devices=1)
     model, method, parameters = trainable(tiny, precision)
     model, optimizer = fabric.setup(model, optimizer_of(name, method, parameters, weight_decay=0.1))
-    whole = steps(model, optimizer, 3)
-    run_state.Saver(tmp_path, True, None).begin(3, parameters, optimizer, PROGRESS, lambda: None, in_background=False)
-    whole += steps(model, optimizer, 3, first=3)
-    other, method, found = trainable(tiny, precision)
-    resumed = optimizer_of(name, method, found, weight_decay=0.1)
-    progress, damaged = run_state.restore_newest(tmp_path, {}, found, resumed)
+    losses = train_steps(model, optimizer, 3)
+    run_checkpoints.Saver(tmp_path, True, None).begin(3, parameters, optimizer, PROGRESS, lambda: None, in_background=False)
+    losses += train_steps(model, optimizer, 3, first=3)
+    resumed_model, method, restored = trainable(tiny, precision)
+    resumed_optimizer = optimizer_of(name, method, restored, weight_decay=0.1)
+    progress, damaged = run_checkpoints.restore_newest(tmp_path, {}, restored, resumed_optimizer)
     assert progress["step"] == 3 and not damaged
-    other, resumed = fabric.setup(other, resumed)
-    assert steps(other, resumed, 3, first=3) == whole[3:]
-    assert all(torch.equal(found[key], value) for key, value in parameters.items())
+    resumed_model, resumed_optimizer = fabric.setup(resumed_model, resumed_optimizer)
+    assert train_steps(resumed_model, resumed_optimizer, 3, first=3) == losses[3:]
+    assert all(torch.equal(restored[key], value) for key, value in parameters.items())
     for key, p in parameters.items():
         for kind, value in optimizer.state[p].items():
-            same = torch.equal(value, resumed.state[found[key]][kind]) if isinstance(value, torch.Tensor) else None
-            assert value == resumed.state[found[key]][kind] if same is None else same, (key, kind)
+            same = (
+                torch.equal(value, resumed_optimizer.state[restored[key]][kind]) if isinstance(value, torch.Tensor) else None
+            )
+            assert value == resumed_optimizer.state[restored[key]][kind] if same is None else same, (key, kind)
 
 
 @pytest.fixture
 def mesh(tmp_path):
-    """A process that is all there are."""
+    """A device mesh of a single process."""
     store = distributed.FileStore(str(tmp_path / "store"), 1)
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield init_device_mesh("cpu", (1,))
     distributed.destroy_process_group()
 
 
-def test_a_part_of_a_parameter_goes_on_to_the_bit(mesh):
-    """bitsandbytes counts steps in a plain number, which has to come back where it is read."""
+def test_a_sharded_parameter_resumes_bit_identically(mesh):
+    """bitsandbytes counts steps in a Python number, which must be restored too."""
 
-    def learner():
+    def make_learner():
         torch.manual_seed(0)
         weight = torch.nn.Parameter(distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)]))
         group = {"params": [weight], "lr": 0.01, "factor": 1.0, "weight_decay": 0.0, "hidden": True}
@@ -328,69 +332,69 @@ def test_a_part_of_a_parameter_goes_on_to_the_bit(mesh):
         weight.grad = distribute_tensor(torch.randn(8, 16), mesh, [Shard(0)])
         optimizer.step()
 
-    whole, optimizer = learner()
+    original, optimizer = make_learner()
     for number in range(5):
-        step(whole, optimizer, number)
-    part, resumed = learner()
-    run_state._init_state(resumed)
+        step(original, optimizer, number)
+    restored, restored_optimizer = make_learner()
+    run_checkpoints._init_state(restored_optimizer)
     with torch.no_grad():
-        part.copy_(whole)
-        for kind, value in optimizer.state[whole].items():
+        restored.copy_(original)
+        for kind, value in optimizer.state[original].items():
             if isinstance(value, torch.Tensor):
-                resumed.state[part][kind].copy_(value)
-    run_state._set_scalars(run_state._scalars({"w": whole}, optimizer), {"w": part}, resumed)
-    for weight, own in ((whole, optimizer), (part, resumed)):
-        step(weight, own, 5)
-    assert torch.equal(whole.full_tensor(), part.full_tensor())
+                restored_optimizer.state[restored][kind].copy_(value)
+    run_checkpoints._set_scalars(run_checkpoints._scalars({"w": original}, optimizer), {"w": restored}, restored_optimizer)
+    for weight, its_optimizer in ((original, optimizer), (restored, restored_optimizer)):
+        step(weight, its_optimizer, 5)
+    assert torch.equal(original.full_tensor(), restored.full_tensor())
 
 
-def test_a_checkpoint_is_a_copy_of_its_moment(tiny, tmp_path):
-    """It is written while the run goes on: what the next steps change is not in it."""
+def test_a_background_checkpoint_is_a_copy(tiny, tmp_path):
+    """It is written while training continues, and later steps do not change it."""
     model, method, parameters = trainable(tiny)
-    optimizer, done = optimizer_of("adamw", method, parameters), []
-    steps(model, optimizer, 2)
-    then = {name: p.detach().clone() for name, p in parameters.items()}
-    saver = run_state.Saver(tmp_path, True, None)
-    saver.begin(2, parameters, optimizer, PROGRESS, lambda: done.append(2))
-    assert run_state.newest(tmp_path) is None
-    steps(model, optimizer, 2, first=2)
+    optimizer, saved_steps = optimizer_of("adamw", method, parameters), []
+    train_steps(model, optimizer, 2)
+    snapshot = {name: p.detach().clone() for name, p in parameters.items()}
+    saver = run_checkpoints.Saver(tmp_path, True, None)
+    saver.begin(2, parameters, optimizer, PROGRESS, lambda: saved_steps.append(2))
+    assert run_checkpoints.newest(tmp_path) is None
+    train_steps(model, optimizer, 2, first=2)
     saver.finish()
-    assert run_state.newest(tmp_path).name == "step-000002" and done == [2] and saver.saved_step == 2
-    saved = run_state.read_parameters(run_state.newest(tmp_path))
-    assert all(torch.equal(saved[name], value) for name, value in then.items())
+    assert run_checkpoints.newest(tmp_path).name == "step-000002" and saved_steps == [2] and saver.saved_step == 2
+    saved = run_checkpoints.read_parameters(run_checkpoints.newest(tmp_path))
+    assert all(torch.equal(saved[name], value) for name, value in snapshot.items())
     assert not any(torch.equal(saved[name], p) for name, p in parameters.items())
-    other = optimizer_of("adamw", method, parameters)
-    run_state.restore_newest(tmp_path, {}, parameters, other)
-    assert all(torch.equal(p, then[name]) for name, p in parameters.items())
+    restored_optimizer = optimizer_of("adamw", method, parameters)
+    run_checkpoints.restore_newest(tmp_path, {}, parameters, restored_optimizer)
+    assert all(torch.equal(p, snapshot[name]) for name, p in parameters.items())
 
 
 def test_schedule_free_keeps_an_average(tiny, tmp_path):
-    """Looking at the average changes nothing, and a checkpoint holds it: x = (1 - 1/b) z + y/b of the two it steps."""
+    """Reading the average changes no weight, and a checkpoint stores it: x = (1 - 1/b) z + y/b."""
     model, method, parameters = trainable(tiny)
     optimizer = optimizer_of("schedule_free", method, parameters)
-    steps(model, optimizer, 5)
-    stepped = {name: p.detach().clone() for name, p in parameters.items()}
+    train_steps(model, optimizer, 5)
+    weights = {name: p.detach().clone() for name, p in parameters.items()}
     with averaged_weights(optimizer):
-        kept = {name: p.detach().clone() for name, p in parameters.items()}
+        averages = {name: p.detach().clone() for name, p in parameters.items()}
     for name, p in parameters.items():
-        assert torch.equal(p, stepped[name])
+        assert torch.equal(p, weights[name])
         z = optimizer.state[p]["z"]
-        torch.testing.assert_close(kept[name], (1 - 1 / 0.9) * z + stepped[name] / 0.9, rtol=1e-5, atol=1e-6)
-    assert not torch.equal(kept["embed.weight"], stepped["embed.weight"])
-    run_state.Saver(tmp_path, True, None).begin(5, parameters, optimizer, PROGRESS, lambda: None, in_background=False)
-    saved = run_state.read_parameters(run_state.newest(tmp_path))
-    assert all(torch.equal(saved[name], value) for name, value in kept.items())
+        torch.testing.assert_close(averages[name], (1 - 1 / 0.9) * z + weights[name] / 0.9, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(averages["embed.weight"], weights["embed.weight"])
+    run_checkpoints.Saver(tmp_path, True, None).begin(5, parameters, optimizer, PROGRESS, lambda: None, in_background=False)
+    saved = run_checkpoints.read_parameters(run_checkpoints.newest(tmp_path))
+    assert all(torch.equal(saved[name], value) for name, value in averages.items())
 
 
-def test_schedule_free_rounds_no_weights(tiny):
+def test_schedule_free_needs_fp32_weights(tiny):
     _, method, parameters = trainable(tiny, "bf16-true")
     with pytest.raises(ValueError, match="schedule_free needs fp32 weights"):
         optimizer_of("schedule_free", method, parameters)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16-true"])
-def test_stepped_in_the_backward_pass_is_stepped_after_it(tiny, examples, tmp_path, precision):
-    """The same run: weights to the bit where nothing is rounded by chance, and the same gradient norms."""
+def test_stepping_in_the_backward_pass_equals_stepping_after_it(tiny, examples, tmp_path, precision):
+    """fp32 weights are bit-identical, and losses and gradient norms are equal."""
     rows = {}
     for name, flags in (("after", []), ("within", ["--train.optimizer_in_backward"])):
         out = tmp_path / name
@@ -410,11 +414,11 @@ def test_stepped_in_the_backward_pass_is_stepped_after_it(tiny, examples, tmp_pa
             assert torch.equal(tensor, rows["within weights"][name]), name
 
 
-def test_what_cannot_be_stepped_in_the_backward_pass(tiny, examples, tmp_path):
+def test_conflicts_with_optimizer_in_backward_are_reported(tiny, examples, tmp_path):
     train = TrainArgs(optimizer_in_backward=True, skip_nan=True)
-    found = "\n".join(FullFinetuneArgs(checkpoint_dir="x", data=DataArgs(path=["y"]), devices=2, train=train).problems())
+    problems = "\n".join(FullFinetuneArgs(checkpoint_dir="x", data=DataArgs(path=["y"]), devices=2, train=train).problems())
     for word in ("add --train.max_grad_norm 0", "add --train.skip_nan false", "2 devices"):
-        assert word in found
+        assert word in problems
     done = script(
         "finetune/full.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", tmp_path / "x", "--dry_run",
         "--train.max_steps", "1", "--train.max_grad_norm", "0", "--train.optimizer_in_backward", "--data.packing", "false",
@@ -434,52 +438,54 @@ def in_backward(tiny, path, **train):
     )
 
 
-def test_no_step_of_the_run_may_be_several_micro_batches(tiny, tmp_path):
-    """Of 60 steps one has long examples: its weights would be stepped twice."""
+def test_optimizer_in_backward_needs_one_micro_batch_in_every_step(tiny, tmp_path):
+    """One of 60 steps has a long example: its weights would be stepped twice."""
     records = [{"text": "once upon a time " * 90 if n == 7 else f"{n}"} for n in range(240)]
     path = tmp_path / "data.json"
     path.write_text(json.dumps(records))
-    args = next(args for seed in range(99) if step_of_the_longest(args := replace(in_backward(tiny, path), seed=seed)) > 30)
-    step = step_of_the_longest(args)
+    args = next(
+        args for seed in range(99) if step_of_longest_example(args := replace(in_backward(tiny, path), seed=seed)) > 30
+    )
+    step = step_of_longest_example(args)
     with pytest.raises(ValueError, match=f"the 4 examples of step {step + 1} are several micro-batches"):
         prepare(args)
     prepare(replace(args, train=replace(args.train, max_steps=step)))
 
 
-def step_of_the_longest(args):
-    """In which step the longest example is."""
-    plain = replace(args, train=replace(args.train, optimizer_in_backward=False))
-    schedule = prepare(plain)[1]
-    number = int(schedule.data.train.lengths.argmax())
-    return next(step for step in range(schedule.steps) if number in schedule.step_indices(step))
+def step_of_longest_example(args):
+    """Return the step that contains the longest example."""
+    without_flag = replace(args, train=replace(args.train, optimizer_in_backward=False))
+    schedule = prepare(without_flag)[1]
+    longest = int(schedule.data.train.lengths.argmax())
+    return next(step for step in range(schedule.steps) if longest in schedule.step_indices(step))
 
 
-def test_the_largest_micro_batch_is_tried_without_gradients_that_stay(tiny, examples, tmp_path, monkeypatch):
-    """As in a step: a model that fits only because of that would be refused else. Nothing is stepped."""
-    seen, probe = [], MemoryProbe._try_largest
+def test_the_memory_probe_discards_gradients(tiny, examples, tmp_path, monkeypatch):
+    """Otherwise a model that fits only without stored gradients would be refused. The probe steps no weight."""
+    gradients_discarded, probe = [], MemoryProbe._try_largest
 
-    def watched(self, model, optimizer, resumed):
+    def checked_probe(self, model, optimizer, resumed):
         parameters = self.network.trained.values()
         before = [parameter.detach().clone() for parameter in parameters]
         probe(self, model, optimizer, resumed)
-        seen.append(all(parameter.grad is None for parameter in parameters))
+        gradients_discarded.append(all(parameter.grad is None for parameter in parameters))
         assert all(torch.equal(a, b) for a, b in zip(before, parameters, strict=True))
 
-    monkeypatch.setattr(MemoryProbe, "_try_largest", watched)
+    monkeypatch.setattr(MemoryProbe, "_try_largest", checked_probe)
     args = in_backward(tiny, examples, micro_batch_size=16, max_steps=1)
     litft.finetune(replace(args, out_dir=str(tmp_path / "run")))
-    assert seen == [True]
+    assert gradients_discarded == [True]
 
 
-@pytest.mark.parametrize("forgets", [False, True])
-def test_stepping_a_bf16_weight_takes_what_its_trial_takes(forgets):
-    """Beside the gradient and the state, of one weight of a model."""
+@pytest.mark.parametrize("discards", [False, True])
+def test_the_memory_probe_needs_as_much_as_a_bf16_step(discards):
+    """Both need the same memory in addition to the gradient and the optimizer state of a weight."""
     with FakeTensorMode():
         weight = torch.nn.Parameter(torch.empty(512, 256, dtype=torch.bfloat16))
         args = TrainArgs(optimizer_in_backward=True)
         optimizer = make_optimizer(args, Full(FullFinetuneArgs()), {"weight": weight})
         with optimizer.stepping():
             weight.sum().backward()  # the first step makes the state
-        with AllocationTracker() as alive, optimizer.discarding() if forgets else optimizer.stepping():
+        with AllocationTracker() as tracker, optimizer.discarding() if discards else optimizer.stepping():
             weight.sum().backward()
-    assert alive.peak / weight.numel() == pytest.approx(ROUNDING_BYTES + 2, rel=0.01)  # and 2 of the gradient
+    assert tracker.peak / weight.numel() == pytest.approx(ROUNDING_BYTES + 2, rel=0.01)  # and 2 of the gradient

@@ -1,4 +1,4 @@
-"""What a run needs: FLOPs against a closed form, memory against torch's MemTracker, chips by name."""
+"""The plan of a run: FLOPs against closed forms, memory against torch's MemTracker, peak FLOP/s of chips by name."""
 
 import random
 import re
@@ -11,10 +11,10 @@ import plan_pairs
 import pytest
 import torch
 from conftest import ENV, script
-from tracked import tracked
+from tracked import tracked_peak
 from transformers import Qwen3MoeConfig
 
-import litft.training.settings
+import litft.training.auto_settings
 from litft.args import (
     AdapterFinetuneArgs,
     AdapterV2FinetuneArgs,
@@ -29,16 +29,16 @@ from litft.data.encoder import Sample
 from litft.methods import LoRA, method_of
 from litft.model.quantization import QuantizedLinear
 from litft.pretrained import resolve
+from litft.training.auto_settings import choose
 from litft.training.flops import CHIPS, Flops, peak_flops
 from litft.training.memory_plan import Shape, predict
 from litft.training.optimizers import OPTIMIZERS
 from litft.training.schedule import Schedule
-from litft.training.settings import choose
 from litft.training.setup import Setup
 
 
 def test_flops_of_a_tiny_llama(tiny):
-    """Two per weight and token forward, two for the input's gradient, two more where the weight's own is needed."""
+    """Per weight and token: two forward, two for the input gradient, two more for the gradient of a trained weight."""
     source = resolve(tiny)
     model, method = source.base_model(), LoRA(LoRAArgs(r=4))
     method.choose(model, source.adapter_rules)
@@ -47,13 +47,13 @@ def test_flops_of_a_tiny_llama(tiny):
     targets = torch.tensor([-100] * 7 + [1, 2, 3])
     linears = 3 * (32 * 32 * 2 + 32 * 16 * 2 + 32 * 56 * 3)
     factors = 3 * 4 * (2 * (32 + 32) + 2 * (32 + 16) + 3 * (32 + 56))
-    pairs = 10 * 11 // 2 * 3  # of query and key, in three layers
+    pairs = 10 * 11 // 2 * 3  # query-key pairs in three layers
     expected = 10 * (4 * linears + 6 * factors) + 3 * 4 * 32 * 512 + pairs * 12 * 32
     assert Flops(model)([Sample(tokens, targets)]) == expected
 
 
 def test_flops_of_experts(make_model):
-    """A token goes through two of five; what chooses them sees all."""
+    """Each token passes through two of five experts; the router scores all five."""
     values = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, head_dim=8, num_hidden_layers=1)
     source = resolve(make_model(Qwen3MoeConfig, **values)[1])
     model, method = source.base_model(), LoRA(LoRAArgs(r=4))
@@ -81,7 +81,7 @@ def test_chips_by_the_names_torch_reports(name, bf16):
     assert next((row[1] for row in CHIPS if re.search(row[0], name)), None) == bf16
 
 
-def test_a_cpu_is_measured():
+def test_the_peak_of_a_cpu_is_measured():
     assert 1e9 < peak_flops(torch.device("cpu"), "fp32") < 1e14
 
 
@@ -91,7 +91,7 @@ LORA, DORA = LoRAFinetuneArgs(), LoRAFinetuneArgs(lora=LoRAArgs(dora=True))
 DROPOUT = LoRAFinetuneArgs(lora=LoRAArgs(dropout=0.1, targets=["q_proj", "v_proj"]))
 NORMS = LoRAFinetuneArgs(lora=LoRAArgs(modules_to_save=["norm"]))
 ATTENTION = LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
-# model, how many of its layers, method, precision, the micro-batch and whether a step has several
+# model, number of its layers, method, precision, micro-batch (rows, tokens, whether a step has several)
 CASES = {
     "LoRA, fp32": ("SmolLM2-135M-Instruct", 2, LORA, "fp32", Shape(1, 1024)),
     "LoRA, two chunks of logits": ("SmolLM2-135M-Instruct", 2, LORA, "bf16", Shape(1, 2048, True)),
@@ -115,7 +115,7 @@ def default_dtype():
     torch.set_default_dtype(torch.float32)
 
 
-# with the recomputed ones each method, precision and kind of model; the others before a release
+# together with RECOMPUTED, each method, precision and kind of model; the other cases are slow
 QUICK = ("LoRA, two chunks of logits",)
 RECOMPUTED = (("full, fp32 masters", "full"), ("dropout, a parallel block", "selective"))
 
@@ -125,17 +125,19 @@ RECOMPUTED = (("full, fp32 masters", "full"), ("dropout, a parallel block", "sel
     [pytest.param(case, "none", marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES] + [*RECOMPUTED],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_memory_is_that_of_whole_training_steps(shared, checkpoints, case, recomputed):
+def test_planned_memory_matches_training_steps(shared, checkpoints, case, recomputed):
     """Within 3 % of MemTracker under fake tensors."""
     name, layers, args, precision, shape = CASES[case]
     source = resolve(checkpoints.get(name, shared / "configs" / name))
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method = method_of(args)
     method.choose(source.meta_model(), source.adapter_rules)
-    found = predict(source, method, precision, "none", shape, recomputed=recomputed, device="cpu").memory.peak
-    expected = tracked(source, method, args.train, precision, shape, recomputed)
-    print(f"{case}, {recomputed}: {found / 2**20:,.0f} MiB, {expected / 2**20:,.0f} tracked, {found / expected - 1:+.2%}")
-    assert found == pytest.approx(expected, rel=0.03)
+    planned = predict(source, method, precision, "none", shape, recomputed=recomputed, device="cpu").memory.peak
+    expected = tracked_peak(source, method, args.train, precision, shape, recomputed)
+    print(
+        f"{case}, {recomputed}: {planned / 2**20:,.0f} MiB, {expected / 2**20:,.0f} tracked, {planned / expected - 1:+.2%}"
+    )
+    assert planned == pytest.approx(expected, rel=0.03)
 
 
 @pytest.mark.parametrize(
@@ -147,42 +149,42 @@ def test_memory_is_that_of_whole_training_steps(shared, checkpoints, case, recom
     ],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_memory_is_that_of_real_tensors(checkpoints, args, recomputed):
-    """Within 3 %, on a small model whose steps are really made."""
+def test_planned_memory_matches_real_tensors(checkpoints, args, recomputed):
+    """Within 3 % on a small model that is trained with real tensors."""
     source, method, shape = resolve(checkpoints["stories15M"]), method_of(args), Shape(2, 200, True)
     method.choose(source.meta_model(), source.adapter_rules)
-    found = predict(source, method, "fp32", "none", shape, recomputed=recomputed, device="cpu").memory.peak
-    expected = tracked(source, method, args.train, "fp32", shape, recomputed, nullcontext)
-    print(f"{found / 2**20:,.1f} MiB predicted, {expected / 2**20:,.1f} tracked, {found / expected - 1:+.2%}")
-    assert found == pytest.approx(expected, rel=0.03)
+    planned = predict(source, method, "fp32", "none", shape, recomputed=recomputed, device="cpu").memory.peak
+    expected = tracked_peak(source, method, args.train, "fp32", shape, recomputed, nullcontext)
+    print(f"{planned / 2**20:,.1f} MiB predicted, {expected / 2**20:,.1f} tracked, {planned / expected - 1:+.2%}")
+    assert planned == pytest.approx(expected, rel=0.03)
 
 
-# few targets, the memory of an optimizer's step, a learning embedding; steps in the backward pass
+# seeds of: few targets; a peak in the optimizer's step; a trained embedding; steps in the backward pass
 PAIRS = (3, 5, 62, pytest.param(190, marks=pytest.mark.slow))
 
 
 @pytest.mark.parametrize("number", PAIRS)
 @pytest.mark.filterwarnings("ignore")
 def test_memory_of_random_flags_and_data(shared, number, tmp_path):
-    """At most 1 % below two steps of the run, and 5 % above."""
-    planned, expected, what = plan_pairs.compared(*plan_pairs.drawn(random.Random(number)), tmp_path)
-    assert -0.01 <= planned / expected - 1 <= 0.05, what
+    """The plan is at most 1 % below and 5 % above two steps of the run."""
+    planned, expected, description = plan_pairs.compare(*plan_pairs.random_pair(random.Random(number)), tmp_path)
+    assert -0.01 <= planned / expected - 1 <= 0.05, description
 
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.filterwarnings("ignore")
-def test_memory_of_whole_micro_batches_of_a_parallel_block(shared, layers):
-    """Its norm keeps no input; of a single block, which has no gradient to hand on, the forward pass takes the most."""
+def test_memory_of_large_micro_batches_of_a_parallel_block(shared, layers):
+    """Its norm saves no input. With a single block, which passes no gradient on, memory peaks in the forward pass."""
     source, args = resolve(shared / "configs" / "phi-2"), LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method, shape = method_of(args), Shape(8, 2048)
     method.choose(source.meta_model(), source.adapter_rules)
-    found = predict(source, method, "bf16", "none", shape, device="cpu").memory.peak
-    assert found == pytest.approx(tracked(source, method, args.train, "bf16", shape), rel=0.005)
+    planned = predict(source, method, "bf16", "none", shape, device="cpu").memory.peak
+    assert planned == pytest.approx(tracked_peak(source, method, args.train, "bf16", shape), rel=0.005)
 
 
 @pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_every_optimizer_has_a_plan_in_the_backward_pass(tiny, optimizer):
+def test_every_optimizer_in_backward_has_a_plan(tiny, optimizer):
     source, method = resolve(tiny), method_of(FullFinetuneArgs())
     method.choose(source.meta_model(), source.adapter_rules)
     for precision in ("fp32", "bf16-true") if optimizer != "schedule_free" else ("fp32",):
@@ -204,9 +206,9 @@ LARGE = "llama-3-8b"
     ],
     ids=str,
 )
-def test_what_is_printed_adds_up(shared, values):
-    """To the peak, whichever moment of the step that is."""
-    source, method = cut(shared, 2), method_of(LoRAFinetuneArgs())
+def test_printed_parts_add_up_to_the_peak(shared, values):
+    """The parts add up at whichever moment of the step the peak occurs."""
+    source, method = first_layers(shared, 2), method_of(LoRAFinetuneArgs())
     method.choose(source.meta_model(), source.adapter_rules)
     memory = predict(source, method, "bf16", "none", Shape(8, 512, True), **values).memory
     printed = re.search(r"^([\d.]+) GiB at its peak, .*\((.*?)\)", memory.line())
@@ -215,45 +217,47 @@ def test_what_is_printed_adds_up(shared, values):
     assert ("in host memory" in memory.line()) == bool(values.get("cpu_offload"))
 
 
-def cut(shared, layers):
-    """The first layers of a large model."""
+def first_layers(shared, layers):
+    """Return a large model's source with only its first `layers` layers."""
     source = resolve(shared / "configs" / LARGE)
     return replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
 
 
-def test_the_plan_knows_what_waits_on_the_host(shared):
-    source, method = cut(shared, 4), method_of(FullFinetuneArgs())
-    kinds = dict(stays={}, paged=dict(optimizer="paged_adamw"), offloaded=dict(cpu_offload="activations"))
-    kinds |= dict(sharded=dict(shards=2), waiting=dict(shards=2, cpu_offload="parameters"))
-    found = {name: predict(source, method, "bf16", "none", Shape(4, 512), **given).memory for name, given in kinds.items()}
-    assert found["stays"].host == 0 and found["paged"].optimizer == 0 < found["stays"].optimizer == found["paged"].host
-    assert found["offloaded"].host == found["stays"].activations  # of four blocks, of which two are on the GPU
-    assert found["stays"].activations == pytest.approx(2 * found["offloaded"].activations, rel=0.02)
-    waiting, sharded = found["waiting"], found["sharded"]
-    assert (waiting.weights, waiting.gradients, waiting.optimizer) == (0, 0, 0)
-    assert waiting.host == sharded.weights + sharded.gradients + sharded.optimizer
+def test_offloaded_memory_is_planned_on_the_host(shared):
+    source, method = first_layers(shared, 4), method_of(FullFinetuneArgs())
+    cases = dict(stays={}, paged=dict(optimizer="paged_adamw"), offloaded=dict(cpu_offload="activations"))
+    cases |= dict(sharded=dict(shards=2), waiting=dict(shards=2, cpu_offload="parameters"))
+    plans = {
+        name: predict(source, method, "bf16", "none", Shape(4, 512), **settings).memory for name, settings in cases.items()
+    }
+    assert plans["stays"].host == 0 and plans["paged"].optimizer == 0 < plans["stays"].optimizer == plans["paged"].host
+    assert plans["offloaded"].host == plans["stays"].activations  # of four blocks; two of them are on the GPU
+    assert plans["stays"].activations == pytest.approx(2 * plans["offloaded"].activations, rel=0.02)
+    on_host, sharded = plans["waiting"], plans["sharded"]
+    assert (on_host.weights, on_host.gradients, on_host.optimizer) == (0, 0, 0)
+    assert on_host.host == sharded.weights + sharded.gradients + sharded.optimizer
     rounded = [predict(source, method, "bf16-true", "none", Shape(4, 512), shards=n).memory.stepping for n in (1, 2)]
     assert rounded[0] == 2 * rounded[1] > 0
     on_cpu = predict(source, method, "bf16", "none", Shape(4, 512), optimizer="paged_adamw", device="cpu").memory
     assert on_cpu.host == 0 < on_cpu.optimizer
 
 
-def test_gradients_that_are_forgotten_take_no_room(tiny):
+def test_discarded_gradients_need_no_memory(tiny):
     source, method = resolve(tiny), method_of(FullFinetuneArgs())
-    kept, forgotten = (
-        predict(source, method, "fp32", "none", Shape(1, 8), in_backward=each).memory for each in (False, True)
+    stored, discarded = (
+        predict(source, method, "fp32", "none", Shape(1, 8), in_backward=in_backward).memory for in_backward in (False, True)
     )
-    assert forgotten.gradients == 0 and forgotten.peak < kept.peak
+    assert discarded.gradients == 0 and discarded.peak < stored.peak
 
 
 def plan_script(shared, cwd, *flags, code=0):
-    words = ["scripts/plan.py", "--checkpoint_dir", shared / "configs" / "llama-3-8b", "--max_seq_length", "2048"]
-    return script(*words, *flags, cwd=cwd, code=code)
+    command = ["scripts/plan.py", "--checkpoint_dir", shared / "configs" / "llama-3-8b", "--max_seq_length", "2048"]
+    return script(*command, *flags, cwd=cwd, code=code)
 
 
 @pytest.mark.slow
-def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
-    """More memory buys weights that stay, then bf16, then nothing recomputed; the least that is needed is told."""
+def test_a_budget_selects_the_fastest_settings(shared, tmp_path):
+    """More memory buys weights on the device, then bf16, then no recomputation. A too small budget reports the minimum."""
     flags = {
         size: plan_script(shared, tmp_path, "--budget", size).stdout.split("\n")[0] for size in ("5GiB", "9GiB", "80GiB")
     }
@@ -261,42 +265,44 @@ def test_a_budget_is_spent_on_the_fastest(shared, tmp_path):
     assert flags["9GiB"].endswith("--train.activation_checkpointing full --quantize nf4")
     assert flags["80GiB"].endswith("--train.activation_checkpointing none")
     for size, line in flags.items():
-        named = dict(zip(*[iter(line.split(": ")[1].split())] * 2, strict=True))
-        named = {name.removeprefix("--train.").removeprefix("--"): value for name, value in named.items()}
-        again = plan_script(
-            shared, tmp_path, *(word for name, value in named.items() for word in (f"--{name}", value))
+        settings = dict(zip(*[iter(line.split(": ")[1].split())] * 2, strict=True))
+        settings = {name.removeprefix("--train.").removeprefix("--"): value for name, value in settings.items()}
+        stdout = plan_script(
+            shared, tmp_path, *(word for name, value in settings.items() for word in (f"--{name}", value))
         ).stdout
-        assert float(re.search(r"memory: ([\d.]+) GiB", again)[1]) <= 0.9 * float(size.removesuffix("GiB")) + 0.005
-    given = plan_script(
+        assert float(re.search(r"memory: ([\d.]+) GiB", stdout)[1]) <= 0.9 * float(size.removesuffix("GiB")) + 0.005
+    fixed = plan_script(
         shared, tmp_path, "--budget", "20GiB", "--micro_batch_size", "4", "--activation_checkpointing", "full"
     )
-    assert "micro_batch_size 4 --train.activation_checkpointing full" in given.stdout
-    less = plan_script(shared, tmp_path, "--budget", "3GiB", code=2).stderr
-    assert "this needs at least" in less and "--train.cpu_offload parameters" in less
+    assert "micro_batch_size 4 --train.activation_checkpointing full" in fixed.stdout
+    stderr = plan_script(shared, tmp_path, "--budget", "3GiB", code=2).stderr
+    assert "this needs at least" in stderr and "--train.cpu_offload parameters" in stderr
     assert "expected a size such as 24GiB" in plan_script(shared, tmp_path, "--budget", "lots", code=2).stderr
 
 
-def test_a_run_recomputes_as_little_as_its_memory_asks_for(tiny, examples, monkeypatch):
-    """And takes as many rows, where they are left to it."""
+def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeypatch):
+    """With `--train.micro_batch_size auto` it also takes as many rows as fit."""
     train = TrainArgs(micro_batch_size="auto", global_batch_size=32)
     args = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(examples)], packing=False), train=train)
     source = resolve(tiny)
-    job, cpu = Setup(args, source), torch.device("cpu")
-    data = load_data(args.data, job.tokenizer, source.config.vocab_size, source.config.max_positions)
-    found = []
-    for room in (2**40, 10 * 2**20, 4 * 2**20, 1):
-        monkeypatch.setattr(litft.training.settings, "device_memory", lambda device, processes, room=room: room)
+    setup, cpu = Setup(args, source), torch.device("cpu")
+    data = load_data(args.data, setup.tokenizer, source.config.vocab_size, source.config.max_positions)
+    choices = []
+    for available in (2**40, 10 * 2**20, 4 * 2**20, 1):
+        monkeypatch.setattr(
+            litft.training.auto_settings, "device_memory", lambda device, processes, available=available: available
+        )
         schedule = Schedule(args, data, 1)
-        settings = choose(job, schedule, cpu)
-        found.append((schedule.layout.rows, settings.recomputed))
-        assert room == 1 or settings.plan.memory.peak <= 0.9 * room
-    assert found[0] == (32, "none") and found[-1] == (1, "full")
-    assert found[0][0] > found[1][0] > found[2][0]
+        settings = choose(setup, schedule, cpu)
+        choices.append((schedule.layout.rows, settings.recomputed))
+        assert available == 1 or settings.plan.memory.peak <= 0.9 * available
+    assert choices[0] == (32, "none") and choices[-1] == (1, "full")
+    assert choices[0][0] > choices[1][0] > choices[2][0]
 
 
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "int8"])
 def test_weights_of_a_quantized_base(checkpoints, kind):
-    """As many bytes as the loaded model has."""
+    """The plan has as many bytes as the loaded model."""
     source = resolve(checkpoints["stories15M"])
     method = method_of(LORA)
     method.choose(source.meta_model(), source.adapter_rules)
@@ -312,14 +318,14 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
     assert memory.weights - factors == pytest.approx(total, rel=0.01)
 
 
-def test_an_embedding_that_learns_makes_the_blocks_keep(checkpoints):
-    """Though nothing in them is trained."""
-    source, kept = resolve(checkpoints["stories15M"]), {}
+def test_a_trained_embedding_makes_the_blocks_save_activations(checkpoints):
+    """The blocks save activations even if nothing in them is trained."""
+    source, activations = resolve(checkpoints["stories15M"]), {}
     for targets in (["q_proj"], ["embed"], ["lm_head"]):
         method = method_of(LoRAFinetuneArgs(lora=LoRAArgs(targets=targets)))
         method.choose(source.meta_model(), source.adapter_rules)
-        kept[targets[0]] = predict(source, method, "fp32", "none", Shape(1, 64)).memory.activations
-    assert kept["embed"] > 0.8 * kept["q_proj"] and kept["lm_head"] < 0.1 * kept["q_proj"]
+        activations[targets[0]] = predict(source, method, "fp32", "none", Shape(1, 64)).memory.activations
+    assert activations["embed"] > 0.8 * activations["q_proj"] and activations["lm_head"] < 0.1 * activations["q_proj"]
 
 
 def factors_of(source, method):
@@ -327,13 +333,13 @@ def factors_of(source, method):
 
 
 def test_the_parameters_of_real_models_are_counted(shared):
-    """As their cards and papers state them."""
-    known = {
+    """The counts equal those in the model cards and papers."""
+    published_counts = {
         "llama-3-8b": 8_030_261_248,
         "qwen3-30b-a3b": 30_532_122_624,
         "phi-2": 2_779_683_840,
     }
-    for name, count in known.items():
+    for name, count in published_counts.items():
         source, method = resolve(shared / "configs" / name), method_of(LORA)
         method.choose(source.meta_model(), source.adapter_rules)
         plan = predict(source, method, "bf16", "none", Shape(1, 128))
@@ -344,11 +350,11 @@ def test_the_parameters_of_real_models_are_counted(shared):
 def test_a_frozen_parameter_has_no_gradient_in_the_plan(tiny):
     source, method = resolve(tiny), method_of(LORA)
     method.choose(source.meta_model(), source.adapter_rules)
-    whole = predict(source, method, "fp32", "none", Shape(1, 64))
+    unfrozen = predict(source, method, "fp32", "none", Shape(1, 64))
     method.frozen = {name for name in method.parameters(attached(source, method)) if name.startswith("blocks.0.")}
-    part = predict(source, method, "fp32", "none", Shape(1, 64))
-    assert part.trained == whole.trained * 2 // 3 and part.memory.gradients == whole.memory.gradients * 2 // 3
-    assert part.memory.activations < whole.memory.activations
+    frozen = predict(source, method, "fp32", "none", Shape(1, 64))
+    assert frozen.trained == unfrozen.trained * 2 // 3 and frozen.memory.gradients == unfrozen.memory.gradients * 2 // 3
+    assert frozen.memory.activations < unfrozen.memory.activations
 
 
 def attached(source, method):
@@ -357,8 +363,8 @@ def attached(source, method):
     return model
 
 
-def test_memory_is_that_of_the_process_alone():
-    """A parent of 1 GiB starts a child that needs a fifth of it."""
+def test_peak_memory_excludes_the_parent_process():
+    """A parent of 1 GiB starts a child that needs a fifth of that."""
     child = "import torch; from litft.distributed.devices import peak_memory; print(peak_memory(torch.device('cpu')))"
     parent = f"import subprocess, sys; held = bytearray(b'x') * 2**30; subprocess.run([sys.executable, '-c', {child!r}])"
     done = subprocess.run([sys.executable, "-c", parent], env=ENV, capture_output=True, text=True, check=True)

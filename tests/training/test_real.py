@@ -1,6 +1,6 @@
-"""The whole path on a real model and real data: SmolLM2-135M-Instruct learns from Alpaca, and everything opens the result.
+"""End to end on real data: SmolLM2-135M-Instruct learns from Alpaca, and PEFT and transformers open the result.
 
-Minutes each, hence slow. LITFT_TEST_BATCH=16 is the command line's own default and takes half an hour on two cores:
+Each test takes minutes, hence slow. LITFT_TEST_BATCH=16 is the default of the command and takes half an hour on two cores:
 
     LITFT_TEST_BATCH=16 pytest -n 0 -m slow tests/training/test_real.py
 """
@@ -23,14 +23,14 @@ from litft.training.validation import evenly_spaced
 pytestmark = pytest.mark.slow
 
 BATCH = int(os.environ.get("LITFT_TEST_BATCH", 4))
-STEPS, VALIDATION = 6, 2 * BATCH  # validation: samples, of which four are a micro-batch
+STEPS, VALIDATION = 6, 2 * BATCH  # VALIDATION is in samples; a micro-batch has four
 RATE = 5e-4
-ASK = [{"role": "user", "content": "Name three primary colours."}]
+MESSAGES = [{"role": "user", "content": "Name three primary colours."}]
 
 
 @pytest.fixture(scope="module")
 def run(checkpoints, shared, tmp_path_factory):
-    """out/smol of the issue's command."""
+    """The run folder out/smol."""
     folder = tmp_path_factory.mktemp("real")
     command = f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir out/smol "
     command += f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} --train.learning_rate {RATE} "
@@ -40,7 +40,7 @@ def run(checkpoints, shared, tmp_path_factory):
 
 
 def peft_loss(model, samples):
-    """Summed loss and count of a micro-batch."""
+    """Return the summed loss of a micro-batch."""
     batch = collate([[sample] for sample in samples])
     mask = (torch.arange(batch.tokens.size(1)) < torch.tensor([[s.tokens.numel()] for s in samples])).long()
     logits = model(input_ids=batch.tokens, attention_mask=mask, use_cache=False).logits.flatten(0, 1)
@@ -56,7 +56,7 @@ def mean_loss(model, samples) -> float:
 
 
 def train_with_peft(folder, data) -> tuple[float, float]:
-    """Validation loss before and after, on the same samples in the same order, from PEFT's own initialization."""
+    """Return the validation loss before and after the same steps, from PEFT's own initialization."""
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
@@ -93,7 +93,7 @@ def test_the_loss_falls_as_far_as_with_peft(run, checkpoints, shared):
 
 
 @torch.no_grad()
-def test_everything_opens_the_result(run, checkpoints, tmp_path):
+def test_peft_and_transformers_open_the_result(run, checkpoints, tmp_path):
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
@@ -108,23 +108,23 @@ def test_everything_opens_the_result(run, checkpoints, tmp_path):
         cwd=tmp_path,
     )
     model, tokenizer = litft.load(run / "final", precision="fp32")
-    tokens = torch.tensor([tokenizer.encode(tokenizer.apply_chat_template(ASK), bos=False)])
+    tokens = torch.tensor([tokenizer.encode(tokenizer.apply_chat_template(MESSAGES), bos=False)])
     expected = model(tokens)
     base = AutoModelForCausalLM.from_pretrained(checkpoints["SmolLM2-135M-Instruct"], dtype="float32")
     assert not torch.allclose(base(tokens).logits, expected, atol=0.1)
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
-    for other in (
+    for logits in (
         PeftModel.from_pretrained(base, run / "final")(tokens).logits,
         litft.load(run, precision="fp32")[0](tokens),
         litft.load(tmp_path / "merged")[0](tokens),
         merged(tokens).logits,
     ):
-        assert (other - expected).abs().max() <= 1e-5 * expected.abs().max()
+        assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_it_answers(run, tmp_path):
+def test_the_fine_tuned_model_answers(run, tmp_path):
     flags = ["--checkpoint_dir", run / "final", "--temperature", "0", "--max_new_tokens", "40"]
-    done = script("generate/base.py", *flags, "--prompt", ASK[0]["content"], cwd=tmp_path)
+    done = script("generate/base.py", *flags, "--prompt", MESSAGES[0]["content"], cwd=tmp_path)
     assert "blue" in done.stdout.lower()
     lines = ["Name three primary colours.", "What is the capital of France?", "Say hello."]
     answers = script("generate/chat.py", *flags, cwd=tmp_path, text="\n".join(lines)).stdout

@@ -1,4 +1,4 @@
-"""A run's folder under hostile and careless hands: nothing is lost, nothing runs, nothing silently becomes another run."""
+"""Run folders: damaged and malicious checkpoints, changed settings, and overwriting; no data is lost."""
 
 import json
 import os
@@ -18,7 +18,7 @@ FLAGS = "--train.max_steps 4 --train.global_batch_size 8 --save.interval 2 --dat
 
 
 @pytest.fixture(scope="module")
-def done(tiny, examples, tmp_path_factory):
+def finished_run(tiny, examples, tmp_path_factory):
     """A folder with model/, data.json and the finished run a/."""
     folder = tmp_path_factory.mktemp("runs")
     shutil.copytree(tiny, folder / "model")
@@ -28,22 +28,22 @@ def done(tiny, examples, tmp_path_factory):
 
 
 @pytest.fixture
-def folder(done, tmp_path, monkeypatch) -> Path:
-    """A copy of it that a test may spoil, as the working directory."""
-    monkeypatch.chdir(shutil.copytree(done, tmp_path / "copy"))
+def folder(finished_run, tmp_path, monkeypatch) -> Path:
+    """A copy of `finished_run` that a test may damage, as the working directory."""
+    monkeypatch.chdir(shutil.copytree(finished_run, tmp_path / "copy"))
     return Path()
 
 
-def lora(*words, capsys, code: int | None = 2) -> str:
-    """`finetune/lora.py` in this process; returns stderr."""
+def lora(*flags, capsys, code: int | None = 2) -> str:
+    """Run `finetune/lora.py` in this process and return stderr."""
     if code is None:
-        command("finetune lora", [str(word) for word in words])
+        command("finetune lora", [str(flag) for flag in flags])
         return ""
-    with pytest.raises(SystemExit) as ended:
-        command("finetune lora", [str(word) for word in words])
-    said = capsys.readouterr().err
-    assert ended.value.code == code and "error: " in said, said
-    return said
+    with pytest.raises(SystemExit) as error:
+        command("finetune lora", [str(flag) for flag in flags])
+    stderr = capsys.readouterr().err
+    assert error.value.code == code and "error: " in stderr, stderr
+    return stderr
 
 
 FRESH = "--checkpoint_dir model --data.path data.json".split()
@@ -62,7 +62,7 @@ def weights(run: str) -> bytes:
     return Path(run, "final", "adapter_model.safetensors").read_bytes()
 
 
-def spoil(path: Path, how: str) -> None:
+def damage(path: Path, how: str) -> None:
     if how == "delete":
         path.unlink()
     else:
@@ -76,10 +76,10 @@ def test_a_checkpoint_executes_nothing(folder, capsys):
     progress["files"][".metadata"] = (step / ".metadata").stat().st_size
     (step / "progress.json").write_text(json.dumps(progress))
     lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
-    said = capsys.readouterr().out
+    stdout = capsys.readouterr().out
     assert (
-        "step-000004 is damaged" in said
-        and "does not belong in a checkpoint's index" in said
+        "step-000004 is damaged" in stdout
+        and "does not belong in a checkpoint's index" in stdout
         and not Path("executed").exists()
     )
 
@@ -93,58 +93,58 @@ def test_a_checkpoint_executes_nothing(folder, capsys):
     ],
 )
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, capsys, name, how):
-    whole = weights("a")
-    spoil(folder / "a" / "checkpoints" / "step-000004" / name, how)
+    expected = weights("a")
+    damage(folder / "a" / "checkpoints" / "step-000004" / name, how)
     lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
-    said = capsys.readouterr().out
-    assert "step-000004 is damaged" in said and "using the checkpoint before it" in said
-    assert "continuing after step 2" in said and weights("a") == whole
+    stdout = capsys.readouterr().out
+    assert "step-000004 is damaged" in stdout and "using the checkpoint before it" in stdout
+    assert "continuing after step 2" in stdout and weights("a") == expected
     assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["step-000002", "step-000004"]
 
 
-def test_a_file_that_lost_its_end_is_known_by_its_size(folder, capsys):
-    """What is cut off may be padding that no reader misses; it is found all the same, before anything is loaded."""
+def test_a_truncated_file_is_detected_by_its_size(folder, capsys):
+    """It is detected before anything is loaded, even if only padding is missing."""
     path = folder / "a" / "checkpoints" / "step-000004" / "__0_0.distcp"
     path.write_bytes(path.read_bytes()[:-1])
     lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
     assert "__0_0.distcp has" in capsys.readouterr().out
 
 
-def test_without_a_whole_checkpoint_nothing_is_trained(folder, capsys):
+def test_without_an_intact_checkpoint_nothing_is_trained(folder, capsys):
     for step in (2, 4):
-        spoil(folder / "a" / "checkpoints" / f"step-00000{step}" / "progress.json", "truncate")
+        damage(folder / "a" / "checkpoints" / f"step-00000{step}" / "progress.json", "truncate")
     before = contents(folder)
-    said = lora("--resume", "--out_dir", "a", capsys=capsys)
+    stderr = lora("--resume", "--out_dir", "a", capsys=capsys)
     assert (
-        "step-000004 is damaged" in said
-        and "step-000002 is damaged" in said
-        and "--overwrite starts again from step 0" in said
+        "step-000004 is damaged" in stderr
+        and "step-000002 is damaged" in stderr
+        and "--overwrite starts again from step 0" in stderr
     )
     assert contents(folder) == before
 
 
-def test_a_fall_back_leaves_nothing_that_a_later_one_could_take(folder, capsys):
-    """With one checkpoint to keep, the damaged one must not be the one that is kept."""
-    spoil(folder / "a" / "checkpoints" / "step-000004" / ".metadata", "truncate")
+def test_a_damaged_checkpoint_is_not_kept_after_a_fallback(folder, capsys):
+    """With one checkpoint to keep, the damaged one must not be kept."""
+    damage(folder / "a" / "checkpoints" / "step-000004" / ".metadata", "truncate")
     flags = ["--train.max_steps", "3", "--save.keep_last", "1"]
     lora("--resume", "--out_dir", "a", *flags, capsys=capsys, code=None)
     assert [path.name for path in Path("a/checkpoints").iterdir()] == ["step-000003"]
 
 
 @pytest.mark.parametrize("words", [["--resume", "--out_dir", "typo"], ["--resume"]])
-def test_resume_of_nothing_trains_nothing(folder, capsys, words):
-    said = lora(*words, capsys=capsys)
-    assert "to start one, pass --checkpoint_dir and --data.path" in said and not Path("typo").exists()
+def test_resume_without_a_run_trains_nothing(folder, capsys, words):
+    stderr = lora(*words, capsys=capsys)
+    assert "to start one, pass --checkpoint_dir and --data.path" in stderr and not Path("typo").exists()
 
 
-def test_resume_writes_into_no_strangers_folder(folder, capsys):
+def test_resume_writes_only_into_a_run_folder(folder, capsys):
     before = contents(folder)
     assert "is not a litft run" in lora(*FRESH, "--resume", "--out_dir", "model", capsys=capsys)
     assert contents(folder) == before
 
 
 @pytest.mark.parametrize(
-    "flags, what",
+    "flags, message",
     [
         ("--train.learning_rate 0.1", "train.learning_rate 0.0002, now 0.1"),
         ("--seed 7", "seed 42, now 7"),
@@ -154,9 +154,9 @@ def test_resume_writes_into_no_strangers_folder(folder, capsys):
         ("--train.max_steps 3", "is beyond the run's 3 steps"),
     ],
 )
-def test_a_changed_run_is_no_continuation(folder, capsys, flags, what):
+def test_resume_with_changed_settings_is_refused(folder, capsys, flags, message):
     before = contents(folder)
-    assert what in lora("--resume", "--out_dir", "a", *flags.split(), capsys=capsys)
+    assert message in lora("--resume", "--out_dir", "a", *flags.split(), capsys=capsys)
     assert contents(folder) == before
 
 
@@ -170,8 +170,8 @@ def test_resume_with_another_base_or_data_is_refused(folder, capsys):
     assert "base model" in lora("--resume", "--out_dir", "a", capsys=capsys)
 
 
-def test_a_run_that_divided_its_examples_in_another_way_is_not_resumed(folder, capsys):
-    """design.md 4.16: one of litft before examples were divided by their content."""
+def test_a_run_that_split_its_examples_differently_is_not_resumed(folder, capsys):
+    """design.md 4.16: a run from before examples were split by their content."""
     for path in (folder / "a" / "checkpoints").glob("*/progress.json"):
         progress = json.loads(path.read_text())
         assert progress["identity"].pop("split")
@@ -186,20 +186,20 @@ def test_overwrite_never_deletes_what_the_run_reads(folder, capsys, given):
     shutil.copytree("model", "a/model")
     shutil.copyfile("data.json", "a/data.json")
     before = contents(folder)
-    said = lora(*FRESH, *given, "--out_dir", "a", "--overwrite", capsys=capsys)
-    assert f"--overwrite would delete {given[1]}, which this run reads" in said and contents(folder) == before
+    stderr = lora(*FRESH, *given, "--out_dir", "a", "--overwrite", capsys=capsys)
+    assert f"--overwrite would delete {given[1]}, which this run reads" in stderr and contents(folder) == before
 
 
 @pytest.mark.parametrize(
     "flags", ["--train.learning_rate nan", "--train.max_grad_norm .inf", "--seed 99999999999", "--lora.targets no"]
 )
-def test_a_bad_flag_leaves_the_old_run(folder, capsys, flags):
+def test_an_invalid_flag_leaves_the_old_run(folder, capsys, flags):
     before = contents(folder)
     lora(*FRESH, "--out_dir", "a", "--overwrite", *flags.split(), capsys=capsys)
     assert contents(folder) == before
 
 
-def test_a_folder_with_some_config_yaml_is_no_run(folder, capsys):
+def test_a_folder_with_another_config_yaml_is_not_a_run(folder, capsys):
     Path("mine").mkdir()
     Path("mine/config.yaml").write_text("mine: 1\n")
     assert "is not a litft run" in lora(*FRESH, "--out_dir", "mine", "--overwrite", capsys=capsys)
@@ -207,13 +207,13 @@ def test_a_folder_with_some_config_yaml_is_no_run(folder, capsys):
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "5", "train: {epochs: x}", "a: [", "b: 1"])
-def test_a_broken_config_is_named_on_resume(folder, capsys, text):
+def test_a_broken_config_is_reported_on_resume(folder, capsys, text):
     Path("a/config.yaml").write_text(f"# A run of litft\n{text}")
     lora("--resume", "--out_dir", "a", capsys=capsys)
     assert Path("a/config.yaml").read_text().endswith(text)
 
 
-def test_an_adapter_goes_on_with_the_dropout_asked_for(folder, capsys):
+def test_continuing_from_an_adapter_uses_the_new_dropout(folder, capsys):
     lora(
         "--checkpoint_dir",
         "a/final",
@@ -236,50 +236,52 @@ def test_nan_is_found_before_training(folder, capsys):
     tensors = load_file(folder / "model" / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 3] = torch.nan
     save_file(tensors, folder / "model" / "model.safetensors")
-    said = lora(*FRESH, *FLAGS, "--out_dir", "b", capsys=capsys)
-    assert "step 0: the validation loss is nan" in said and not Path("b/final").exists()
+    stderr = lora(*FRESH, *FLAGS, "--out_dir", "b", capsys=capsys)
+    assert "step 0: the validation loss is nan" in stderr and not Path("b/final").exists()
 
 
 def test_a_run_that_diverges_stops(folder, capsys):
-    said = lora(*FRESH, *FLAGS, "--train.learning_rate", "2e9", "--out_dir", "b", capsys=capsys)
+    stderr = lora(*FRESH, *FLAGS, "--train.learning_rate", "2e9", "--out_dir", "b", capsys=capsys)
     assert (
-        "so training cannot continue; start another run with a lower --train.learning_rate (now " in said
+        "so training cannot continue; start another run with a lower --train.learning_rate (now " in stderr
         and not Path("b/final").exists()
     )
 
 
-def test_an_unfinished_run_says_so(folder, tmp_path):
+def test_an_unfinished_run_is_reported(folder, tmp_path):
     shutil.rmtree("a/final")
     done = script("generate/base.py", "--checkpoint_dir", "a", "--prompt", "x", cwd=Path.cwd(), code=2)
     assert "is a run that has not finished; continue it with --resume" in done.stderr
 
 
-def test_two_runs_at_once_get_folders_of_their_own(folder):
-    one = {"OMP_NUM_THREADS": "1"}
-    runs = [start("finetune/lora.py", *FRESH, *FLAGS, cwd=Path.cwd(), env=one) for _ in range(2)]
+def test_two_simultaneous_runs_get_separate_folders(folder):
+    env = {"OMP_NUM_THREADS": "1"}
+    runs = [start("finetune/lora.py", *FRESH, *FLAGS, cwd=Path.cwd(), env=env) for _ in range(2)]
     assert [run.wait() for run in runs] == [0, 0]
     assert sorted(path.name for path in Path("out").iterdir()) == ["lora", "lora-2"]
     assert all((path / "final").is_dir() for path in Path("out").iterdir())
 
 
-def test_what_cannot_be_written_or_read_is_one_message(folder, capsys):
+def test_a_path_that_cannot_be_used_gives_one_message(folder, capsys):
     assert "data.json" in lora(*FRESH, "--out_dir", "data.json/x", capsys=capsys)
     Path("deep").symlink_to("deep")
     assert "deep" in lora(*FRESH, "--out_dir", "deep/x", capsys=capsys)
     assert "name too long" in lora(*FRESH, "--out_dir", "x" * 5000, capsys=capsys).lower()
 
 
-def test_a_reader_that_goes_away_gets_no_traceback(folder):
-    words = f"{FORKS}/bin/python {ROOT}/generate/base.py --checkpoint_dir model --prompt a --max_new_tokens 200 --seed 1"
-    done = subprocess.run(["bash", "-c", f"{words} | head -c 3"], env=ENV, capture_output=True, text=True, errors="replace")
+def test_a_closed_pipe_gives_no_traceback(folder):
+    pipeline = f"{FORKS}/bin/python {ROOT}/generate/base.py --checkpoint_dir model --prompt a --max_new_tokens 200 --seed 1"
+    done = subprocess.run(
+        ["bash", "-c", f"{pipeline} | head -c 3"], env=ENV, capture_output=True, text=True, errors="replace"
+    )
     assert "Traceback" not in done.stderr and "Exception" not in done.stderr, done.stderr
 
 
-def test_a_run_goes_on_with_its_own_validation_examples(folder, capsys):
-    """Losses over others would stand beside those before, and choose the best."""
+def test_resume_keeps_the_validation_set(folder, capsys):
+    """Losses on other examples could not be compared with the earlier ones, nor select the best checkpoint."""
     records = json.loads((folder / "data.json").read_text())
-    for name, some in (("first", records[:5]), ("second", records[5:9])):
-        (folder / f"{name}.json").write_text(json.dumps(some))
+    for name, subset in (("first", records[:5]), ("second", records[5:9])):
+        (folder / f"{name}.json").write_text(json.dumps(subset))
     lora(*FRESH, "--data.val_path", "first.json", "--train.max_steps", 1, "--out_dir", "b", capsys=capsys, code=None)
     flags = ["--resume", "--out_dir", "b", "--train.max_steps", 2]
     assert "validation data" in lora(*flags, "--data.val_path", "second.json", capsys=capsys)

@@ -1,4 +1,4 @@
-"""How runs end: by signals, time, patience, NaN, memory and full disks; and that they go on from there, to the bit."""
+"""How runs end (signals, time limits, patience, NaN, out of memory, full disks), and that they resume bit-identically."""
 
 import json
 import math
@@ -22,7 +22,7 @@ import litft
 from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, seconds
 from litft.errors import Interrupted
 from litft.signals import Signals
-from litft.training.run_state import Saver
+from litft.training.run_checkpoints import Saver
 
 
 def losses(run: Path) -> list[float]:
@@ -35,7 +35,7 @@ def weights(run: Path) -> bytes:
 
 @pytest.fixture
 def args(tiny, examples, tmp_path) -> LoRAFinetuneArgs:
-    """A run of twelve steps."""
+    """Arguments of a LoRA run of twelve steps."""
     return LoRAFinetuneArgs(
         checkpoint_dir=str(tiny),
         out_dir=str(tmp_path / "run"),
@@ -51,8 +51,8 @@ def args(tiny, examples, tmp_path) -> LoRAFinetuneArgs:
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_saves_and_the_run_goes_on(args, name, tmp_path):
-    """In a step that no interval would save; the run that goes on ends as one that nobody stopped."""
+def test_a_signal_saves_a_checkpoint_and_the_run_resumes(args, name, tmp_path):
+    """The step has no scheduled checkpoint; the resumed run ends like an uninterrupted one."""
 
     def callback(row):
         if row["step"] == 3:
@@ -60,23 +60,23 @@ def test_a_signal_saves_and_the_run_goes_on(args, name, tmp_path):
 
     with pytest.raises(
         Interrupted, match=f"{name}: stopped after step 4, and saved; --resume --out_dir .*/run continues"
-    ) as stopped:
+    ) as error:
         litft.finetune(args, callback)
-    assert stopped.value.code == 128 + getattr(signal, name)
+    assert error.value.code == 128 + getattr(signal, name)
     run = Path(args.out_dir)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-000004"]
     assert "stopped after step 4" in (run / "report.html").read_text()
     if name != "SIGTERM":  # what follows does not depend on the signal
         return
     litft.finetune(replace(args, resume=True))
-    whole = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
-    assert weights(run) == weights(whole) and losses(run) == losses(whole)
+    uninterrupted = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
+    assert weights(run) == weights(uninterrupted) and losses(run) == losses(uninterrupted)
 
 
-def begun(run: Path, words: list, cwd: Path) -> Process:
-    """A run that has made its first steps."""
+def start_training(run: Path, flags: list, cwd: Path) -> Process:
+    """Start a run and return its process once it has made its first steps."""
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process = start("finetune/lora.py", *words, "--out_dir", run, cwd=cwd, **pipes)
+    process = start("finetune/lora.py", *flags, "--out_dir", run, cwd=cwd, **pipes)
     while not (run / "metrics.csv").is_file() or len((run / "metrics.csv").read_text().splitlines()) < 6:
         assert process.poll() is None, process.communicate()
         time.sleep(0.01)
@@ -84,13 +84,13 @@ def begun(run: Path, words: list, cwd: Path) -> Process:
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_signal_from_outside(tiny, examples, tmp_path, devices):
-    """Of two processes one gets it, and both stop; one goes on where they were, on the very next example."""
-    words = ["--checkpoint_dir", tiny, "--data.path", examples, "--devices", str(devices), "--eval.interval", "0"]
-    words += "--train.max_steps 2000 --train.global_batch_size 4 --save.interval 1000".split()
-    words += "--train.lr_schedule constant --train.warmup_fraction 0".split()
+def test_a_signal_from_another_process(tiny, examples, tmp_path, devices):
+    """With two processes one receives the signal and both stop; a single process resumes at the very next example."""
+    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--devices", str(devices), "--eval.interval", "0"]
+    flags += "--train.max_steps 2000 --train.global_batch_size 4 --save.interval 1000".split()
+    flags += "--train.lr_schedule constant --train.warmup_fraction 0".split()
     run = tmp_path / "run"
-    process = begun(run, words, tmp_path)
+    process = start_training(run, flags, tmp_path)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
@@ -98,7 +98,7 @@ def test_a_signal_from_outside(tiny, examples, tmp_path, devices):
     (step,) = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()]
     assert 5 <= step < 2000 and step == int(rows_of(run)[-1]["step"])
     script("finetune/lora.py", "--resume", "--out_dir", run, "--devices", "1", "--train.max_steps", step + 9, cwd=tmp_path)
-    script("finetune/lora.py", *words[:4], *words[6:], "--train.max_steps", step + 9, "--out_dir", "whole", cwd=tmp_path)
+    script("finetune/lora.py", *flags[:4], *flags[6:], "--train.max_steps", step + 9, "--out_dir", "whole", cwd=tmp_path)
     assert [row["samples"] for row in rows_of(run)] == [row["samples"] for row in rows_of(tmp_path / "whole")]
     assert losses(run) == pytest.approx(losses(tmp_path / "whole"), rel=1e-4 if devices > 1 else 1e-9)
 
@@ -114,88 +114,88 @@ def test_a_second_ctrl_c_interrupts_at_once(capfd):
     assert capfd.readouterr().err.count("saving after this step") == 1
 
 
-# from Python, and other ends
+# runs from Python, patience and time limits
 
 
-def test_finetune_from_python_is_the_same_run(args, tmp_path):
-    seen = []
-    found = litft.finetune(args, callback=seen.append)
-    assert found.folder == Path(args.out_dir) and (found.folder / "final").is_dir()
-    rows = rows_of(found.folder)
-    assert [row["step"] for row in seen] == [row["step"] for row in rows]
-    assert seen[-1]["loss"] == pytest.approx(rows[-1]["loss"]) == pytest.approx(found.metrics["loss"])
-    assert found.metrics["val_loss"] == pytest.approx(rows[-1]["val_loss"])
+def test_finetune_from_python_equals_the_command(args, tmp_path):
+    callback_rows = []
+    result = litft.finetune(args, callback=callback_rows.append)
+    assert result.folder == Path(args.out_dir) and (result.folder / "final").is_dir()
+    rows = rows_of(result.folder)
+    assert [row["step"] for row in callback_rows] == [row["step"] for row in rows]
+    assert callback_rows[-1]["loss"] == pytest.approx(rows[-1]["loss"]) == pytest.approx(result.metrics["loss"])
+    assert result.metrics["val_loss"] == pytest.approx(rows[-1]["val_loss"])
     assert rows[-1]["val_perplexity"] == pytest.approx(math.exp(rows[-1]["val_loss"]), rel=1e-6)
     assert all(0 <= row["data_share"] < 1 for row in rows if "loss" in row)
-    stored = yaml.safe_load((found.folder / "config.yaml").read_text())
-    assert not {"out_dir", "resume", "overwrite"} & stored.keys()
-    script("finetune/lora.py", "--config", found.folder / "config.yaml", cwd=tmp_path)
-    again = tmp_path / "out" / "lora"
-    assert weights(again) == weights(found.folder) and losses(again) == losses(found.folder)
+    config = yaml.safe_load((result.folder / "config.yaml").read_text())
+    assert not {"out_dir", "resume", "overwrite"} & config.keys()
+    script("finetune/lora.py", "--config", result.folder / "config.yaml", cwd=tmp_path)
+    rerun = tmp_path / "out" / "lora"
+    assert weights(rerun) == weights(result.folder) and losses(rerun) == losses(result.folder)
 
 
 @pytest.mark.parametrize("disk", ["fast", "slow"])
 def test_patience_ends_a_run_and_the_best_is_kept(args, disk, monkeypatch):
-    """At a rate that overshoots, the validation loss soon rises; a slow disk has a checkpoint when the next one is due."""
+    """The learning rate overshoots, so the loss soon rises. On a slow disk a save is pending when the next is due."""
     monkeypatch.setattr(Saver, "poll", Saver.finish if disk == "fast" else lambda saver: None)
     args.train.learning_rate, args.train.max_steps, args.train.lr_schedule = 0.1, 200, "constant"
     args.eval.patience, args.save.best = 3, True
     folder, metrics = litft.finetune(args)
-    measured = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
-    best = min(measured, key=measured.get)
-    assert list(measured)[-1] == metrics["step"] == best + 6 < 200
-    assert not any(value < measured[best] for value in measured.values())
-    for name, step in (("best", best), ("final", metrics["step"])):
+    val_losses = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
+    best_step = min(val_losses, key=val_losses.get)
+    assert list(val_losses)[-1] == metrics["step"] == best_step + 6 < 200
+    assert not any(loss < val_losses[best_step] for loss in val_losses.values())
+    for name, step in (("best", best_step), ("final", metrics["step"])):
         model, _ = litft.load(folder / name)
-        assert held_out_loss(model, args) == pytest.approx(measured[step], rel=1e-5), name
+        assert held_out_loss(model, args) == pytest.approx(val_losses[step], rel=1e-5), name
     resumed = litft.finetune(replace(args, resume=True))
     assert resumed.metrics["step"] == metrics["step"], "a run that has ended trained on"
 
 
 def held_out_loss(model, args) -> float:
-    """The loss on the validation part, sample after sample."""
+    """Return the loss on the validation set, computed one sample at a time."""
     from litft.data.dataset import load_data
     from litft.pretrained import resolve
 
     data = load_data(args.data, resolve(args.checkpoint_dir).tokenizer(), 512, 256)
     with torch.no_grad():
-        found = [model(s.tokens[None], targets=s.targets[None]) for s in data.val]
-    return float(sum(loss for loss, _ in found) / sum(count for _, count in found))
+        losses_and_counts = [model(sample.tokens[None], targets=sample.targets[None]) for sample in data.val]
+    return float(sum(loss for loss, _ in losses_and_counts) / sum(count for _, count in losses_and_counts))
 
 
-def test_what_goes_by_validation_needs_some(args):
+def test_patience_needs_validation_data(args):
     args.data.val_fraction, args.eval.patience = 0.0, 3
     with pytest.raises(ValueError, match=r"--eval.patience: it needs a validation loss, and nothing is held out"):
         litft.finetune(args)
 
 
-def test_time_is_a_limit_and_the_rate_has_fallen_by_then(args):
+def test_max_time_ends_a_run_with_a_decayed_learning_rate(args):
     args.train.max_steps, args.train.max_time, args.eval.interval = None, "4s", 0
     args.train.epochs = 10_000.0
-    begun = time.monotonic()
+    start_time = time.monotonic()
     folder, metrics = litft.finetune(args)
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - start_time < 20
     rows = [row for row in rows_of(folder) if "loss" in row]
     assert 5 < len(rows) == metrics["step"]
     assert max(row["learning_rate"] for row in rows) > 0.8 * 5e-3
     assert rows[-1]["learning_rate"] < 0.4 * max(row["learning_rate"] for row in rows)
-    again = litft.finetune(replace(args, resume=True))
-    assert again.metrics["step"] == metrics["step"], "its time was over"
+    resumed = litft.finetune(replace(args, resume=True))
+    assert resumed.metrics["step"] == metrics["step"], "its time was over"
 
 
-def test_times_in_words():
-    found = {text: seconds(text) for text in ("90m", "1h30m", "45s", "1.5h", "2d", "1h 3", "5", "", "h", "1.2.3s", "0s")}
-    assert found == {"90m": 5400, "1h30m": 5400, "45s": 45, "1.5h": 5400, "2d": 172800} | dict.fromkeys(
+def test_durations_are_parsed():
+    parsed = {text: seconds(text) for text in ("90m", "1h30m", "45s", "1.5h", "2d", "1h 3", "5", "", "h", "1.2.3s", "0s")}
+    assert parsed == {"90m": 5400, "1h30m": 5400, "45s": 45, "1.5h": 5400, "2d": 172800} | dict.fromkeys(
         ("1h 3", "5", "", "h", "1.2.3s", "0s")
     )
 
 
-# numbers that are none
+# losses and gradients that are not finite
 
 
 @pytest.fixture
 def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
-    """One example of 31 has a token whose embedding is infinite."""
+    """Arguments of a run in which one of 30 examples has a token whose embedding is infinite."""
     from litft.pretrained import resolve
 
     model = tmp_path / "model"
@@ -215,7 +215,7 @@ def poisoned(args, tmp_path) -> LoRAFinetuneArgs:
     return args
 
 
-def test_a_loss_that_is_no_number_ends_the_run_with_its_examples(poisoned):
+def test_a_nan_loss_ends_the_run_and_names_its_examples(poisoned):
     from litft.data.sampler import Sampler
 
     with pytest.raises(ValueError, match="is nan, so training cannot continue") as error:
@@ -226,27 +226,27 @@ def test_a_loss_that_is_no_number_ends_the_run_with_its_examples(poisoned):
     assert f"step {step + 1}: " in str(error.value) and f"training examples: {examples} (--train.skip_nan" in str(
         error.value
     )
-    saved = [int(path.name.removeprefix("step-")) for path in Path(poisoned.out_dir, "checkpoints").glob("step-*")]
-    assert all(number <= step for number in saved)
+    saved_steps = [int(path.name.removeprefix("step-")) for path in Path(poisoned.out_dir, "checkpoints").glob("step-*")]
+    assert all(saved_step <= step for saved_step in saved_steps)
 
 
-def test_a_step_that_is_no_number_can_be_left_out(poisoned, capfd):
-    """It moves nothing, neither weights nor moments: the run is that of the other steps, and resumes to the bit."""
+def test_a_step_that_is_not_finite_can_be_skipped(poisoned, capfd):
+    """A skipped step changes neither weights nor optimizer state, and the run resumes bit-identically."""
     poisoned.train.skip_nan = True
     folder, metrics = litft.finetune(poisoned)
-    bad = [row["step"] for row in rows_of(folder) if math.isnan(row["loss"])]
-    assert metrics["step"] == 12 and 1 <= len(bad) <= 2
-    said = capfd.readouterr().out
-    assert all(f"step {int(step)} is left out: its loss or gradient is not finite" in said for step in bad)
-    whole = load_file(folder / "final" / "adapter_model.safetensors")
-    assert all(tensor.isfinite().all() for tensor in whole.values())
+    skipped_steps = [row["step"] for row in rows_of(folder) if math.isnan(row["loss"])]
+    assert metrics["step"] == 12 and 1 <= len(skipped_steps) <= 2
+    stdout = capfd.readouterr().out
+    assert all(f"step {int(step)} is left out: its loss or gradient is not finite" in stdout for step in skipped_steps)
+    uninterrupted = load_file(folder / "final" / "adapter_model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in uninterrupted.values())
     for path in (folder / "checkpoints").glob("step-*12"):
         (path / "progress.json").unlink()
     litft.finetune(replace(poisoned, resume=True))
-    assert all(map(torch.equal, load_file(folder / "final" / "adapter_model.safetensors").values(), whole.values()))
+    assert all(map(torch.equal, load_file(folder / "final" / "adapter_model.safetensors").values(), uninterrupted.values()))
 
 
-def test_when_every_step_is_no_number_the_run_ends(poisoned):
+def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(poisoned):
     poisoned.train.skip_nan, poisoned.train.max_steps = True, 40
     path = Path(poisoned.data.path[0])
     path.write_text(json.dumps([{"instruction": "Z", "output": "Z"}] * 30))
@@ -254,15 +254,15 @@ def test_when_every_step_is_no_number_the_run_ends(poisoned):
         litft.finetune(poisoned)
 
 
-def test_a_loss_that_explodes_ends_the_run(args, shared):
+def test_an_exploding_loss_ends_the_run(args, shared):
     args.checkpoint_dir = str(shared / "checkpoints" / "stories260K")
     train = TrainArgs(max_steps=12, global_batch_size=4, learning_rate=1.0)
-    full = FullFinetuneArgs(checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train)
+    full_args = FullFinetuneArgs(checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train)
     with pytest.raises(
         ValueError,
         match=r"the loss is [\d.e+]+ and was [\d.]+, so training .*; start another run with a lower",
     ):
-        litft.finetune(full)
+        litft.finetune(full_args)
 
 
 # memory and disk
@@ -319,29 +319,29 @@ def large(make_model, shared, tmp_path_factory):
     return folder, data
 
 
-def limited(large, tmp_path, name, code=0, **settings):
-    """A run whose process may take so many `more` bytes, from the beginning or from step `at` on."""
+def run_limited(large, tmp_path, name, code=0, **settings):
+    """Run with at most `more` additional bytes of memory, from the beginning or from step `at` on."""
     settings = {"rows": 64, "size": 64, "length": 256, "packing": False, "retry": True, "at": 0, "more": 1 << 40} | settings
     body = LARGE.format(model=str(large[0]), data=str(large[1]), out=str(tmp_path / name), **settings)
     (tmp_path / f"{name}.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
     return script(tmp_path / f"{name}.py", cwd=tmp_path, code=code)
 
 
-def test_memory_that_does_not_suffice_is_told_with_the_longest_row(large, tmp_path):
-    done = limited(large, tmp_path, "none", code=2, retry=False, at=1, rows=32, size=32, more=300 << 20)
+def test_out_of_memory_names_the_longest_row_and_remedies(large, tmp_path):
+    done = run_limited(large, tmp_path, "none", code=2, retry=False, at=1, rows=32, size=32, more=300 << 20)
     assert "micro-batches of up to 32 x 256 tokens do not fit into cpu's memory" in done.stderr
     assert "the longest row has training example" in done.stderr and "with its 256 tokens" in done.stderr
-    saving = dict(re.findall(r"(--[\w.]+ \w+) saves about ([\d.]+ [MG]iB)", done.stderr))
-    assert saving.keys() == {"--train.activation_checkpointing full", "--train.micro_batch_size 16"}
+    savings = dict(re.findall(r"(--[\w.]+ \w+) saves about ([\d.]+ [MG]iB)", done.stderr))
+    assert savings.keys() == {"--train.activation_checkpointing full", "--train.micro_batch_size 16"}
     assert "--train.oom_retry halves micro-batches automatically" in done.stderr
 
 
 @pytest.mark.slow
 def test_smaller_micro_batches_give_the_same_losses(large, tmp_path):
-    """Of packed rows, in the middle of a run."""
+    """Micro-batches of packed rows are halved in the middle of a run."""
     settings = {"at": 1, "rows": 1, "length": 8192, "packing": True}
-    limited(large, tmp_path, "whole", **settings)
-    done = limited(large, tmp_path, "halved", more=600 << 20, **settings)
+    run_limited(large, tmp_path, "whole", **settings)
+    done = run_limited(large, tmp_path, "halved", more=600 << 20, **settings)
     assert "do not fit into memory; continuing with" in done.stdout
     assert losses(tmp_path / "halved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
 
@@ -360,16 +360,16 @@ with user_errors():
 
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
-    def go(out, code=0, resume=False, full=True):
+    def train(out, code=0, resume=False, full=True):
         body = FULL.format(model=str(tiny), data=str(examples), out=str(tmp_path / out), resume=resume, full=full)
         (tmp_path / "worker.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
         return script(tmp_path / "worker.py", cwd=tmp_path, code=code)
 
-    go("whole", full=False)
-    done = go("full", code=2)
+    train("whole", full=False)
+    done = train("full", code=2)
     assert "step-000002 is complete: --resume continues from it" in done.stderr and "File too large" in done.stderr
     assert [path.name for path in (tmp_path / "full" / "checkpoints").iterdir()] == ["step-000002"]
-    go("full", resume=True, full=False)
+    train("full", resume=True, full=False)
     assert weights(tmp_path / "full") == weights(tmp_path / "whole")
 
 
@@ -381,112 +381,114 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
         ("adapter_v2", 4, "--save.best"),
     ],
 )
-def test_killed_at_any_moment_a_run_ends_the_same(shared, method, kills, flags):
-    words = ["--checkpoint_dir", shared / "checkpoints" / "stories260K", "--method", method, "--kills", str(kills)]
-    words += ["--steps", str(40 + 6 * kills), "--flags", f"--eval.max_new_tokens 0 {flags}"]
-    done = script("tests/faults/kill.py", *words, cwd=ROOT)
+def test_a_run_killed_at_any_moment_ends_the_same(shared, method, kills, flags):
+    arguments = ["--checkpoint_dir", shared / "checkpoints" / "stories260K", "--method", method, "--kills", str(kills)]
+    arguments += ["--steps", str(40 + 6 * kills), "--flags", f"--eval.max_new_tokens 0 {flags}"]
+    done = script("tests/faults/kill.py", *arguments, cwd=ROOT)
     print(done.stdout)
     assert f"{kills} kills" in done.stdout and "equal weights: True" in done.stdout
 
 
-# odd moments, odd files
+# signals during validation, crashes, damaged files
 
 
-def interrupted(args, monkeypatch, step: int, where: str):
-    """A run that gets SIGTERM in its validation after `step` steps: while it measures, or while it answers."""
+def interrupt_validation(args, monkeypatch, step: int, where: str):
+    """Send SIGTERM in the validation after `step` steps, in its method `where`, and return the run's message."""
     from litft.training.validation import Validation
 
-    real = getattr(Validation, where)
+    original = getattr(Validation, where)
 
-    def signalled(self, at, *words):
-        if at == step:
+    def signalled(self, current_step, *arguments):
+        if current_step == step:
             os.kill(os.getpid(), signal.SIGTERM)
-        return real(self, at, *words)
+        return original(self, current_step, *arguments)
 
     with monkeypatch.context() as patch:
         patch.setattr(Validation, where, signalled)
-        with pytest.raises(Interrupted) as stopped:
+        with pytest.raises(Interrupted) as error:
             litft.finetune(args)
-    return str(stopped.value)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
     "step, where",
     [(12, "measure"), *(pytest.param(6, where, marks=pytest.mark.slow) for where in ("measure", "generate_answers"))],
 )
-def test_a_signal_in_a_validation_saves_at_once(args, tmp_path, monkeypatch, step, where):
-    """Also in the last, which can be long; the run that goes on makes up for what was not measured."""
+def test_a_signal_during_validation_saves_at_once(args, tmp_path, monkeypatch, step, where):
+    """Also in the final validation, which can be long. The resumed run measures what was missed."""
     args.eval.max_new_tokens = 3
-    said = interrupted(args, monkeypatch, step, where)
-    assert f"SIGTERM: stopped after step {step}, and saved" in said
+    message = interrupt_validation(args, monkeypatch, step, where)
+    assert f"SIGTERM: stopped after step {step}, and saved" in message
     run = Path(args.out_dir)
     assert f"step-{step:06d}" in {path.name for path in (run / "checkpoints").iterdir()} and not (run / "final").exists()
     litft.finetune(replace(args, resume=True))
-    whole = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
-    assert weights(run) == weights(whole) and losses(run) == losses(whole)
-    found, expected = ({r["step"]: r["val_loss"] for r in rows_of(path) if "val_loss" in r} for path in (run, whole))
-    assert found == expected
+    uninterrupted = litft.finetune(replace(args, out_dir=str(tmp_path / "whole"))).folder
+    assert weights(run) == weights(uninterrupted) and losses(run) == losses(uninterrupted)
+    val_losses, expected = (
+        {row["step"]: row["val_loss"] for row in rows_of(path) if "val_loss" in row} for path in (run, uninterrupted)
+    )
+    assert val_losses == expected
     steps = [(row["step"], row["epoch"], row["samples"]) for row in rows_of(run)]
-    assert steps == [(row["step"], row["epoch"], row["samples"]) for row in rows_of(whole)]
-    assert (run / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+    assert steps == [(row["step"], row["epoch"], row["samples"]) for row in rows_of(uninterrupted)]
+    assert (run / "samples.jsonl").read_text() == (uninterrupted / "samples.jsonl").read_text()
 
 
-def test_a_signal_before_the_first_step_is_told(args, monkeypatch):
-    said = interrupted(args, monkeypatch, 0, "measure")
-    assert "SIGTERM: stopped before the first step" in said
+def test_a_signal_before_the_first_step_is_reported(args, monkeypatch):
+    message = interrupt_validation(args, monkeypatch, 0, "measure")
+    assert "SIGTERM: stopped before the first step" in message
     assert litft.finetune(replace(args, resume=True)).metrics["step"] == 12
 
 
-def test_the_best_is_that_of_the_steps_that_happened(args, monkeypatch):
-    """A best beyond the checkpoint is forgotten with its step."""
+def test_resuming_discards_a_later_best_checkpoint(args, monkeypatch):
+    """A best checkpoint from after the resumed step is discarded."""
     args.save.best, args.save.interval, args.eval.interval = True, 4, 3
-    monkeypatch.setattr(Saver, "poll", Saver.finish)  # step 4's is whole at step 5
-    kept = []  # what best/ holds at step 5: that of step 3
+    monkeypatch.setattr(Saver, "poll", Saver.finish)  # step 4's checkpoint is complete at step 5
+    best_weights = []  # best/ at step 5, written at step 3
 
     def callback(row):
         if row["step"] == 5:
-            kept.append((Path(args.out_dir) / "best" / "adapter_model.safetensors").read_bytes())
-        assert row["step"] != 7 or len(kept) > 1, "the crash"
+            best_weights.append((Path(args.out_dir) / "best" / "adapter_model.safetensors").read_bytes())
+        assert row["step"] != 7 or len(best_weights) > 1, "the crash"
 
     with pytest.raises(AssertionError, match="the crash"):
         litft.finetune(args, callback)
     folder = litft.finetune(replace(args, resume=True, eval=EvalArgs(interval=0, max_new_tokens=0)), callback).folder
-    assert kept[0] == kept[1]
-    measured = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
+    assert best_weights[0] == best_weights[1]
+    val_losses = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
     model, _ = litft.load(folder / "best")
-    assert held_out_loss(model, args) == pytest.approx(min(measured.values()), rel=1e-5)
+    assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
     assert not list(folder.glob("*.partial"))
 
 
-def test_a_longer_run_goes_on_with_the_very_next_example(args):
-    """Of 24 examples in steps of 16 an epoch ends in a step of 8."""
+def test_a_longer_run_resumes_at_the_next_example(args):
+    """With 24 examples and steps of 16, an epoch ends with a step of 8."""
     args.train = TrainArgs(epochs=1, global_batch_size=16)
     litft.finetune(args)
     longer = replace(args, resume=True, train=replace(args.train, epochs=2))
     folder, metrics = litft.finetune(longer)
     rows = [row for row in rows_of(folder) if "loss" in row]
     assert [row["samples"] for row in rows] == [16, 24, 40, 48] and metrics["epoch"] == 2
-    fed = [rows[0]["tokens"], *(b["tokens"] - a["tokens"] for a, b in pairwise(rows))]
-    assert fed[0] + fed[1] == fed[2] + fed[3], "each epoch feeds every example once"
+    step_tokens = [rows[0]["tokens"], *(row["tokens"] - previous["tokens"] for previous, row in pairwise(rows))]
+    assert step_tokens[0] + step_tokens[1] == step_tokens[2] + step_tokens[3], "each epoch feeds every example once"
 
 
-def test_a_validation_of_a_run_without_steps_left_is_written(args):
+def test_resuming_a_finished_run_writes_its_validation(args):
     litft.finetune(args)
-    seen = []
-    more = replace(args.eval, exact_match=True)
-    found = litft.finetune(replace(args, resume=True, eval=more), seen.append)
-    assert "exact_match" in found.metrics and "exact_match" in rows_of(found.folder)[-1] and seen
+    callback_rows = []
+    eval_args = replace(args.eval, exact_match=True)
+    result = litft.finetune(replace(args, resume=True, eval=eval_args), callback_rows.append)
+    assert "exact_match" in result.metrics and "exact_match" in rows_of(result.folder)[-1] and callback_rows
 
 
-def test_rows_that_a_crash_has_spoiled_are_left_out(args):
+def test_damaged_metrics_rows_are_dropped(args):
     args.train.max_steps = 6
     folder = litft.finetune(args).folder
     path = folder / "metrics.csv"
-    before = rows_of(folder)
+    rows_before = rows_of(folder)
     with path.open("ab") as file:
         file.write(b"4,x4637,1,2\n\xff\xfe,\n3,1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,x\n7,")
     litft.finetune(replace(args, resume=True))
-    assert [row["step"] for row in rows_of(folder)][: len(before)] == [row["step"] for row in before]
+    assert [row["step"] for row in rows_of(folder)][: len(rows_before)] == [row["step"] for row in rows_before]
     path.write_text("1,2,3\n")
     with pytest.raises(ValueError, match=r"metrics.csv does not start with a row of column names"):
         litft.finetune(replace(args, resume=True))
@@ -494,22 +496,22 @@ def test_rows_that_a_crash_has_spoiled_are_left_out(args):
     assert litft.finetune(replace(args, resume=True)).metrics["val_loss"]
 
 
-def test_answers_that_a_crash_has_spoiled_are_left_out(args):
+def test_damaged_samples_are_dropped(args):
     args.eval.max_new_tokens, args.eval.prompts, args.train.max_steps = 2, ["a\u2028b\x85c"], 2
     folder = litft.finetune(args).folder
     before = (folder / "samples.jsonl").read_text("utf-8")
-    spoiled = ["5", '{"prompt": "a"}', '{"step": "x", "prompt": "", "answer": ""}', "[]", '{"step": 1']  # the last one cut
-    (folder / "samples.jsonl").write_text(before + "\n".join(spoiled), "utf-8")
+    damaged_lines = ["5", '{"prompt": "a"}', '{"step": "x", "prompt": "", "answer": ""}', "[]", '{"step": 1']
+    (folder / "samples.jsonl").write_text(before + "\n".join(damaged_lines), "utf-8")
     litft.finetune(replace(args, resume=True))
     assert (folder / "samples.jsonl").read_text("utf-8") == before
 
 
-def test_a_progress_with_odd_content_is_damaged(args, capfd):
+def test_a_checkpoint_with_an_invalid_progress_json_is_damaged(args, capfd):
     args.train.max_steps, args.save.interval, args.train.optimizer = 4, 2, "adamw_8bit"
     folder = litft.finetune(args).folder
     path = folder / "checkpoints" / "step-000004" / "progress.json"
-    whole = path.read_text()
-    for spoil in (
+    original = path.read_text()
+    for damage in (
         lambda p: p.pop("elapsed"),
         lambda p: p.pop("optimizer"),
         lambda p: p.update(step=2),
@@ -517,23 +519,23 @@ def test_a_progress_with_odd_content_is_damaged(args, capfd):
         lambda p: p["optimizer"].update(groups=[]),
         lambda p: p["optimizer"].update(parameters={}, groups=[{"params": 1}]),
     ):
-        progress = json.loads(whole)
-        spoil(progress)
+        progress = json.loads(original)
+        damage(progress)
         path.write_text(json.dumps(progress))
         litft.finetune(replace(args, resume=True))  # which writes the checkpoint again
-        said = capfd.readouterr().out
-        assert "step-000004 is damaged" in said and "continuing after step 2" in said
-        assert path.read_text() == whole or json.loads(path.read_text()).keys() == json.loads(whole).keys()
+        stdout = capfd.readouterr().out
+        assert "step-000004 is damaged" in stdout and "continuing after step 2" in stdout
+        assert path.read_text() == original or json.loads(path.read_text()).keys() == json.loads(original).keys()
 
 
-def test_a_loss_that_is_infinite_can_be_left_out_too(args, monkeypatch):
+def test_an_infinite_loss_can_be_skipped(args, monkeypatch):
     import litft.training.trainer
 
-    real, steps = litft.training.trainer.accumulate, []
+    original, step_losses = litft.training.trainer.accumulate, []
 
-    def infinite(*words):
-        steps.append(real(*words))
-        return steps[-1] * (torch.inf if len(steps) == 3 else 1.0)
+    def infinite(*arguments):
+        step_losses.append(original(*arguments))
+        return step_losses[-1] * (torch.inf if len(step_losses) == 3 else 1.0)
 
     monkeypatch.setattr(litft.training.trainer, "accumulate", infinite)
     args.train.skip_nan = True
@@ -542,23 +544,23 @@ def test_a_loss_that_is_infinite_can_be_left_out_too(args, monkeypatch):
 
 
 def test_checkpoints_beyond_a_million_steps(tmp_path):
-    from litft.training import run_state
+    from litft.training import run_checkpoints
 
     for step in (999_900, 999_950, 1_000_000, 1_000_050):
         (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
-    assert run_state.newest(tmp_path).name == "step-1000050"
-    run_state.delete_after(tmp_path, 1_000_000)
-    run_state.prune(tmp_path, 1)
+    assert run_checkpoints.newest(tmp_path).name == "step-1000050"
+    run_checkpoints.delete_after(tmp_path, 1_000_000)
+    run_checkpoints.prune(tmp_path, 1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-1000000"]
 
 
 @pytest.mark.slow
-def test_two_processes_go_on(tiny, examples, tmp_path):
-    """Three times, since they may race."""
-    words = ["--checkpoint_dir", tiny, "--data.path", examples, "--devices", "2", "--train.max_steps", "4"]
-    words += ["--eval.max_new_tokens", "3", "--eval.interval", "1", "--out_dir", "run"]
-    script("finetune/lora.py", *words, cwd=tmp_path)
-    whole = weights(tmp_path / "run")
+def test_two_processes_resume(tiny, examples, tmp_path):
+    """Repeat three times to catch race conditions."""
+    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--devices", "2", "--train.max_steps", "4"]
+    flags += ["--eval.max_new_tokens", "3", "--eval.interval", "1", "--out_dir", "run"]
+    script("finetune/lora.py", *flags, cwd=tmp_path)
+    expected = weights(tmp_path / "run")
     for _ in range(3):
         script("finetune/lora.py", "--resume", "--out_dir", "run", cwd=tmp_path)
-        assert weights(tmp_path / "run") == whole
+        assert weights(tmp_path / "run") == expected

@@ -1,4 +1,4 @@
-"""The one loop: gradients that depend on no layout, schedules, runs that go on where they were killed."""
+"""The training loop: gradients are independent of the layout, schedules, runs that resume after a kill."""
 
 import csv
 import json
@@ -42,7 +42,7 @@ def ragged(count: int = 8) -> list[Sample]:
 
 
 def trainable(folder):
-    """The tiny model with random factors, and those."""
+    """Return the tiny model with random LoRA factors, and those factors."""
     source = resolve(folder)
     model, method = source.base_model(), LoRA(LoRAArgs(r=4, alpha=8))
     method.choose(model, source.adapter_rules)
@@ -54,32 +54,32 @@ def trainable(folder):
     return model, parameters
 
 
-def gradients(folder, rows: int, count: int = 8, room: int | None = None) -> tuple[float, dict[str, torch.Tensor]]:
-    """Loss and gradients of ragged samples in one process, `rows` at a time."""
+def gradients(folder, rows: int, count: int = 8, row_tokens: int | None = None) -> tuple[float, dict[str, torch.Tensor]]:
+    """Return loss and gradients of ragged samples in one process, with `rows` rows in a micro-batch."""
     model, parameters = trainable(folder)
     fabric = Fabric(accelerator="cpu", devices=1)
     samples = ragged(count)
     count = sum(sample.supervised for sample in samples)
-    loss = accumulate(fabric, fabric.setup_module(model), Layout(rows, room).batches(samples), count)
+    loss = accumulate(fabric, fabric.setup_module(model), Layout(rows, row_tokens).batches(samples), count)
     return float(loss), {name: p.grad for name, p in parameters.items()}
 
 
-def distance(found: dict, expected: dict) -> float:
-    """The 2-norm of the difference relative to the gradient's own."""
-    difference = torch.cat([(found[name] - grad).flatten() for name, grad in expected.items()])
+def distance(actual: dict, expected: dict) -> float:
+    """Return the 2-norm of the difference relative to that of the expected gradient."""
+    difference = torch.cat([(actual[name] - grad).flatten() for name, grad in expected.items()])
     return float(difference.norm() / torch.cat([grad.flatten() for grad in expected.values()]).norm())
 
 
 def test_gradients_do_not_depend_on_micro_batches(tiny):
     loss, expected = gradients(tiny, 8)
-    for rows, room in ((4, None), (3, None), (1, None), (8, 60), (2, 60), (1, 100), (1, 1000)):
-        other, found = gradients(tiny, rows, room=room)
-        assert other == pytest.approx(loss, rel=1e-6)
-        assert distance(found, expected) <= 1e-6, (rows, room)
+    for rows, row_tokens in ((4, None), (3, None), (1, None), (8, 60), (2, 60), (1, 100), (1, 1000)):
+        other_loss, actual = gradients(tiny, rows, row_tokens=row_tokens)
+        assert other_loss == pytest.approx(loss, rel=1e-6)
+        assert distance(actual, expected) <= 1e-6, (rows, row_tokens)
 
 
-def test_the_samples_are_ragged_enough_to_tell(tiny):
-    """A mean of micro-batch means, as elsewhere, is off by more than 1e-3 on them."""
+def test_the_samples_are_ragged_enough_to_detect_means_of_means(tiny):
+    """A mean of micro-batch means, as computed by other trainers, is off by more than 1e-3 on them."""
     _, expected = gradients(tiny, 8)
     model, parameters = trainable(tiny)
     for batch in Layout(2).batches(ragged()):
@@ -126,28 +126,28 @@ def test_gradients_do_not_depend_on_processes(tiny, tmp_path):
     worker = WORKER.format(tests=str(ROOT / "tests"), folder=str(tiny), out=str(out))
     (tmp_path / "worker.py").write_text(worker)
     script(tmp_path / "worker.py", cwd=tmp_path)
-    found = torch.load(out, weights_only=True)
+    results = torch.load(out, weights_only=True)
     for name, (count, _, _) in LAYOUTS.items():
         loss, expected = gradients(tiny, 8, count)
-        assert found[name][0] == pytest.approx(loss, rel=1e-6), name
-        assert distance(found[name][1], expected) <= 1e-6, name
+        assert results[name][0] == pytest.approx(loss, rel=1e-6), name
+        assert distance(results[name][1], expected) <= 1e-6, name
 
 
 def test_every_rank_runs_the_same_number_of_micro_batches():
     samples = ragged(11)
-    for rows, ranks, room in product((1, 2, 3, 4, 16), (1, 2, 3, 5), (None, 60, 128)):
-        layout = Layout(rows, room, ranks)
+    for rows, ranks, row_tokens in product((1, 2, 3, 4, 16), (1, 2, 3, 5), (None, 60, 128)):
+        layout = Layout(rows, row_tokens, ranks)
         batches = [layout.batches(samples, rank) for rank in range(ranks)]
-        assert len({len(mine) for mine in batches}) == 1
-        assert all(batch.tokens.size(0) <= rows for mine in batches for batch in mine)
-        assert room is None or all(batch.tokens.size(1) <= room for mine in batches for batch in mine)
-        targets = sum(int((b.targets != IGNORED).sum()) for mine in batches for b in mine)
+        assert len({len(group) for group in batches}) == 1
+        assert all(batch.tokens.size(0) <= rows for group in batches for batch in group)
+        assert row_tokens is None or all(batch.tokens.size(1) <= row_tokens for group in batches for batch in group)
+        targets = sum(int((batch.targets != IGNORED).sum()) for group in batches for batch in group)
         assert targets == sum(sample.supervised for sample in samples)
 
 
-def test_the_order_is_a_permutation_an_epoch():
-    order = Sampler([10], seed=3)
-    stream = order.indices(0, 30)
+def test_each_epoch_is_a_permutation():
+    sampler = Sampler([10], seed=3)
+    stream = sampler.indices(0, 30)
     assert all(sorted(stream[i : i + 10]) == list(range(10)) for i in (0, 10, 20))
     assert stream[:10] != stream[10:20] != stream[20:]
     assert Sampler([10], seed=3).indices(7, 25) == stream[7:25]
@@ -159,27 +159,27 @@ def test_the_order_is_a_permutation_an_epoch():
 def test_rates_rise_and_fall(warmup, schedule):
     args = TrainArgs(learning_rate=1.0, warmup_fraction=warmup, lr_schedule=schedule, min_lr_ratio=0.1)
     rates = [learning_rate(args, step, 20) for step in range(20)]
-    rise = round(warmup * 20)
-    assert rates[:rise] == pytest.approx([(step + 1) / rise for step in range(rise)])
+    warmup_steps = round(warmup * 20)
+    assert rates[:warmup_steps] == pytest.approx([(step + 1) / warmup_steps for step in range(warmup_steps)])
     assert all(0 < rate <= 1 for rate in rates)
-    assert rates[rise:] == sorted(rates[rise:], reverse=True)
-    if rise < 20:
-        assert rates[rise] == 1.0
+    assert rates[warmup_steps:] == sorted(rates[warmup_steps:], reverse=True)
+    if warmup_steps < 20:
+        assert rates[warmup_steps] == 1.0
     assert learning_rate(args, 0, 1) == 1.0
 
 
 def test_schedules_have_their_closed_form():
-    """Ten steps without a warm-up, down to a tenth of the rate."""
-    fall = {
+    """Ten steps without warm-up, down to a tenth of the rate."""
+    factors = {
         "cosine": [(1 + math.cos(math.pi * step / 10)) / 2 for step in range(10)],
         "linear": [1 - step / 10 for step in range(10)],
         "constant": [1.0] * 10,
         "wsd": [*[1.0] * 6, *[1 - math.sqrt(step / 4) for step in range(4)]],  # the last 40 % fall
     }
-    for schedule, expected in fall.items():
+    for schedule, expected in factors.items():
         args = TrainArgs(learning_rate=2.0, warmup_fraction=0.0, lr_schedule=schedule, min_lr_ratio=0.1, decay_fraction=0.4)
-        found = [learning_rate(args, step, 10) for step in range(10)]
-        assert found == pytest.approx([2.0 * (0.1 + 0.9 * value) for value in expected]), schedule
+        rates = [learning_rate(args, step, 10) for step in range(10)]
+        assert rates == pytest.approx([2.0 * (0.1 + 0.9 * factor) for factor in expected]), schedule
 
 
 def test_planned_samples():
@@ -195,7 +195,7 @@ def rows_of(run) -> list[dict[str, str]]:
 
 
 def untimed(run) -> list[dict[str, str]]:
-    """metrics.csv without what a clock measured."""
+    """Return the rows of metrics.csv without measured times and memory."""
     return [{name: value for name, value in row.items() if name not in TIMED} for row in rows_of(run)]
 
 
@@ -216,7 +216,7 @@ def uninterrupted(tiny, examples, tmp_path_factory):
 RUN = {"config.yaml", "metrics.csv", "samples.jsonl", "checkpoints", "final", "report.html"}
 
 
-def test_a_run_leaves_what_the_readme_says(uninterrupted, examples, tiny):
+def test_a_run_writes_what_the_readme_says(uninterrupted, examples, tiny):
     run, _, done = uninterrupted
     assert {path.name for path in run.iterdir()} == RUN
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000042", "step-000048"]
@@ -236,7 +236,7 @@ def test_a_run_leaves_what_the_readme_says(uninterrupted, examples, tiny):
     assert "next:" in done.stdout and "peak memory" in done.stdout and "tokens/s" in done.stdout
 
 
-def test_the_loss_is_that_of_the_steps_samples_before_its_update(uninterrupted, examples, tiny):
+def test_the_loss_of_a_step_is_measured_before_its_update(uninterrupted, examples, tiny):
     model, tokenizer = litft.load(tiny)
     data = load_data(DataArgs(path=[str(examples)], val_fraction=0.2), tokenizer, 512, 256)
     first = data.train[Sampler([len(data.train)], 42).indices(0, 1)[0]]
@@ -249,9 +249,9 @@ def test_the_loss_is_that_of_the_steps_samples_before_its_update(uninterrupted, 
     assert float(rows[0]["val_loss"]) == pytest.approx(mean, rel=1e-5)
 
 
-def test_killed_and_resumed_is_uninterrupted(uninterrupted, tmp_path):
-    """kill -9 behind the second checkpoint, half a save and rows beyond it left lying about; the newest run goes on."""
-    whole, flags, _ = uninterrupted
+def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path):
+    """kill -9 after the second checkpoint, with half a checkpoint and later rows left over; the newest run is resumed."""
+    reference, flags, _ = uninterrupted
     run = tmp_path / "out" / "lora"
     kill_after(14, run, "finetune/lora.py", *flags, cwd=tmp_path)
     assert not (run / "final").exists()
@@ -261,15 +261,15 @@ def test_killed_and_resumed_is_uninterrupted(uninterrupted, tmp_path):
         file.write("47,9,9,9,9,,,9,9,9,,9,9\n")
     done = script("finetune/lora.py", "--resume", cwd=tmp_path)
     assert "continuing after step" in done.stdout
-    first, last = (float(row["val_loss"]) for row in (rows_of(whole)[0], rows_of(whole)[-1]))
+    first, last = (float(row["val_loss"]) for row in (rows_of(reference)[0], rows_of(reference)[-1]))
     assert f"validation loss: {first:.4f} -> {last:.4f}" in done.stdout
-    assert untimed(run) == untimed(whole)
+    assert untimed(run) == untimed(reference)
     name = "adapter_model.safetensors"
-    assert (run / "final" / name).read_bytes() == (whole / "final" / name).read_bytes()
+    assert (run / "final" / name).read_bytes() == (reference / "final" / name).read_bytes()
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-000042", "step-000048"]
 
 
-def test_resume_with_nothing_to_resume_begins(uninterrupted, tmp_path):
+def test_resume_without_a_checkpoint_starts_at_step_0(uninterrupted, tmp_path):
     _, flags, _ = uninterrupted
     command = ["finetune/lora.py", *flags, "--train.max_steps", "2", "--out_dir", "new", "--resume"]
     assert "no checkpoint to continue from; starting at step 0" in script(*command, cwd=tmp_path).stdout
@@ -277,8 +277,8 @@ def test_resume_with_nothing_to_resume_begins(uninterrupted, tmp_path):
     assert "all 2 steps are done; final/ is written again" in script(*command, cwd=tmp_path).stdout
 
 
-def test_learned_positions_are_not_overrun(make_model, shared, examples, tmp_path):
-    """GPT-2 has a table of them: beyond it an index would be out of range, on a GPU without a word."""
+def test_learned_positions_are_not_exceeded(make_model, shared, examples, tmp_path):
+    """GPT-2 has a table of positions. An index beyond it is out of range, on a GPU without a clear error."""
     from transformers import GPT2Config
 
     _, folder = make_model(GPT2Config, vocab_size=512, max_position_embeddings=192, n_inner=56)
@@ -288,16 +288,16 @@ def test_learned_positions_are_not_overrun(make_model, shared, examples, tmp_pat
     done = script(*command, "--data.max_seq_length", "193", cwd=tmp_path, code=2)
     assert "--data.max_seq_length 193: this model has only 192 learned positions" in done.stderr
     script(*command, "--eval.exact_match", "--out_dir", "run", cwd=tmp_path)
-    words = ["generate/base.py", "--checkpoint_dir", "run", "--template", "none", "--max_new_tokens", "250"]
-    done = script(*words, "--prompt", "once upon a time", "--temperature", "1.5", "--seed", "3", cwd=tmp_path)
+    generate = ["generate/base.py", "--checkpoint_dir", "run", "--template", "none", "--max_new_tokens", "250"]
+    done = script(*generate, "--prompt", "once upon a time", "--temperature", "1.5", "--seed", "3", cwd=tmp_path)
     assert done.stdout.strip()
 
 
-def test_resume_with_other_factors_is_refused(uninterrupted, tmp_path):
-    whole, _, _ = uninterrupted
-    done = script("finetune/lora.py", "--out_dir", whole, "--resume", "--lora.r", "5", cwd=tmp_path, code=2)
+def test_resume_with_another_lora_rank_is_refused(uninterrupted, tmp_path):
+    run, _, _ = uninterrupted
+    done = script("finetune/lora.py", "--out_dir", run, "--resume", "--lora.r", "5", cwd=tmp_path, code=2)
     assert "was saved with lora.r 8, now 5; resume with the original settings" in done.stderr
-    assert not (tmp_path / "out").exists() and "r: 8" in (whole / "config.yaml").read_text()
+    assert not (tmp_path / "out").exists() and "r: 8" in (run / "config.yaml").read_text()
 
 
 def test_two_processes_train_as_one(uninterrupted, examples, tiny, tmp_path):
@@ -310,19 +310,19 @@ def test_two_processes_train_as_one(uninterrupted, examples, tiny, tmp_path):
             assert (a[name] == b[name] == "") or float(b[name]) == pytest.approx(float(a[name]), rel=1e-5), name
 
 
-@pytest.mark.parametrize("room", [None, 128], ids=["rows", "packed"])
+@pytest.mark.parametrize("row_tokens", [None, 128], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-2-2b", "pythia-6.9b", "phi-2", "qwen3-0.6b", "qwen3-30b-a3b"])
-def test_a_step_reads_no_value_from_the_device(shared, name, room):
-    """On the meta device there are none: whatever would wait for a GPU raises."""
+def test_a_step_reads_no_value_from_the_device(shared, name, row_tokens):
+    """Meta tensors have no values: reading one, which would wait for a GPU, raises an error."""
     source = resolve(shared / "configs" / name)
     source = replace(source, config=replace(source.config, layers=source.config.layers[:2]))  # with and without a window
-    for kept in (True, False):
+    for with_indices in (True, False):
         model, method = source.meta_model().bfloat16(), LoRA(LoRAArgs(r=4, dropout=0.1))
         method.choose(model, source.adapter_rules)
         method.attach(model)
         model.train().neftune_alpha = 5.0
-        batches = [batch.to(torch.device("meta")) for batch in Layout(4, room).batches(ragged())]
-        if not kept:  # what the test is to find
+        batches = [batch.to(torch.device("meta")) for batch in Layout(4, row_tokens).batches(ragged())]
+        if not with_indices:  # the mistake that this test detects
             with pytest.raises(NotImplementedError, match="nonzero"):
                 model(batches[0].tokens, **{**batches[0].inputs(), "target_indices": None})
             continue
@@ -334,36 +334,36 @@ def test_a_step_reads_no_value_from_the_device(shared, name, room):
         torch.nn.utils.clip_grad_norm_(method.parameters(model).values(), 1.0)
 
 
-def test_the_trial_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkeypatch):
-    """Also where the micro-batch with the most tokens has few: what the loss takes grows with the targets."""
+def test_the_memory_probe_has_as_many_targets_as_any_micro_batch(tiny, tmp_path, monkeypatch):
+    """Even if the micro-batch with the most tokens has few: the memory of the loss grows with the targets."""
     short, long = "once upon a time " * 3, "once upon a time " * 12
     records = [{"prompt": long, "completion": "Lily"}, {"prompt": "Who?", "completion": short}]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records * 4))
     targets, probe = [], MemoryProbe._try_largest
 
-    def watched(self, model, optimizer, resumed):
-        seen = lambda module, words, inputs: targets.append(len(inputs["target_indices"]))  # noqa: E731
-        with self.network.model.register_forward_pre_hook(seen, with_kwargs=True):
+    def probe_with_hook(self, model, optimizer, resumed):
+        count_targets = lambda module, arguments, inputs: targets.append(len(inputs["target_indices"]))  # noqa: E731
+        with self.network.model.register_forward_pre_hook(count_targets, with_kwargs=True):
             probe(self, model, optimizer, resumed)
         supervised = self.schedule.data.train.supervised
         assert max(supervised) == self.schedule.largest.max_targets > min(supervised)
 
-    monkeypatch.setattr(MemoryProbe, "_try_largest", watched)
+    monkeypatch.setattr(MemoryProbe, "_try_largest", probe_with_hook)
     data = DataArgs(path=[str(tmp_path / "data.jsonl")], packing=False, val_fraction=0.0)
     train = TrainArgs(max_steps=1, micro_batch_size=1)
-    out = litft.finetune(LoRAFinetuneArgs(str(tiny), data=data, train=train, out_dir=str(tmp_path / "run")))
-    assert targets[0] == max(targets) > 10 and out.metrics["step"] == 1
+    result = litft.finetune(LoRAFinetuneArgs(str(tiny), data=data, train=train, out_dir=str(tmp_path / "run")))
+    assert targets[0] == max(targets) > 10 and result.metrics["step"] == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_step_waits_for_no_gpu(tiny, examples, tmp_path):
-    """CUDA itself says where the host waits: between two flushes, nowhere."""
+def test_a_step_does_not_wait_for_the_gpu(tiny, examples, tmp_path):
+    """CUDA's sync debug mode raises if the host waits between two flushes of the metrics."""
 
-    class Watched(Trainer):
-        def _train_step(self, *words):
+    class CheckedTrainer(Trainer):
+        def _train_step(self, *arguments):
             torch.cuda.set_sync_debug_mode("error" if self.metrics.last else "default")  # the first step sets things up
             try:
-                super()._train_step(*words)
+                super()._train_step(*arguments)
             finally:
                 torch.cuda.set_sync_debug_mode("default")
 
@@ -374,5 +374,5 @@ def test_a_step_waits_for_no_gpu(tiny, examples, tmp_path):
         train=TrainArgs(max_steps=6, log_interval=2),
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("litft.training.finetune.Trainer", Watched)
+        patch.setattr("litft.training.finetune.Trainer", CheckedTrainer)
         assert litft.finetune(args).metrics["step"] == 6

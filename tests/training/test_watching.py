@@ -1,4 +1,4 @@
-"""What a run shows of itself: loggers, samples, the lines on the screen, report.html."""
+"""What a run reports: loggers, samples, the lines on the terminal, report.html."""
 
 import json
 import logging
@@ -28,8 +28,8 @@ def args(tiny, examples, tmp_path, monkeypatch) -> LoRAFinetuneArgs:
     )
 
 
-def half_again(args: LoRAFinetuneArgs, steps: int = 4) -> None:
-    """A run whose last checkpoint is lost goes on from the one before, to so many steps."""
+def train_and_resume(args: LoRAFinetuneArgs, steps: int = 4) -> None:
+    """Train, delete the last checkpoint, and resume from the one before, up to `steps` steps."""
     litft.finetune(args)
     for path in Path("run/checkpoints/step-000004").iterdir():
         path.unlink()
@@ -41,7 +41,7 @@ def test_tensorboard_has_every_row_once(args):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     args.logger = "tensorboard"
-    half_again(args)
+    train_and_resume(args)
     events = EventAccumulator("run/tensorboard").Reload()
     for column in ("loss", "val_loss", "learning_rate", "data_share"):
         expected = [(row["step"], row[column]) for row in rows_of(Path("run")) if column in row]
@@ -49,24 +49,24 @@ def test_tensorboard_has_every_row_once(args):
 
 
 @pytest.mark.slow
-def test_mlflow_goes_on_with_the_same_run(args, monkeypatch):
+def test_mlflow_continues_the_same_run(args, monkeypatch):
     from mlflow.tracking import MlflowClient
 
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     args.logger = "mlflow"
-    half_again(args)
+    train_and_resume(args)
     client = MlflowClient("sqlite:///mlflow.db")
     (run,) = client.search_runs([client.get_experiment_by_name("litft").experiment_id])
     assert run.data.params["train/max_steps"] == "4" and run.info.status == "FINISHED"
-    found = {item.step: item.value for item in client.get_metric_history(run.info.run_id, "loss")}
-    assert found == {row["step"]: pytest.approx(row["loss"]) for row in rows_of(Path("run")) if "loss" in row}
+    losses = {item.step: item.value for item in client.get_metric_history(run.info.run_id, "loss")}
+    assert losses == {row["step"]: pytest.approx(row["loss"]) for row in rows_of(Path("run")) if "loss" in row}
 
 
-def test_wandb_goes_on_with_the_same_run(args, monkeypatch):
+def test_wandb_continues_the_same_run(args, monkeypatch):
     for name, value in (("MODE", "offline"), ("PROJECT", "theirs"), ("ENTITY", "they"), ("NAME", "a-run")):
         monkeypatch.setenv(f"WANDB_{name}", value)
     args.logger = "wandb"
-    half_again(args)
+    train_and_resume(args)
     stored = b"".join(path.read_bytes() for path in Path("run/wandb").glob("offline-run-*/*.wandb"))
     assert b"theirs" in stored and b"they" in stored and b"a-run" in stored
     names = {path.name.rpartition("-")[2] for path in Path("run/wandb").glob("offline-run-*")}
@@ -74,30 +74,30 @@ def test_wandb_goes_on_with_the_same_run(args, monkeypatch):
     assert ["wandb", *names] == progress["logger"]
 
 
-@pytest.mark.parametrize("given, expected", [(None, "theirs"), ("mine", "mine")])
-def test_a_flag_names_the_project_before_the_environment(tmp_path, monkeypatch, given, expected):
+@pytest.mark.parametrize("project, expected", [(None, "theirs"), ("mine", "mine")])
+def test_the_project_flag_precedes_the_environment(tmp_path, monkeypatch, project, expected):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    logger = make_logger("mlflow", tmp_path / "run", {"a": 1}, 0, None, given)
+    logger = make_logger("mlflow", tmp_path / "run", {"a": 1}, 0, None, project)
     assert logger.experiment.get_experiment(logger.experiment_id).name == expected
     assert LoRAFinetuneArgs(logger_project="mine").problems()[0].startswith("--logger_project mine: add --logger wandb")
 
 
-def test_a_logger_that_fails_ends_no_run():
+def test_a_logger_that_fails_does_not_end_the_run():
     class Down:
         def log_metrics(self, metrics, step):
             raise ConnectionError("no answer")
 
-    said = []
-    sink = row_sink(Down(), said.append)
+    messages = []
+    sink = row_sink(Down(), messages.append)
     for step in (3, 4):
         sink({"step": step, "loss": 1.0})
-    assert said == ["warning: logging failed at step 3 (no answer); later rows are only in metrics.csv"]
+    assert messages == ["warning: logging failed at step 3 (no answer); later rows are only in metrics.csv"]
 
 
 @pytest.mark.slow
-def test_a_logger_that_cannot_begin_is_told(args, monkeypatch):
+def test_a_logger_that_cannot_start_is_reported(args, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "sqlite:////dev/null/mlflow.db")
     logging.getLogger("mlflow").setLevel(logging.CRITICAL)
     args.logger = "mlflow"
@@ -105,39 +105,41 @@ def test_a_logger_that_cannot_begin_is_told(args, monkeypatch):
         litft.finetune(args)
 
 
-def test_answers_are_asked_for_at_every_validation(args, capfd):
+def test_answers_are_generated_at_every_validation(args, capfd):
     Path("prompts.txt").write_text("Say it 2 times\n\nSay it, please\n")
     args.eval.prompts = ["Who are you?", "prompts.txt"]
     litft.finetune(args)
-    found = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
     prompts = ["Who are you?", "Say it 2 times", "Say it, please"]
-    assert [(item["step"], item["prompt"]) for item in found] == [(step, prompt) for step in (0, 2, 4) for prompt in prompts]
+    assert [(sample["step"], sample["prompt"]) for sample in samples] == [
+        (step, prompt) for step in (0, 2, 4) for prompt in prompts
+    ]
     model, tokenizer = litft.load("run/final")
     messages = [{"role": "user", "content": "Who are you?"}]
-    again = "".join(litft.stream(model, tokenizer, messages, temperature=0, max_new_tokens=5))
-    assert again.strip() == found[6]["answer"]
-    said = capfd.readouterr().out
-    assert said.count("  Who are you?\n  -> ") == 3
-    assert "step 1/4: loss " in said and "tokens/s" in said and "waiting for data" in said and " left\n" in said
+    answer = "".join(litft.stream(model, tokenizer, messages, temperature=0, max_new_tokens=5))
+    assert answer.strip() == samples[6]["answer"]
+    stdout = capfd.readouterr().out
+    assert stdout.count("  Who are you?\n  -> ") == 3
+    assert "step 1/4: loss " in stdout and "tokens/s" in stdout and "waiting for data" in stdout and " left\n" in stdout
 
 
-def test_answers_beyond_the_checkpoint_never_happened(args):
-    half_again(args, steps=3)
-    found = [json.loads(line)["step"] for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
-    assert found == [0, 2, 3]
+def test_answers_after_the_resumed_checkpoint_are_dropped(args):
+    train_and_resume(args, steps=3)
+    sample_steps = [json.loads(line)["step"] for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    assert sample_steps == [0, 2, 3]
 
 
-def test_texts_are_continued_as_they_stand(args, tmp_path):
+def test_prompts_of_plain_text_are_continued_unchanged(args, tmp_path):
     (tmp_path / "texts.jsonl").write_text('{"text": "once upon a time there was a dog"}\n' * 20)
     args.data.path, args.eval.prompts = ["texts.jsonl"], ["once upon"]
     litft.finetune(args)
     model, tokenizer = litft.load("run/final")
-    again = "".join(litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5))
-    found = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
-    assert again.strip() == found[-1]["answer"]
+    answer = "".join(litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5))
+    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    assert answer.strip() == samples[-1]["answer"]
 
 
-def test_prompts_that_are_none(args):
+def test_invalid_prompts_are_reported(args):
     args.eval.prompts = ["nofile.txt"]
     with pytest.raises(ValueError, match=r"--eval.prompts nofile.txt: no such file"):
         litft.finetune(args)
@@ -151,7 +153,7 @@ def test_prompts_that_are_none(args):
 
 @pytest.mark.slow
 def test_another_logger_takes_over(args, monkeypatch):
-    """It begins a run of its own, and one that fails in the end is told of, not fallen over."""
+    """The other logger starts a run of its own."""
     args.logger = "tensorboard"
     litft.finetune(args)
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -164,31 +166,31 @@ def test_another_logger_takes_over(args, monkeypatch):
 
 
 @pytest.mark.parametrize("interval", [1, 3])
-def test_a_line_and_a_row_every_so_many_steps(args, interval, capfd):
+def test_a_line_and_a_row_at_every_log_interval(args, interval, capfd):
     args.train.max_steps, args.train.log_interval, args.eval.interval = 7, interval, 0
-    seen = []
-    litft.finetune(args, lambda row: seen.append((row["step"], len(rows_of(Path("run"))))))
+    callback_rows = []
+    litft.finetune(args, lambda row: callback_rows.append((row["step"], len(rows_of(Path("run"))))))
     lines = [line.split(":")[0] for line in capfd.readouterr().out.splitlines() if line.startswith("step") and "/7" in line]
     saves = {2, 4, 6, 7}
     assert lines == [f"step {n}/7" for n in range(1, 8) if n % interval == 0 or n in saves]
-    assert [step for step, _ in seen] == list(range(8))
+    assert [step for step, _ in callback_rows] == list(range(8))
 
 
 # report.html
 
 
-class Outside(HTMLParser):
-    """Everything a page would fetch or run, and its text."""
+class Page(HTMLParser):
+    """Everything a page would fetch or run, its text, and the tags that are still open."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.found, self.words, self.open = [], "", []
+        self.external, self.text, self.open = [], "", []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
         self.open += [tag] if tag != "meta" else []
-        self.found += [tag] if tag in ("script", "link", "img", "iframe") else []
-        self.found += [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
+        self.external += [tag] if tag in ("script", "link", "img", "iframe") else []
+        self.external += [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
 
     def handle_startendtag(self, tag, attrs):
         self.handle_starttag(tag, attrs)
@@ -198,15 +200,15 @@ class Outside(HTMLParser):
         assert self.open.pop() == tag
 
     def handle_data(self, data):
-        self.words += data
+        self.text += data
 
 
-def test_the_report_tells_all_of_the_run(args):
+def test_the_report_contains_everything_of_the_run(args):
     args.eval.prompts = ["<script>alert(1)</script>"]
     litft.finetune(args)
     text = Path("run/report.html").read_text("utf-8")
-    page = Outside(text)
-    assert not page.found and not page.open and "url(" not in text and "http" not in text
+    page = Page(text)
+    assert not page.external and not page.open and "url(" not in text and "http" not in text
     rows = rows_of(Path("run"))
     for word in (
         f"{rows[-1]['val_loss']:.4f}",
@@ -218,37 +220,37 @@ def test_the_report_tells_all_of_the_run(args):
         "Gradient norm (L2)",
         "perplexity",
     ):
-        assert word in page.words, word
+        assert word in page.text, word
     assert "prefers-color-scheme: dark" in text and text.count("<polyline") == 5
 
 
 def test_a_curve_is_drawn_at_its_values():
-    drawn = chart("loss", {"loss": [(0, 1.0), (50, 3.0), (100, 2.0)]}, from_zero=False)
-    assert 'points="0.00,100.00 50.00,0.00 100.00,50.00"' in drawn
+    svg = chart("loss", {"loss": [(0, 1.0), (50, 3.0), (100, 2.0)]}, from_zero=False)
+    assert 'points="0.00,100.00 50.00,0.00 100.00,50.00"' in svg
     assert chart("loss", {"loss": []}, from_zero=True) == ""
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (2.9, 4.1), (0, 0), (5, 5), (1e-9, 3e-9), (0, 123456), (-3, 2)])
-def test_ticks_are_round_and_hold_the_values(low, high):
+def test_ticks_are_round_and_contain_the_values(low, high):
     marks = ticks(low, high)
     assert marks[0] <= low + 1e-9 * abs(low) and marks[-1] >= high - 1e-9 * abs(high) and 2 <= len(marks) <= 8
     assert len({f"{value:.4g}" for value in marks}) == len(marks)
 
 
-def test_long_runs_are_drawn_by_means_and_nan_not_at_all():
+def test_long_runs_are_drawn_as_means_without_nan():
     rows = [{"step": n, "loss": float("nan") if n == 7 else 2.0} for n in range(1, 10_001)]
-    drawn = points(rows, "loss")
-    assert len(drawn) <= POINTS and {value for _, value in drawn} == {2.0}
+    curve = points(rows, "loss")
+    assert len(curve) <= POINTS and {value for _, value in curve} == {2.0}
 
 
 def test_a_report_of_a_run_without_rows(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,loss\n")
     (tmp_path / "config.yaml").write_text("a: 1\n")
     write_report(tmp_path, Report("nothing", [], [], [], [(1, 2, 3)], []))
-    assert not Outside((tmp_path / "report.html").read_text()).open
+    assert not Page((tmp_path / "report.html").read_text()).open
 
 
-def test_a_missing_package_is_named(args, tmp_path):
+def test_a_missing_package_is_reported(args, tmp_path):
     (tmp_path / "wandb.py").write_text("raise ImportError('no wandb here')")
     (tmp_path / "go.py").write_text(
         "import sys; sys.path.insert(0, '.')\nfrom litft.cli import run\n"

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
 from torch.optim import Optimizer
 
-from litft.run_dir import replace_folder
+from litft.atomic import replace_folder
 from litft.training.optimizers import StochasticRounding, averaged_weights
 
 _PROGRESS = "progress.json"

@@ -15,7 +15,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import Request
 from litft.inference.session import Session
-from litft.serving.replies import ChatReply, CompletionReply, Reply
+from litft.serving.openai_replies import ChatReply, CompletionReply, Reply
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
 MAX_STOPS, MAX_STOP_LENGTH = 32, 1000

@@ -24,8 +24,8 @@ from litft.args import ServeArgs
 from litft.inference.decoder import BrokenModel
 from litft.inference.generation import GenerationChunk, Request
 from litft.serving.engine import Engine, Overloaded, Stopping
-from litft.serving.openai_api import ApiError, ApiRequest, ChatRequest, CompletionRequest, parse_request
-from litft.serving.replies import Reply
+from litft.serving.openai_replies import Reply
+from litft.serving.openai_requests import ApiError, ApiRequest, ChatRequest, CompletionRequest, parse_request
 
 PAGE = Path(__file__).parent / "page.html"
 KEY_VARIABLE = "LITFT_API_KEY"
