@@ -29,7 +29,6 @@ class Mixin(nn.Module):
     """
 
     enabled = True
-    is_plain = False  # the module's own Linear may be, but a mixin adds to its output
     reads_weight = False  # whether the mixin reads the module's weight, which is then gathered in `reset_parameters`
 
     @classmethod

@@ -55,8 +55,9 @@ def target_indices_of(targets: Tensor) -> Tensor:
 
 def is_plain(head: nn.Module) -> bool:
     """Return whether a head only applies its weight and bias."""
-    is_plain_class = type(head) is nn.Linear or getattr(head, "is_plain", False)
-    return is_plain_class and not head.weight.is_mkldnn
+    # the class whose `forward` it runs says so: another may be mixed over it
+    owner = next(cls for cls in type(head).__mro__ if "forward" in vars(cls))
+    return vars(owner).get("is_plain", owner is nn.Linear) and not head.weight.is_mkldnn
 
 
 def _head_loss(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:
