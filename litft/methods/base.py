@@ -36,7 +36,9 @@ class Method:
     """Interface of a fine-tuning method. A subclass must implement `inject` and `parameters`.
 
     A method that saves adapters also implements `write`, a classmethod `read(folder, source) -> (method, values)`, and sets
-    `peft_types`. By default, `merged` replaces a base tensor by the learned one of the same name.
+    `peft_types`. `read` raises ValueError naming the file if names or shapes do not fit the base or a value is not finite,
+    and returns fp32 values; a `peft_type` that PEFT does not have begins with `LITFT_`. By default, `merged` replaces a base
+    tensor by the learned one of the same name.
 
     Order of calls in a training run:
 
@@ -52,7 +54,7 @@ class Method:
     """
 
     name: ClassVar[str]  # the group of its flags, as in --lora.r
-    title: ClassVar[str]  # its name in messages and in the run folder
+    title: ClassVar[str]  # its name in FINETUNE, in messages and in the run folder
     peft_types: ClassVar[tuple[str, ...]] = ()  # values of peft_type in adapter_config.json that `read` accepts
     changeable: ClassVar[tuple[str, ...]] = ()  # flags that may change when training continues from an adapter
     saves_full_model: ClassVar[bool] = False  # whether it saves a full model rather than an adapter

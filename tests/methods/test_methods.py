@@ -24,6 +24,7 @@ from litft.methods.mixins import Mixin, TrainedWeight
 from litft.model.mlp import grouped_product
 from litft.pretrained import resolve
 
+# methods that can be merged; one that cannot is excluded here
 MERGE = [name for name in METHODS if not name.startswith("adapter") or name.startswith("adapter_v2, no prefix")]
 QUANTIZED = [None, "nf4", "int8"]
 
