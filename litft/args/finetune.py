@@ -6,7 +6,7 @@ from typing import Literal
 
 from litft.args.checks import below_minimum, impossible_numbers, seconds, sharding_problems, wrong_types
 from litft.args.data import DataArgs
-from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
+from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs, Quantization
 from litft.args.processes import process_counts, started_by
 
 Optimizers = Literal[
@@ -176,7 +176,7 @@ class FinetuneArgs:
     """Delete the run in out_dir and start a new one there."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """The dtype of frozen weights and computation; trained parameters stay fp32. auto: bf16 on a GPU, fp32 on a CPU."""
-    quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
+    quantize: Quantization = "none"
     """Quantize the frozen Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales (double
     quantization). A folder that is already quantized stays unchanged."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from litft.args.checks import below_minimum, impossible_numbers
+from litft.args.methods import Quantization
 from litft.args.sampling import LARGEST_NUMBER, NUMBERS, Sampling
 
 
@@ -18,7 +19,7 @@ class OpenArgs:
     """The folder of an adapter's base model, if it has moved. Default: the path stored with the adapter."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """The dtype of weights and computation. auto: bf16 on a GPU, fp32 on a CPU."""
-    quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
+    quantize: Quantization = "none"
     """Quantize Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales (double quantization)."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """The kind of device to run on. auto: a GPU if there is one, otherwise the CPU."""

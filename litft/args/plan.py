@@ -6,7 +6,7 @@ from typing import Literal
 from litft.args.checks import LARGEST, below_minimum, impossible_numbers, sharding_problems, size
 from litft.args.data import DataArgs
 from litft.args.finetune import Optimizers
-from litft.args.methods import AdapterV2Args, LoRAArgs
+from litft.args.methods import AdapterV2Args, LoRAArgs, Quantization
 
 
 @dataclass
@@ -41,7 +41,7 @@ class PlanArgs:
     """The fine-tuning method."""
     precision: Literal["bf16", "bf16-true", "fp32"] = "bf16"
     """The dtype of the computation. bf16-true (full fine-tuning only): the weights are bf16 too."""
-    quantize: Literal["none", "nf4", "nf4-dq", "fp4", "fp4-dq", "int8"] = "none"
+    quantize: Quantization = "none"
     """Quantize the frozen Linear weights to 4 or 8 bits; -dq also quantizes their scales (double quantization)."""
     optimizer: Optimizers = "adamw"
     """The optimizer, whose state takes memory."""
