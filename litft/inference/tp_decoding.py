@@ -142,7 +142,7 @@ class TensorParallelDecoder:
             del decoders[number]
         elif name == "turn":
             for mixin in mixins(model):
-                mixin.turn(*inputs)
+                mixin.set_enabled(*inputs)
         else:
             decoder = decoders[number]
             if name == "step":

@@ -145,7 +145,7 @@ def test_training_on_a_quantized_base(tiny, examples, tmp_path):
     merged = script("scripts/merge_lora.py", "--checkpoint_dir", "one", "--out_dir", "original", cwd=tmp_path)
     assert "quantized as nf4 in training; the updates are added to the original weights" in merged.stderr
     merge = ("scripts/merge_lora.py", "--checkpoint_dir", "one", "--dequantized_base", "--out_dir", "rounded")
-    assert "added to what they were trained on" in script(*merge, cwd=tmp_path).stderr
+    assert "added to the dequantized weights of the base" in script(*merge, cwd=tmp_path).stderr
     with torch.no_grad():
         expected = litft.load(tmp_path / "one", quantize="nf4")[0](TOKENS)
         assert relative(litft.load(tmp_path / "rounded")[0](TOKENS), expected) <= 1e-5
