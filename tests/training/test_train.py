@@ -302,6 +302,7 @@ def test_resume_with_another_lora_rank_is_refused(uninterrupted, tmp_path):
 
 def test_two_processes_train_as_one(uninterrupted, examples, tiny, tmp_path):
     flags = f"--checkpoint_dir {tiny} --data.path {examples} --train.max_steps 5 --train.learning_rate 0.01".split()
+    flags += ["--data.val_fraction", "0.5"]  # several different examples, or the processes' parts would have one loss
     for devices in (1, 2):
         script("finetune/lora.py", *flags, "--devices", devices, "--out_dir", f"run{devices}", cwd=tmp_path)
     one, two = (rows_of(tmp_path / f"run{devices}") for devices in (1, 2))

@@ -82,6 +82,19 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
 
 
+@torch.no_grad()
+def test_the_loss_is_a_mean_over_target_tokens(model_and_samples, single_process):
+    """Micro-batches with few targets count less than those with many."""
+    model, _, _, data = model_and_samples
+    samples = data.train[:12]
+    losses, counts = zip(*(model(sample.tokens[None], targets=sample.targets[None]) for sample in samples), strict=True)
+    expected = float(sum(losses) / sum(counts))
+    mean_of_means = sum(float(loss / count) for loss, count in zip(losses, counts, strict=True)) / len(samples)
+    assert abs(mean_of_means / expected - 1) > 1e-3
+    for rows in (1, 5):
+        assert validation_loss(single_process[0], model, samples, Layout(rows)) == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process):
     """At the end of the context only the beginning of an answer is generated."""
     model, tokenizer, samples, _ = model_and_samples
