@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ROOT, kill_after, script
+from conftest import ROOT, kill_after, script, write_records
 from lightning_fabric import Fabric
 
 import litft
@@ -300,9 +300,12 @@ def test_resume_with_another_lora_rank_is_refused(uninterrupted, tmp_path):
     assert not (tmp_path / "out").exists() and "r: 8" in (run / "config.yaml").read_text()
 
 
-def test_two_processes_train_as_one(uninterrupted, examples, tiny, tmp_path):
-    flags = f"--checkpoint_dir {tiny} --data.path {examples} --train.max_steps 5 --train.learning_rate 0.01".split()
-    flags += ["--data.val_fraction", "0.5"]  # several different examples, or the processes' parts would have one loss
+def test_two_processes_train_as_one(tiny, tmp_path):
+    # examples that differ, and a third of them held out: otherwise the processes' parts of the validation have one loss
+    records = [{"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 7 + 1)} for n in range(30)]
+    data = write_records(tmp_path / "data.jsonl", records)
+    flags = f"--checkpoint_dir {tiny} --data.path {data} --data.val_fraction 0.3 --data.packing false".split()
+    flags += "--train.max_steps 5 --train.learning_rate 0.01".split()
     for devices in (1, 2):
         script("finetune/lora.py", *flags, "--devices", devices, "--out_dir", f"run{devices}", cwd=tmp_path)
     one, two = (rows_of(tmp_path / f"run{devices}") for devices in (1, 2))
