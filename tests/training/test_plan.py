@@ -32,7 +32,7 @@ from litft.pretrained import resolve
 from litft.training.auto_settings import choose
 from litft.training.flops import CHIPS, Flops, peak_flops
 from litft.training.memory_plan import Shape, predict
-from litft.training.optimizers import OPTIMIZERS
+from litft.training.optimizers import OPTIMIZERS, ROUNDING_BYTES
 from litft.training.schedule import Schedule
 from litft.training.setup import Setup
 
@@ -248,6 +248,14 @@ def test_discarded_gradients_need_no_memory(tiny):
         predict(source, method, "fp32", "none", Shape(1, 8), in_backward=in_backward).memory for in_backward in (False, True)
     )
     assert discarded.gradients == 0 and discarded.peak < stored.peak
+
+
+def test_rounding_in_the_backward_pass_is_planned(tiny):
+    """A bf16 weight is stepped as fp32 while its block's backward pass runs."""
+    source, method = resolve(tiny), method_of(FullFinetuneArgs())
+    memory = predict(source, method, "bf16-true", "none", Shape(1, 8), in_backward=True).memory
+    largest = max(parameter.numel() for parameter in source.meta_model().parameters())
+    assert memory.backward >= ROUNDING_BYTES * largest
 
 
 def plan_script(shared, cwd, *flags, code=0):
