@@ -144,6 +144,7 @@ def test_cut_and_skipped_examples_are_counted(tmp_path, tiny):
     assert (len(data.train), data.count(CUT, CUT_AWAY), data.skipped) == (2, 2, 1)
     assert max(sample.tokens.numel() for sample in data.train) == 150
     assert min(sample.supervised for sample in data.train) > 0
+    assert [sample.answer is not None for sample in data.train] == [False, True]  # a truncated answer is no expected answer
     assert data.train.lengths.tolist() == [sample.tokens.numel() for sample in data.train]
     assert data.train.supervised.tolist() == [sample.supervised for sample in data.train]
     with pytest.raises(ValueError, match="no example has an answer within 5 tokens: all 3 were skipped"):

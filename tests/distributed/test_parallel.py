@@ -14,7 +14,7 @@ from pathlib import Path
 import conftest
 import pytest
 import torch
-from conftest import ENV, FORKS, ROOT, rows_of, script
+from conftest import ENV, FORKS, ROOT, rows_of, script, write_records
 from safetensors.torch import load_file, save_file
 from strategies import free_port, losses, torchrun_env
 
@@ -63,6 +63,13 @@ def tensors(run):
     """Return the tensors of a finished run."""
     (path,) = (run / "final").glob("*model.safetensors")
     return load_file(path)
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory):
+    """Examples that all differ: the processes' parts of what is held out have other losses and answers of other lengths."""
+    records = [{"instruction": f"Say {n}", "input": "", "output": "once upon a time " * (n % 5 * 3 + 1)} for n in range(30)]
+    return write_records(tmp_path_factory.mktemp("data") / "examples.json", records)
 
 
 @pytest.fixture(scope="module")
