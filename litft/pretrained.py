@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from litft import run_dir
-from litft.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, untransposed
 from litft.checkpoints.hub import TOKENIZER_FILES, HubId, downloaded_from, fetch, hub_id
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules

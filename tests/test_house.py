@@ -32,15 +32,15 @@ ORDER = """
 args: checks sampling methods processes data finetune plan inference serving evaluation export hub parser
 model: config linear norm loss rope mlp kv_cache packed_sequences attention_eager attention_cpu attention transformer
  placement quantization
-checkpoints: conversion weight_files adapter_config peft_targets peft_format hub
+checkpoints: conversion weight_files adapter_reader peft_targets peft_format hub
 methods: mixins new_tokens base full llama_adapter lora_modules lora
 data: chat_template digests tokenizer_backends tokenizer formats readers encoder sources
  token_store token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling decoder fused_linears speculative tp_decoding generation terminal session chat generate
 training: residence flops metrics loggers html_report optimizers activation_checkpointing compile cpu_offload setup
- run_checkpoints validation memory_trace memory_plan communication_plan schedule auto_settings dry_run plan_command remedies
- recorder memory_probe divergence trainer finetune
+ run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule auto_settings dry_run plan_command
+ memory_advice recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples run_eval
 serving: openai_replies openai_requests engine routes server

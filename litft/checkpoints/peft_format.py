@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from litft.checkpoints.adapter_config import (
+from litft.checkpoints.adapter_reader import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     check_lora_config,

@@ -33,7 +33,7 @@ from litft.evaluation.examples import (
 )
 from litft.inference.generation import Completion
 from litft.inference.session import Session, open_session, source_of
-from litft.training.validation import BLOCK, greedy_request, is_exact, summed_loss
+from litft.training.scoring import BLOCK, greedy_request, is_exact, summed_loss
 
 
 @dataclass

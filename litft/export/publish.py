@@ -8,7 +8,7 @@ from pathlib import Path
 from litft import __version__, run_dir
 from litft.args import DownloadArgs, UploadArgs
 from litft.args.parser import finetune_args
-from litft.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.hub import HubId, downloaded_from, fetch, files_to_transfer, hub_id, import_hub, translate_hub_errors
 from litft.export.model_card import CardInfo, licence_of, model_card
 from litft.model.config import read_object

@@ -9,7 +9,7 @@ new method needs.
 from pathlib import Path
 
 from litft.args import AdapterFinetuneArgs, AdapterV2FinetuneArgs, FinetuneArgs, FullFinetuneArgs, LoRAFinetuneArgs
-from litft.checkpoints.adapter_config import ADAPTER_CONFIG, read_adapter_config
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
 from litft.methods.base import BaseFolder, Method, Values
 from litft.methods.full import Full
 from litft.methods.llama_adapter import Adapter, AdapterV2

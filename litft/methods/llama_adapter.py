@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from litft.args import AdapterArgs, AdapterV2Args
 from litft.args.checks import LARGEST_SIZE
-from litft.checkpoints.adapter_config import (
+from litft.checkpoints.adapter_reader import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     read_adapter_config,

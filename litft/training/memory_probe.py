@@ -14,9 +14,9 @@ from litft.errors import RankError, summary
 from litft.model.placement import local
 from litft.training.auto_settings import Settings
 from litft.training.compile import is_compiled, run_uncompiled
+from litft.training.memory_advice import remedies
 from litft.training.optimizers import state_bytes
 from litft.training.recorder import TrainedNetwork
-from litft.training.remedies import remedies
 from litft.training.residence import residence
 from litft.training.schedule import Schedule
 from litft.training.setup import Setup

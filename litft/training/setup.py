@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from litft.args import FinetuneArgs
-from litft.checkpoints.adapter_config import adapter_digest
+from litft.checkpoints.adapter_reader import adapter_digest
 from litft.distributed.devices import DTYPES, pick_full_precision, pick_precision
 from litft.distributed.fsdp import shard
 from litft.methods import Method, Values, method_of

@@ -1,101 +1,25 @@
-"""Scores on the validation set: the mean loss per target token and exact match; and sample answers to look at."""
+"""The validations of a run: its scores by step, and sample answers to look at."""
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 
-import torch
 from lightning_fabric import Fabric
-from torch import Tensor
 
 from litft.args import EvalArgs
 from litft.atomic import atomic_write
 from litft.data.dataset import DataSplits
-from litft.data.encoder import Sample
-from litft.data.packing import Layout, MicroBatch
+from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.process_group import HostGroup, join_uneven
-from litft.inference.decoder import Decoder
-from litft.inference.generation import Completion, Request, generate_completions, prompt_ids
-from litft.inference.sampling import Sampling
+from litft.distributed.process_group import HostGroup
+from litft.inference.generation import prompt_ids
 from litft.model.transformer import GPT
 from litft.training.metrics import Row
+from litft.training.scoring import evenly_spaced, exact_match, greedy_answers, validation_loss
 
-BLOCK = 64  # samples that a rank loads and lays out at once
 PROMPT_CANDIDATES = 16  # first validation samples, among which a default prompt is searched
-
-
-@torch.no_grad()
-def validation_loss(
-    fabric: Fabric, model: GPT, samples: Sequence[Sample], layout: Layout, before_batch: Callable[[], None] = lambda: None
-) -> float:
-    """Return the mean loss per target token over all ranks. before_batch: called before each micro-batch."""
-    training = model.training
-    model.eval()
-    batches = layout.iter_batches(samples, BLOCK * fabric.world_size, fabric.global_rank)
-    totals = summed_loss(model, batches, fabric.device, before_batch)
-    model.train(training)
-    loss, count = fabric.all_reduce(totals, reduce_op="sum").tolist()
-    return loss / count
-
-
-def summed_loss(
-    model: GPT, batches: Iterable[MicroBatch], device: torch.device, before_batch: Callable[[], None] = lambda: None
-) -> Tensor:
-    """Return (2,) in fp64: the loss and the target count, summed over micro-batches. before_batch: called before each."""
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
-    for batch in batches:
-        before_batch()
-        batch = batch.to(device)
-        loss, count = model(batch.tokens, **batch.inputs())
-        totals += torch.stack((loss.double(), count.double()))
-    return totals
-
-
-def exact_match(
-    fabric: Fabric,
-    hosts: HostGroup,
-    model: GPT,
-    tokenizer: Tokenizer,
-    samples: Sequence[Sample],
-    rows: int = 1,
-    before_batch: Callable[[], None] = lambda: None,
-) -> tuple[int, int]:
-    """Return how many samples' answers greedy decoding reproduces exactly (after stripping), and the number of answers.
-
-    rows: answers that each rank generates at once. before_batch: called by all ranks before each of these batches.
-    """
-    training = model.training
-    model.eval()
-    matches = count = 0
-    ranks, rank = fabric.world_size, fabric.global_rank
-    for start in range(0, len(samples), ranks * rows):
-        before_batch()
-        local_samples = [samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)]
-        questions = [[ids.tolist() for ids in sample.answer] for sample in local_samples if sample.answer]
-        with join_uneven(model, hosts):
-            answers = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in questions])
-        pairs = zip(answers, questions, strict=True)
-        matches += sum(is_exact(answer, tokenizer.decode(ids)) for answer, (_, ids) in pairs)
-        count += len(questions)
-    model.train(training)
-    totals = torch.tensor((matches, count), dtype=torch.float64, device=fabric.device)
-    matches, count = map(int, fabric.all_reduce(totals, reduce_op="sum").tolist())
-    return matches, count
-
-
-def is_exact(answer: Completion, expected: str) -> bool:
-    """Return whether an answer has ended by itself and is the expected one, apart from white space at its ends."""
-    return answer.ended and answer.text.strip() == expected.strip()
-
-
-def evenly_spaced(samples: Sequence[Sample], max_count: int) -> Sequence[Sample]:
-    """Return at most `max_count` samples at even distances, so that every data file has its share."""
-    if max_count >= len(samples):
-        return samples
-    return [samples[number * len(samples) // max_count] for number in range(max_count)]
 
 
 class Validation:
@@ -209,17 +133,3 @@ def _texts(item: str) -> list[str]:
     if item.endswith((".txt", ".json", ".jsonl")) and " " not in item:
         raise ValueError(f"--eval.prompts {item}: no such file")
     return [item]
-
-
-def greedy_answers(model: GPT, tokenizer: Tokenizer, prompts: list[tuple[list[int], int]]) -> list[Completion]:
-    """Return the model's greedy answers to pairs of (prompt, max_new_tokens), generated in one batch."""
-    requests = [greedy_request(model, tokenizer, prompt, max_new_tokens) for prompt, max_new_tokens in prompts]
-    if not requests:
-        return []
-    decoder = Decoder(model, len(requests), max(len(request.ids) + request.max_new_tokens for request in requests))
-    return generate_completions(decoder, tokenizer, requests)
-
-
-def greedy_request(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> Request:
-    """Return a request for a greedy answer; only the end of a prompt longer than the context is used."""
-    return Request(prompt[-model.config.max_positions + 1 :], max_new_tokens, Sampling(temperature=0), tokenizer.stop_ids)

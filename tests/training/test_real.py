@@ -18,7 +18,7 @@ from litft.data.dataset import load_data
 from litft.data.packing import collate
 from litft.data.sampler import Sampler
 from litft.training.schedule import learning_rate
-from litft.training.validation import evenly_spaced
+from litft.training.scoring import evenly_spaced
 
 pytestmark = pytest.mark.slow
 

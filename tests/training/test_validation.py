@@ -11,7 +11,8 @@ from litft.args import DataArgs, EvalArgs
 from litft.data.dataset import load_data
 from litft.data.packing import Layout
 from litft.distributed.process_group import HostGroup
-from litft.training.validation import Validation, exact_match, greedy_answers, validation_loss
+from litft.training.scoring import exact_match, greedy_answers, validation_loss
+from litft.training.validation import Validation
 
 
 @pytest.fixture(scope="module")

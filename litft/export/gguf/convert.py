@@ -16,8 +16,8 @@ from litft.checkpoints.weight_files import LazyTensor
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.export.convert import TrainedModel, compare, read_trained, write_folder
-from litft.export.gguf.architecture import read_architecture, to_gguf_architecture
 from litft.export.gguf.files import GgufFile, gguf
+from litft.export.gguf.metadata import read_architecture, to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import add_tokenizer, model_name, write_tokenizer
 from litft.families import gguf_architectures, gguf_rules, read_config
