@@ -175,7 +175,8 @@ class FinetuneArgs:
     overwrite: bool = False
     """Delete the run in out_dir and start a new one there."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The dtype of frozen weights and computation; trained parameters stay fp32. auto: bf16 on a GPU, fp32 on a CPU."""
+    """The dtype of frozen weights and computation; trained parameters stay fp32. auto: bf16 on a GPU that has
+    bf16 arithmetic, otherwise fp32."""
     quantize: Quantization = "none"
     """Quantize the frozen Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales (double
     quantization). A folder that is already quantized stays unchanged."""
@@ -296,7 +297,8 @@ class FullFinetuneArgs(FinetuneArgs):
     train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=5e-5))
     precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
     """The dtype of the computation; weights and optimizer state stay fp32. bf16-true: weights are bf16 too, with stochastic
-    rounding so that no update is lost. auto: on a GPU bf16, or bf16-true if memory does not suffice; on a CPU fp32."""
+    rounding so that no update is lost. auto: on a GPU with bf16 arithmetic, bf16, or bf16-true if memory does not suffice;
+    otherwise fp32."""
 
     def problems(self) -> list[str]:
         """Return the problems of the common flags, and reject quantization: no weights are frozen."""

@@ -18,7 +18,7 @@ class OpenArgs:
     base_dir: str | None = None
     """The folder of an adapter's base model, if it has moved. Default: the path stored with the adapter."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The dtype of weights and computation. auto: bf16 on a GPU, fp32 on a CPU."""
+    """The dtype of weights and computation. auto: bf16 on a GPU that has bf16 arithmetic, otherwise fp32."""
     quantize: Quantization = "none"
     """Quantize Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales (double quantization)."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"

@@ -118,19 +118,33 @@ def num_shards(args: FinetuneArgs | PlanArgs, strategy: str) -> int:
 
 
 def pick_accelerator(accelerator: str) -> str:
-    """Return cpu or cuda; raise ValueError for cuda if no GPU is available."""
+    """Return cpu or cuda; raise ValueError for cuda if no GPU is available.
+
+    On a GPU, attention runs without cuDNN from now on: it is torch's first choice on Hopper, but prepares each new shape for
+    some 0.4 s, and prompts and unpacked rows have new shapes all the time.
+    """
     if accelerator == "cuda" and not torch.cuda.is_available():
         raise ValueError("--accelerator cuda: torch finds no GPU; use cpu, or install a CUDA build of torch")
     if accelerator == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
+        accelerator = "cuda" if torch.cuda.is_available() else "cpu"
+    if accelerator == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return accelerator
 
 
 def pick_precision(precision: str, device: torch.device) -> str:
-    """Return the compute precision; "auto" becomes bf16 on a GPU and fp32 on a CPU."""
+    """Return the compute precision; "auto" becomes bf16 on a GPU with bf16 arithmetic, otherwise fp32."""
     if precision != "auto":
         return precision
-    return "bf16" if device.type == "cuda" else "fp32"
+    return "bf16" if device.type == "cuda" and not lacks_bf16(device) else "fp32"
+
+
+def lacks_bf16(device: torch.device) -> str | None:
+    """Return what to tell a user whose GPU has no bf16 arithmetic (compute capability below 8.0); None for other devices."""
+    if device.type != "cuda" or (capability := torch.cuda.get_device_capability(device)) >= (8, 0):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return f"{name} has no bf16 arithmetic (compute capability {'.'.join(map(str, capability))}): precision auto is fp32"
 
 
 def pick_full_precision(precision: str, device: torch.device, num_parameters: int) -> str:

@@ -56,6 +56,7 @@ class Decoder:
         # compiled code is bound to one address: prompts are prefilled in a separate cache and copied from there
         separate = self.compiled and rows > 1
         self.prefill_cache = KVCache(self.model.config, 1, self.capacity, devices, self.model.dtype) if separate else None
+        self._key_ranges: dict[int, Tensor] = {}
         for layer in [*self.cache.layers, *(self.prefill_cache.layers if separate else ())] if self.compiled else ():
             torch._dynamo.mark_static_address(layer.keys)  # without this, writes to the cache prevent CUDA graphs
             torch._dynamo.mark_static_address(layer.values)
@@ -108,8 +109,8 @@ class Decoder:
         if self._length_rope is not None:
             cache.max_length = self.max_length[row]
         if self.compiled:
-            cache.bound, positions = self._bound(length + len(ids)), torch.arange(length, length + len(ids))[None]
-            positions = positions.to(self.device)
+            cache.key_positions = self._key_positions(length + len(ids))
+            positions = torch.arange(length, length + len(ids))[None].to(self.device)
         logits = self._forward(self._forward_chunk, tokens, positions=positions, cache=cache, logits_to_keep=logits_to_keep)
         self.texts[row] += ids
         self.lengths[row] += len(ids)
@@ -143,7 +144,7 @@ class Decoder:
             cache.length = lengths[0]
         else:
             positions = torch.tensor(lengths)[:, None].to(self.device, non_blocking=True)
-            cache.bound = self._bound(max(lengths) + 1)
+            cache.key_positions = self._key_positions(max(lengths) + 1)
         if self._length_rope is not None:
             cache.max_length = torch.tensor(self.max_length[rows]).to(self.device).view(-1, 1, 1, 1)
         logits = self._forward(self._forward_token, tokens[rows, None], positions=positions, cache=cache)[:, -1]
@@ -195,14 +196,22 @@ class Decoder:
         context = self._length_rope.original_max_positions
         return int(max_length > context) if self._length_rope.rope_type == "longrope" else max(max_length, context)
 
-    def _bound(self, num_keys: int) -> int:
-        """Return how many keys to attend to; rounded up in compiled code, which is specialized for each number."""
+    def _key_positions(self, num_keys: int) -> Tensor:
+        """Return the positions of the keys to attend to, at least `num_keys`.
+
+        Compiled code rounds them up to a power of two: a CUDA graph is recorded for each number. It is compiled only once,
+        since the number is the size of a tensor.
+        """
         if not self.compiled:
-            return num_keys
+            return torch.arange(num_keys, device=self.device)
         bound = MIN_BOUND
         while bound < num_keys:
             bound *= 2
-        return min(bound, self.capacity)
+        bound = min(bound, self.capacity)
+        if bound not in self._key_ranges:
+            self._key_ranges[bound] = torch.arange(bound, device=self.device)
+            torch._dynamo.maybe_mark_dynamic(self._key_ranges[bound], 0)
+        return self._key_ranges[bound]
 
 
 def compile_forward(model: GPT) -> tuple[Callable, Callable]:

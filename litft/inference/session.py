@@ -18,7 +18,7 @@ from litft.args.processes import started_by
 from litft.args.sampling import USUAL
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.device_map import DeviceMap
-from litft.distributed.devices import check_devices, limit_threads, pick_accelerator, pick_precision
+from litft.distributed.devices import check_devices, lacks_bf16, limit_threads, pick_accelerator, pick_precision
 from litft.inference.decoder import Decoder
 from litft.inference.fused_linears import fuse_linears, pack_weights
 from litft.inference.generation import Completion, Request, generate_completions
@@ -126,6 +126,8 @@ def _open_sessions(
         warning = source.quantization_warning(source.quantization(args.quantize))
         if warning and not (tp_decoder and tp_decoder.rank):
             print(warning, file=sys.stderr)
+    if args.precision == "auto" and (note := lacks_bf16(device)):
+        print(note, file=sys.stderr)
     models = load_models(sources, pick_precision(args.precision, device), device, args.quantize, placement)
     layer_counts = Counter(map(str, models[0].block_devices))
     if args.layers_per_device:

@@ -17,6 +17,7 @@ from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
 # torch 2.11 groups heads without being asked, and its varlen_attn has no such argument
 GQA_ARGUMENTS = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+MAX_VARLEN_HEAD_DIM = 256  # of FlashAttention
 
 
 def attend(
@@ -54,7 +55,7 @@ def attend(
     if square and q.size(2) > 1:
         if on_cpu:
             return attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)[0]
-        if (documents is not None or window is not None) and q.dtype != torch.float32:
+        if (documents is not None or window is not None) and supports_varlen(q):
             return _attend_varlen(q, k, v, _cu_seqlens(q, documents), window, scale)
     if documents is None and window is None and (square or q.size(2) == 1):
         return _scaled_dot_product(q, k, v, None, scale, causal=square and q.size(2) > 1)
@@ -75,8 +76,10 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     if q.size(2) == 1 and q.size(1) != k.size(1):
         grouped = q.view(q.size(0), k.size(1), -1, q.size(3))  # (B, K, H / K, D)
         return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
-    arguments = dict(is_causal=causal, scale=scale, enable_gqa=q.size(1) != k.size(1))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **arguments)
+    # with dynamic shapes a comparison of sizes is symbolic: sdpa raises a TypeError for it, and Dynamo then runs the whole
+    # function uncompiled without a warning; `bool()` leaves it symbolic, a branch does not
+    is_causal, enable_gqa = True if causal else False, True if q.size(1) != k.size(1) else False  # noqa: SIM210
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
 
 
 def _cu_seqlens(q: Tensor, documents: PackedSequences | None) -> Tensor:
@@ -84,14 +87,25 @@ def _cu_seqlens(q: Tensor, documents: PackedSequences | None) -> Tensor:
     return documents.cu_seqlens if documents is not None else row_cu_seqlens(q.size(0), q.size(2), q.device)
 
 
+def supports_varlen(q: Tensor) -> bool:
+    """Return whether the GPU kernel for packed sequences computes with queries of this device, dtype and head size."""
+    in_half = q.dtype in (torch.bfloat16, torch.float16)
+    return in_half and q.size(3) <= MAX_VARLEN_HEAD_DIM and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, scale: float) -> Tensor:
     """Run the GPU kernel for packed sequences, which computes no scores between documents."""
-    batch, max_seqlen = q.size(0), q.size(2)  # an upper bound: the exact maximum needs a device sync and changes no result
+    # the length of a row is an upper bound: the exact maximum needs a device sync and changes no result
+    batch, max_seqlen, head_dim = q.size(0), q.size(2), q.size(3)
+    padding = -head_dim % 8  # the kernel takes head sizes that are multiples of 8; zeros change no score
+    if padding:
+        q, k, v = (F.pad(x, (0, padding)) for x in (q, k, v))
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))  # (B T, heads, D)
     window_size = (-1 if window is None else window - 1, 0)
     y = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, scale=scale, window_size=window_size, **GQA_ARGUMENTS
     )
+    y = y[..., :head_dim] if padding else y
     return y.unflatten(0, (batch, max_seqlen)).transpose(1, 2)
 
 

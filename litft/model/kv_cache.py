@@ -19,7 +19,7 @@ class Call(NamedTuple):
     """Cache positions and attention masks of one forward pass."""
 
     start: int
-    end: int
+    end: int  # the keys before it are attended to
     positions: Tensor | None  # (B, T); None: start to end in every row
     masks: dict[int | None, Tensor | None]  # by window; empty: the attention kernel needs no mask tensor
 
@@ -36,7 +36,7 @@ class LayerCache:
         if positions is None:
             self.keys[:, :, start:end], self.values[:, :, start:end] = keys, values
         else:
-            end, index = self.cache.bound, positions.to(keys.device)[:, None, :, None].expand_as(keys)
+            index = positions.to(keys.device)[:, None, :, None].expand_as(keys)
             self.keys.scatter_(2, index, keys)
             self.values.scatter_(2, index, values)
         mask = masks.get(window)
@@ -68,7 +68,8 @@ class KVCache:
         self.max_length: int | Tensor = (
             self.capacity
         )  # final length, on which some rope types depend; per row as (B, 1, 1, 1)
-        self.bound = self.capacity  # with positions: only this many keys are attended to
+        # with positions: the keys that are attended to; a tensor, whose size can differ between calls of one compiled graph
+        self.key_positions: Tensor | None = None  # 0, 1, ... (N,); None: the whole capacity
         self.call = Call(0, 0, None, {})
 
     @staticmethod
@@ -104,9 +105,10 @@ class KVCache:
         masks: dict[int | None, Tensor | None] = {}
         if positions is not None or (count > 1 and start):
             query_positions = positions if positions is not None else torch.arange(start, end, device=device)[None]
-            num_keys = self.bound if positions is not None else end
+            if positions is not None:
+                end = self.capacity if self.key_positions is None else self.key_positions.size(0)
             masks = {
-                window: causal_mask(query_positions, num_keys, window)
+                window: causal_mask(query_positions, end, window)
                 for window in {layer.window for layer in self.config.layers}
             }
         self.call = Call(start, end, positions, masks)

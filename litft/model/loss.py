@@ -1,5 +1,8 @@
 """Cross-entropy summed over target tokens, computed in chunks, so that the logits of a whole batch never exist at once."""
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,12 +24,14 @@ def summed_cross_entropy(
     softcap: float | None = None,
     smoothing: float = 0.0,
     target_indices: Tensor | None = None,
+    compiled: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Compute the loss of hidden (B, T, C) against targets (B, T), where IGNORED marks positions without a target.
 
     softcap: logits become softcap * tanh(logit / softcap) (Gemma 2, arXiv 2408.00118). smoothing: the share of each
     target's probability that is spread over the whole vocabulary (label smoothing, arXiv 1512.00567, section 7).
     target_indices: (N,), indices of the targets among the flattened positions; computing them here needs a GPU sync.
+    compiled: compile the softmax and its gradient, where both are needed and the head is plain.
 
     Returns the *sum* over target tokens (fp32 scalar) and their count (int64 scalar): a mean over micro-batches, packs and
     ranks is correct only if it divides by the global count. Positions without a target are dropped before the head. A frozen
@@ -40,7 +45,8 @@ def summed_cross_entropy(
     )  # (N, C), (N,)
     if is_plain(head):
         training = torch.is_grad_enabled()
-        return _ChunkedLoss.apply(hidden, head.weight, head.bias, targets, softcap, smoothing, training), count
+        options = softcap, smoothing, training, compiled and training
+        return _ChunkedLoss.apply(hidden, head.weight, head.bias, targets, *options), count
     # a head changed by a method computes its own logits; recomputing them in backward limits memory to one chunk
     total = hidden.sum(dtype=torch.float32) * 0.0
     for hidden_chunk, target_chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
@@ -92,6 +98,44 @@ def _softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smooth
     return total
 
 
+def fused_softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
+    """Do the same as `_softmax_loss`, in operations that a compiler fuses into few kernels without fp32 logits in memory."""
+    scores = apply_softcap(logits.float(), softcap)
+    log_sums = scores.logsumexp(-1, keepdim=True)
+    total = (log_sums - (1 - smoothing) * scores.gather(-1, targets[:, None])).sum()
+    if smoothing:
+        total = total - smoothing * scores.mean(-1).sum()
+    if training:
+        is_target = torch.arange(scores.size(1), device=targets.device) == targets[:, None]
+        grad = (scores - log_sums).exp() - smoothing / scores.size(1) - torch.where(is_target, 1 - smoothing, 0.0)
+        logits.copy_(grad if softcap is None else grad * (1 - (scores / softcap) ** 2))
+    return total
+
+
+@cache
+def _compiled_softmax_loss() -> Callable[..., Tensor]:
+    return torch.compile(fused_softmax_loss, dynamic=True)
+
+
+def _add_loss(
+    total: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    softcap: float | None,
+    smoothing: float,
+    training: bool,
+    compiled: bool,
+) -> None:
+    """Add a chunk's loss to `total`; in training, replace the logits by their gradient."""
+    if compiled:
+        torch._dynamo.mark_static(logits, 1)
+        total += _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
+        return
+    count = max(1, SOFTMAX_CHUNK["cpu" if logits.is_cpu else "cuda"] // logits.size(1))
+    for part in zip(logits.split(count), targets.split(count), strict=True):
+        total += _softmax_loss(*part, softcap, smoothing, training)
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradients together with the loss, so that each chunk's logits are computed once and then freed.
 
@@ -108,6 +152,7 @@ class _ChunkedLoss(torch.autograd.Function):
         softcap: float | None,
         smoothing: float,
         training: bool,
+        compiled: bool,
     ) -> Tensor:
         needs_hidden, needs_weight, needs_bias = (needed and training for needed in ctx.needs_input_grad[:3])
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
@@ -118,11 +163,7 @@ class _ChunkedLoss(torch.autograd.Function):
             hidden_chunk, target_chunk = hidden[start : start + CHUNK], targets[start : start + CHUNK]
             cast_bias = bias if bias is None else bias.to(hidden_chunk.dtype)
             logits = F.linear(hidden_chunk, weight.to(hidden_chunk.dtype), cast_bias)  # (n, V)
-            count = max(1, SOFTMAX_CHUNK["cpu" if logits.is_cpu else "cuda"] // logits.size(1))
-            for logits_part, targets_part in zip(logits.split(count), target_chunk.split(count), strict=True):
-                total += _softmax_loss(
-                    logits_part, targets_part, softcap, smoothing, needs_hidden or needs_weight or needs_bias
-                )
+            _add_loss(total, logits, target_chunk, softcap, smoothing, needs_hidden or needs_weight or needs_bias, compiled)
             # the logits now contain their gradient
             if needs_bias:
                 d_bias += logits.sum(0, dtype=torch.float32)
@@ -130,7 +171,7 @@ class _ChunkedLoss(torch.autograd.Function):
                 torch.mm(logits, weight.to(hidden_chunk.dtype), out=d_hidden[start : start + CHUNK])
             if needs_weight:
                 d_weight += logits.t() @ hidden_chunk
-            del logits, logits_part  # free them before the next chunk is computed
+            del logits  # free them before the next chunk is computed
         ctx.save_for_backward(d_hidden, d_weight, d_bias)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return total
@@ -143,8 +184,5 @@ class _ChunkedLoss(torch.autograd.Function):
             d_hidden * grad.to(d_hidden.dtype) if d_hidden is not None else None,
             (d_weight * grad).to(ctx.dtypes[0]) if d_weight is not None else None,
             (d_bias * grad).to(ctx.dtypes[1]) if d_bias is not None else None,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
         )

@@ -1,7 +1,7 @@
 """The feed-forward part of a block: a dense MLP, gated or plain, or a mixture of gated experts."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,17 +134,49 @@ def expert_linear(x: Tensor, weight: Tensor, bias: Tensor | None, grouping: Grou
     return y if bias is None else y + by_expert(bias, grouping)
 
 
-def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Multiply x (N, in), sorted by expert, by each expert's matrix in weight (E, in, out)."""
-    if isinstance(x, FakeTensor):  # a memory plan: the sizes equal those of one expert with all rows
-        return x @ weight[0]
-    aligned = all(width * x.element_size() % 16 == 0 for width in weight.shape[1:])  # required by grouped_mm
-    if aligned and (x.dtype == torch.bfloat16 or x.is_cpu):
-        return F.grouped_mm(x, weight, offs=ends)
-    counts = ends.diff(
-        prepend=ends.new_zeros(1)
-    ).tolist()  # a GPU supports only bf16 in grouped_mm; other dtypes need a sync
+@torch.library.custom_op("litft::looped_product", mutates_args=())
+def looped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Do the same as `grouped_product`, expert by expert. On a GPU the host waits for it, to read the number of rows."""
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
     return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts), weight.unbind(), strict=True)])
+
+
+@torch.library.custom_op("litft::looped_outer_product", mutates_args=())
+def looped_outer_product(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    """Return x^T y over the rows of each expert, (E, in, out): the gradient of `looped_product`'s weight."""
+    counts = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.stack([rows.mT @ others for rows, others in zip(x.split(counts), y.split(counts), strict=True)])
+
+
+looped_product.register_fake(lambda x, weight, ends: x.new_empty(x.size(0), weight.size(2)))
+looped_outer_product.register_fake(lambda x, y, ends: x.new_empty(ends.size(0), x.size(1), y.size(1)))
+
+
+def _save_for_backward(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _looped_gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    x, weight, ends = ctx.saved_tensors
+    needs_x, needs_weight, _ = ctx.needs_input_grad
+    d_x = looped_product(grad, weight.mT, ends) if needs_x else None
+    return d_x, looped_outer_product(x, grad, ends) if needs_weight else None, None
+
+
+looped_product.register_autograd(_looped_gradients, setup_context=_save_for_backward)
+
+
+def grouped_product(x: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """Multiply x (N, in), sorted by expert, by each expert's matrix in weight (E, in, out); return (N, out)."""
+    traced = torch.compiler.is_compiling() or isinstance(x, FakeTensor)
+    if x.dtype != torch.bfloat16 and (traced or not x.is_cpu):  # grouped_mm has no kernel, or cannot be traced (torch 2.13)
+        return looped_product(x, weight, ends)
+    in_dim, out_dim = weight.shape[1:]
+    # grouped_mm takes rows of a multiple of 16 bytes; zeros change no product
+    in_padding, out_padding = (-dim % (16 // x.element_size()) for dim in (in_dim, out_dim))
+    if in_padding or out_padding:
+        x, weight = F.pad(x, (0, in_padding)), F.pad(weight, (0, out_padding, 0, in_padding))
+    return F.grouped_mm(x, weight, offs=ends)[:, :out_dim]
 
 
 def by_expert(values: Tensor, grouping: Grouping) -> Tensor:

@@ -135,6 +135,7 @@ class GPT(nn.Module):
         self.rotaries = nn.ModuleList(RotaryEmbedding(rope) for rope in ropes)
         self.rotary_indices = [ropes.index(layer.rope) if layer.rope else None for layer in config.layers]
         self.label_smoothing = self.neftune_alpha = 0.0  # set by the training loop
+        self.compiled_loss = False  # whether the loss is compiled in training
         self.compute_device: torch.device | None = (
             None  # set if weights are offloaded to the host; None: the device of the weights
         )
@@ -210,7 +211,8 @@ class GPT(nn.Module):
         x = scaled(self.norm(x), self.config.logit_scale)
         if targets is not None:
             smoothing = self.label_smoothing if self.training else 0.0
-            return summed_cross_entropy(x, self.lm_head, targets, self.config.logit_softcap, smoothing, target_indices)
+            options = self.config.logit_softcap, smoothing, target_indices, self.compiled_loss
+            return summed_cross_entropy(x, self.lm_head, targets, *options)
         return apply_softcap(self.lm_head(x), self.config.logit_softcap)
 
     def prepare_documents(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:

@@ -8,12 +8,27 @@ import torch
 from torch import Tensor, nn
 
 from litft.methods.mixins import mixin_class
+from litft.model.kv_cache import KVCache
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
+from litft.model.rope import CosSin
 from litft.model.transformer import GPT
 
 
 class Compiled(nn.Module):
-    """A network with compiled blocks."""
+    """A network with compiled blocks and a compiled loss."""
+
+    def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Return the input of the first block; it requires a gradient as the other inputs do, so that all share a graph."""
+        x = super().embed_tokens(tokens, positions)
+        return x.requires_grad_() if torch.is_grad_enabled() and is_compiled(self) and not x.requires_grad else x
+
+    def cos_sin(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[CosSin]:
+        """Return cos and sin; their width is a constant of the compiled code."""
+        tables = super().cos_sin(positions, cache, dtype)
+        for table in tables:
+            torch._dynamo.mark_static(table.cos, 3)
+            torch._dynamo.mark_static(table.sin, 3)
+        return tables
 
     def prepare_documents(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
         """Return `documents` with FlexAttention block masks, if attention on a GPU changes scores before the softmax."""
@@ -28,8 +43,10 @@ class Compiled(nn.Module):
 
 
 def compile_blocks(model: GPT) -> None:
-    """Compile each block, for any number of tokens and documents; identical blocks share a graph."""
+    """Compile the loss and each block, for any number of tokens and documents; identical blocks share a graph."""
     model.__class__ = mixin_class(Compiled, type(model))
+    model.compiled_loss = True
+    torch._dynamo.config.specialize_float = True  # LoRA's scale is a constant, though `dynamic` would make it an input
     for block in model.blocks:
         block.compile(dynamic=True)
 
@@ -42,6 +59,7 @@ def is_compiled(model: GPT) -> bool:
 def run_uncompiled(model: GPT, reason: str) -> None:
     """Run the blocks without compilation from now on, and warn about the reason."""
     warnings.warn(f"the blocks run uncompiled, since torch.compile fails: {reason}", stacklevel=2)
+    model.compiled_loss = False
     for block in model.blocks:
         block._compiled_call_impl = None
 

@@ -17,7 +17,7 @@ from litft.data.encoder import Sample
 from litft.data.packing import num_slots
 from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.devices import num_shards
+from litft.distributed.devices import lacks_bf16, num_shards
 from litft.model.loss import IGNORED
 from litft.pretrained import resolve
 from litft.training.auto_settings import Settings
@@ -131,6 +131,8 @@ def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float
     if settings.strategy != "single":
         size = num_shards(setup.args, settings.strategy)
         yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"
+    if setup.args.precision == "auto" and (note := lacks_bf16(device)):
+        yield note
     recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
     yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
     yield time_line(schedule.flops(plan.flops), settings.slowdown, "the run", chip, peak, schedule.layout.ranks)

@@ -83,7 +83,7 @@ class AllocationTracker(TorchDispatchMode):
         self.live_storages: set[int] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._local_scalar_dense.default:  # Adafactor reads a value, which fake tensors do not have
+        if func is torch.ops.aten._local_scalar_dense.default:  # Adafactor reads its step, which fake tensors do not have
             return 1.0
         out = func(*args, **(kwargs or {}))
         # outputs may be views of these

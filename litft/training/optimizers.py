@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import SGD, Adafactor, AdamW, Muon, Optimizer
+from torch.optim import SGD, AdamW, Muon, Optimizer
 
 from litft.args import TrainArgs
 from litft.methods import Method
 from litft.model.placement import local, shard_as
 from litft.model.quantization import bitsandbytes
+from litft.training.adafactor import Adafactor
 
 BETAS = (0.9, 0.95)
 # not decayed; stacked experts and per-head norms have two-dimensional ones, which are vectors all the same
@@ -294,7 +295,7 @@ OPTIMIZERS = {
     "paged_adamw": OptimizerSpec(_bitsandbytes("PagedAdamW32bit", betas=BETAS), _bytes_per_element(8)),
     "paged_adamw_8bit": OptimizerSpec(_bitsandbytes("PagedAdamW8bit", betas=BETAS), _bytes_in_8_bits),
     "lion": OptimizerSpec(_bitsandbytes("Lion32bit"), _bytes_per_element(4)),
-    "adafactor": OptimizerSpec(partial(Adafactor, foreach=False), _bytes_in_factors),
+    "adafactor": OptimizerSpec(Adafactor, _bytes_in_factors),
     "muon": OptimizerSpec(_muon, lambda name, parameter: parameter.numel() * (4 if is_hidden(name, parameter) else 8)),
     "sgd": OptimizerSpec(_sgd, _bytes_per_element(4)),
     "schedule_free": OptimizerSpec(_schedule_free, _bytes_per_element(8)),

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
+from graphs import counted_graphs
 
-from litft.model.attention import attend
+from litft.model.attention import _scaled_dot_product, attend
 from litft.model.attention_cpu import attend_documents, attend_documents_backward
 from litft.model.attention_eager import attention_mask, eager_attention
 from litft.model.config import Config, LayerConfig, NormConfig
@@ -155,3 +156,14 @@ def test_a_full_cache_raises():
     q, k, v = random_qkv(5, 5)
     with pytest.raises(ValueError, match="capacity of 4 tokens, but 5 are needed"):
         attend_cached(make_cache(4), q, k, v)
+
+
+def test_causal_attention_with_dynamic_shapes_is_one_graph():
+    """A symbolic `is_causal` or `enable_gqa` would make Dynamo leave the function alone."""
+    q, k = torch.randn(2, 4, 9, 16), torch.randn(2, 2, 9, 16)
+    with counted_graphs() as counts:
+        attention = torch.compile(
+            lambda q, k, v: _scaled_dot_product(q, k, v, None, 0.25, causal=q.size(2) == k.size(2)), dynamic=True
+        )
+        attention(q, k, k)
+        assert counts.reset() == (1, 1) and not counts.breaks

@@ -46,6 +46,19 @@ def test_loss_and_gradients_equal_the_unchunked_ones(batch, bias, frozen, softca
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("softcap", [None, 0.7])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+def test_the_fused_form_equals_the_one_in_place(softcap, smoothing):
+    """Values, and the gradient that replaces the logits."""
+    generator = torch.Generator().manual_seed(0)
+    logits, targets = torch.randn(9, 50, generator=generator) * 3, torch.randint(50, (9,), generator=generator)
+    results = []
+    for function in (loss_module.fused_softmax_loss, loss_module._softmax_loss):
+        gradient = logits.clone()
+        results.append((function(gradient, targets, softcap, smoothing, True), gradient))
+    torch.testing.assert_close(*results, rtol=1e-6, atol=1e-6)
+
+
 def test_a_frozen_head_gets_no_gradient_buffer(batch):
     hidden, targets = batch
     head = nn.Linear(12, 50, bias=False).requires_grad_(False)

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo.utils
 from conftest import script
+from graphs import counted_graphs
 from torch import nn
 
 from litft.args import LoRAArgs, LoRAFinetuneArgs, TrainArgs
@@ -164,11 +165,28 @@ def test_compiled_equals_eager_in_two_graphs(tiny, quantize, kind):
         assert compiled_loss == pytest.approx(loss, rel=1e-5)
         for name, grad in grads.items():
             assert float((compiled_grads[name] - grad).norm() / grad.norm()) < 1e-4, name
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # the first block's input has no gradient
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2  # of a block, and of the loss
     assert not torch._dynamo.utils.counters["graph_break"]
     with torch.no_grad(), uncompiled():
         model(torch.zeros(1, 9, dtype=torch.int64))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+
+
+def test_all_blocks_share_one_graph(tiny):
+    """The first block's input requires a gradient as the others' do; LoRA's scale and the rotary width are constants."""
+    model, parameters = learner(tiny, alpha=12)
+    recompute(model, "full")
+    with counted_graphs() as counts:
+        compile_blocks(model)
+        for step in (batches(), batches(100, seed=3), batches(90, rows=2, seed=4)):
+            gradients(model, parameters, step)
+        made, _ = counts.reset()
+    assert made == 3 and not counts.breaks  # a block for one row and for several, and the loss
+    # x (B, T, C), of which C is then found to be constant; the tables (B, 1, T, width); the documents; the loss's rows
+    sizes = {name.removeprefix("L['inputs']") for graph in counts.symbols for name in graph}
+    tables = {f"[1].{table}.size()[{dim}]" for table in ("cos", "sin") for dim in (0, 2)}
+    others = {f"[0].size()[{dim}]" for dim in range(3)} | {"[2].cu_seqlens.size()[0]", "L['logits'].size()[0]"}
+    assert sizes == tables | others
 
 
 def test_a_compiler_that_fails_is_not_used(tiny):

@@ -21,6 +21,7 @@ from litft.methods import AdapterV2, Full, LoRA
 from litft.model.norm import Norm
 from litft.pretrained import resolve
 from litft.training import run_checkpoints
+from litft.training.adafactor import Adafactor
 from litft.training.finetune import prepare
 from litft.training.memory_probe import MemoryProbe
 from litft.training.memory_trace import AllocationTracker
@@ -212,6 +213,20 @@ def test_weight_decay_is_decoupled_and_of_matrices(tiny, name):
     for key, p in parameters.items():
         expected = before[key] * (0.95**num_steps if p.dim() > 1 else 1.0)
         torch.testing.assert_close(p.detach(), expected, rtol=1e-6, atol=1e-7, msg=key)
+
+
+def test_adafactor_equals_torchs(tiny):
+    """It computes with tensors what torch reads to the host; the state in a checkpoint is the same."""
+    results = []
+    for make in (Adafactor, torch.optim.Adafactor):
+        model, _, parameters = trainable(tiny)
+        optimizer = make([{"params": [*parameters.values()], "factor": 1.0}], weight_decay=0.1)
+        train_steps(model, optimizer, 4, rate=3e-2)
+        states = [value for state in optimizer.state_dict()["state"].values() for value in state.items()]
+        results.append([*((name, p.detach()) for name, p in parameters.items()), *states])
+    for (name, value), (expected_name, expected) in zip(*results, strict=True):
+        assert name == expected_name
+        torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_lion_matches_its_paper(tiny):
