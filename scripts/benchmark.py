@@ -143,7 +143,7 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
     (folder / "samples.json").write_text(json.dumps(samples))
     if args.peer:
         write_adapter(args, folder / "adapter")
-    packs = args.data.packing and bool(args.data.path)
+    packs = args.data.packing
     return {
         "checkpoint_dir": args.checkpoint_dir,
         "random": not has_weights,

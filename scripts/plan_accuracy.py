@@ -1,84 +1,161 @@
-"""Compare the peak memory that the plan predicts with measured steps, over models, methods, lengths and recomputation.
+"""Compare the peak memory that the plan predicts with measured steps, on a GPU.
 
-    python scripts/plan_accuracy.py --checkpoint_dirs llama-1b,llama-3b,llama-8b --out accuracy.json
+    python scripts/plan_accuracy.py --out accuracy.json                    # 30 cells: models, methods, lengths, settings
+    python scripts/plan_accuracy.py --only llama-3.2-1b,512 --out accuracy.json
 
-Each cell runs two steps of two micro-batches on random weights, in its own process, by scripts/benchmark.py. Folders with
-only a config.json suffice. Cells that are already in the file are not measured again, so an interrupted grid continues. On
-a GPU, `max_memory_allocated` is measured; on a CPU, the memory of the process, of which the plan covers only the tensors.
+Each cell runs two steps on random weights in its own process, by scripts/benchmark.py; no file is needed besides this
+repository. Cells that are already in the file are not measured again, so an interrupted grid continues. On a GPU,
+`max_memory_allocated` is measured; on a CPU, the memory of the process, of which the plan covers only the tensors.
 """
 
-import itertools
 import json
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+from litft.args import PlanArgs
 from litft.args.parser import parse
 from litft.atomic import atomic_write
 from litft.cli import fail, user_errors
 
-BENCHMARK = Path(__file__).parent / "benchmark.py"
+SCRIPTS = Path(__file__).parent
 Cells = dict[str, dict[str, Any]]
-METHODS = {"full": ("full", "none"), "lora": ("lora", "none"), "qlora": ("lora", "nf4")}  # by name: (method, quantize)
+
+
+class Cell(NamedTuple):
+    """One setting of a training step."""
+
+    model: str  # a folder in scripts/configs, or a path
+    method: str  # lora or full
+    precision: str
+    quantize: str
+    rows: int
+    tokens: int  # per row
+    recomputed: str
+    compiled: bool
+    micro_batches: int
+
+    def __str__(self) -> str:
+        batches = f"{self.micro_batches} x {self.rows} x {self.tokens:,} tokens"
+        weights = self.precision if self.quantize == "none" else f"{self.precision} on {self.quantize}"
+        return (
+            f"{self.model}, {self.method}, {weights}, {batches}, {self.recomputed}, {'compiled' * self.compiled or 'eager'}"
+        )
+
+    @property
+    def folder(self) -> str:
+        """Return the folder with the config.json."""
+        folder = SCRIPTS / "configs" / self.model
+        return str(folder) if folder.is_dir() else self.model
+
+
+# model, method, precision, quantize, rows, tokens, recomputed, compiled, micro-batches
+GRID = """
+llama-3.2-1b lora bf16 none 1 512 none eager 1
+llama-3.2-1b lora bf16 none 1 512 full eager 2
+llama-3.2-1b lora bf16 none 1 2048 none eager 1
+llama-3.2-1b lora bf16 none 1 2048 none compiled 2
+llama-3.2-1b lora bf16 none 4 2048 selective compiled 1
+llama-3.2-1b lora bf16 none 1 8192 full eager 1
+llama-3.2-1b lora bf16 none 1 8192 none compiled 1
+llama-3.2-1b lora bf16 nf4 1 2048 none eager 1
+llama-3.2-1b lora fp32 none 1 2048 none eager 1
+llama-3.2-1b full bf16 none 1 512 none eager 2
+llama-3.2-1b full bf16 none 1 2048 selective compiled 1
+llama-3.2-1b full bf16 none 1 8192 full eager 2
+llama-3.2-1b full bf16-true none 1 2048 none eager 1
+llama-3.2-1b full bf16-true none 1 2048 full compiled 2
+gemma-2-2b lora bf16 none 1 512 none eager 1
+gemma-2-2b lora bf16 none 1 512 full eager 1
+gemma-2-2b lora bf16 none 1 2048 none eager 2
+gemma-2-2b lora bf16 none 1 2048 full eager 1
+gemma-2-2b lora bf16 none 1 2048 selective compiled 1
+gemma-2-2b full bf16 none 1 2048 full eager 1
+llama-3.1-8b lora bf16 none 1 512 none eager 2
+llama-3.1-8b lora bf16 none 1 2048 none eager 1
+llama-3.1-8b lora bf16 none 1 2048 none compiled 2
+llama-3.1-8b lora bf16 none 1 2048 selective eager 1
+llama-3.1-8b lora bf16 none 1 8192 full eager 1
+llama-3.1-8b lora bf16 none 1 8192 full compiled 1
+llama-3.1-8b lora bf16 nf4 1 2048 full eager 1
+qwen3-30b-a3b lora bf16 none 1 512 none eager 1
+qwen3-30b-a3b lora bf16 none 1 2048 full eager 2
+"""
+# what scripts/plan.py --budget chooses: model, method, tokens, budget
+BUDGETS = """
+llama-3.1-8b lora 2048 40GB
+llama-3.2-1b full 2048 32GB
+"""
 
 
 @dataclass
 class AccuracyArgs:
     """Compare planned with measured peak memory."""
 
-    checkpoint_dirs: list[str] = field(default_factory=list)
-    """Folders with a config.json."""
-    methods: list[Literal["full", "lora", "qlora"]] = field(default_factory=lambda: ["full", "lora", "qlora"])
-    """The training methods. qlora: LoRA on an NF4-quantized base."""
-    lengths: list[int] = field(default_factory=lambda: [512, 2048, 8192])
-    """Tokens per row; a micro-batch has one row."""
-    activation_checkpointing: list[Literal["none", "selective", "full"]] = field(default_factory=lambda: ["none", "full"])
-    """The kinds of activation checkpointing."""
-    precision: Literal["bf16", "bf16-true", "fp32"] = "bf16"
-    """The dtype of the computation. bf16-true (full fine-tuning only): the weights are bf16 too."""
+    only: list[str] = field(default_factory=list)
+    """Measure only the cells whose description contains all of these texts."""
+    cells: list[str] = field(default_factory=list)
+    """Cells to measure instead: 'model method precision quantize rows tokens recomputed eager|compiled micro_batches', where
+    the model is a name in scripts/configs or a folder with a config.json."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
     """The device type to run on. auto: cuda if available."""
+    minutes: float | None = None
+    """Begin no cell after this time. Default: no limit."""
     out: str = "plan_accuracy.json"
     """The JSON file to write after each cell. Cells already in it are kept."""
 
     def problems(self) -> list[str]:
         """Return the problems of the flags."""
-        problems = [] if self.checkpoint_dirs else ["--checkpoint_dirs is missing: name folders with a config.json"]
-        if min(self.lengths, default=0) < 1:
-            problems.append(f"--lengths {self.lengths}: name at least one length, each at least 1")
-        if self.precision == "bf16-true" and self.methods != ["full"]:
-            problems.append("--precision bf16-true applies only to full fine-tuning; add --methods full")
-        return problems
+        return [f"--cells {line!r}: expected nine values; see --help" for line in self.cells if len(line.split()) != 9]
 
 
-def planned_peak(folder: str, kind: str, length: int, recompute: str, precision: str, device: str) -> float:
+def parse_cell(line: str) -> Cell:
+    """Return the cell that a line describes."""
+    model, method, precision, quantize, rows, tokens, recomputed, mode, micro_batches = line.split()
+    return Cell(
+        model, method, precision, quantize, int(rows), int(tokens), recomputed, mode == "compiled", int(micro_batches)
+    )
+
+
+def chosen_by_budget(line: str) -> Cell:
+    """Return the cell with the settings that `plan --budget` chooses."""
+    from litft.training.plan_command import plan_on_paper
+
+    model, method, tokens, budget = line.split()
+    args = PlanArgs(str(SCRIPTS / "configs" / model), method=method, max_seq_length=int(tokens), budget=budget)
+    fit = plan_on_paper(args).fit
+    return Cell(model, method, "bf16", fit.quantize, fit.rows, int(tokens), fit.recomputed, False, 1)
+
+
+def planned_peak(cell: Cell, device: str) -> float:
     """Return the peak memory of the plan, in GiB."""
     from litft.args import FullFinetuneArgs, LoRAFinetuneArgs
     from litft.methods import method_of
     from litft.pretrained import resolve
     from litft.training.memory_plan import Shape, predict
 
-    source = resolve(folder)
-    method = method_of(FullFinetuneArgs() if kind == "full" else LoRAFinetuneArgs())
+    source = resolve(cell.folder)
+    method = method_of(FullFinetuneArgs() if cell.method == "full" else LoRAFinetuneArgs())
     method.choose(source.meta_model(), source.adapter_rules)
-    shape = Shape(1, length, accumulated=True)
-    plan = predict(source, method, precision, METHODS[kind][1], shape, recomputed=recompute, device=device)
+    shape = Shape(cell.rows, cell.tokens, accumulated=cell.micro_batches > 1)
+    plan = predict(source, method, cell.precision, cell.quantize, shape, recomputed=cell.recomputed, device=device)
     return plan.memory.peak / 2**30
 
 
-def measured_peak(folder: str, kind: str, length: int, recompute: str, precision: str, device: str) -> float | None:
+def measured_peak(cell: Cell, device: str) -> float | None:
     """Return the measured peak memory of the steps, in GiB, or None if they fail (most likely out of memory)."""
-    method, quantize = METHODS[kind]
     with tempfile.TemporaryDirectory() as work:
         out = Path(work) / "figures.json"
-        command = [sys.executable, str(BENCHMARK), "--checkpoint_dir", folder, "--method", method, "--quantize", quantize]
-        command += ["--precision", precision, "--accelerator", device, "--data.max_seq_length", str(length)]
-        command += ["--train.micro_batch_size", "1", "--train.global_batch_size", "2", "--train.compile", "false"]
-        command += ["--train.activation_checkpointing", recompute, "--steps", "1", "--warmup", "1", "--out", str(out)]
-        process = subprocess.run(command, stdout=subprocess.DEVNULL)
+        command = [sys.executable, str(SCRIPTS / "benchmark.py"), "--checkpoint_dir", cell.folder, "--method", cell.method]
+        command += ["--quantize", cell.quantize, "--precision", cell.precision, "--accelerator", device]
+        command += ["--data.max_seq_length", str(cell.tokens), "--train.micro_batch_size", str(cell.rows)]
+        command += ["--train.global_batch_size", str(cell.rows * cell.micro_batches)]
+        command += ["--train.compile", str(cell.compiled).lower(), "--train.activation_checkpointing", cell.recomputed]
+        process = subprocess.run([*command, "--steps", "1", "--warmup", "1", "--out", str(out)], stdout=subprocess.DEVNULL)
         return json.loads(out.read_text())["figures"]["litft"]["peak_memory_gib"] if process.returncode == 0 else None
 
 
@@ -107,25 +184,28 @@ def main(args: AccuracyArgs) -> None:
     """Measure the cells that the file lacks, and print the errors of the plan."""
     from litft.distributed.devices import pick_accelerator
 
-    path, device = Path(args.out), pick_accelerator(args.accelerator)
-    cells = load_cells(path)
-    grid = list(itertools.product(args.checkpoint_dirs, args.methods, args.lengths, args.activation_checkpointing))
-    for folder, kind, length, recompute in grid:
-        key = f"{folder} {kind} {length} {recompute} {args.precision} {device}"
-        if key not in cells:
-            cell = (folder, kind, length, recompute, args.precision, device)
-            plan, peak = planned_peak(*cell), measured_peak(*cell)
-            cells[key] = {"planned_gib": plan, "measured_gib": peak, "off_by": peak and plan / peak - 1}
-            write(path, cells)
-        row = cells[key]
-        measurement = (
+    path, device, start = Path(args.out), pick_accelerator(args.accelerator), time.monotonic()
+    measured = load_cells(path)
+    cells = [parse_cell(line) for line in args.cells or GRID.strip().split("\n")]
+    cells += [] if args.cells else [chosen_by_budget(line) for line in BUDGETS.strip().split("\n")]
+    cells = [cell for cell in cells if all(part in str(cell) for part in args.only)]
+    for cell in cells:
+        key = f"{cell}, {device}"
+        if key not in measured:
+            if args.minutes is not None and time.monotonic() - start > 60 * args.minutes:
+                break
+            plan, peak = planned_peak(cell, device), measured_peak(cell, device)
+            measured[key] = {"planned_gib": plan, "measured_gib": peak, "off_by": peak and plan / peak - 1}
+            write(path, measured)
+        row = measured[key]
+        result = (
             f"{row['measured_gib']:.2f} GiB measured, {row['off_by']:+.1%}" if row["measured_gib"] else "the steps failed"
         )
-        print(f"{key}: {row['planned_gib']:.2f} GiB planned, {measurement}", flush=True)
-    errors = [abs(row["off_by"]) for row in cells.values() if row["off_by"] is not None]
+        print(f"{key}: {row['planned_gib']:.2f} GiB planned, {result}", flush=True)
+    errors = [row["off_by"] for row in measured.values() if row["off_by"] is not None]
     if not errors:
         fail("no cell of the grid could be measured; the errors of the steps are above")
-    print(f"{len(errors)} cells of {len(cells)} ran; the plan is off by at most {max(errors):.1%}")
+    print(f"{len(errors)} of {len(measured)} cells ran; the plan is off by {min(errors):+.1%} to {max(errors):+.1%}")
 
 
 if __name__ == "__main__":

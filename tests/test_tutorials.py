@@ -244,23 +244,14 @@ def test_benchmark_script(shared, tmp_path):
 
 @pytest.mark.slow
 def test_plan_accuracy_script_measures_and_resumes(tiny, tmp_path):
-    words = [
-        "scripts/plan_accuracy.py",
-        "--checkpoint_dirs",
-        tiny,
-        "--methods",
-        "lora",
-        "--lengths",
-        "64",
-        "--precision",
-        "fp32",
-    ]
-    first = script(*words, "--activation_checkpointing", "none", cwd=tmp_path)
+    cells = [f"{tiny} lora fp32 none 1 64 {recomputed} eager 1" for recomputed in ("none", "full")]
+    words = ["scripts/plan_accuracy.py", "--accelerator", "cpu", "--cells"]
+    first = script(*words, cells[0], cwd=tmp_path)
     (cell,) = json.loads((tmp_path / "plan_accuracy.json").read_text()).values()
-    assert 0 < cell["planned_gib"] < cell["measured_gib"] and "1 cells of 1 ran" in first.stdout
-    resumed = script(*words, "--activation_checkpointing", "none,full", cwd=tmp_path)
-    cells = json.loads((tmp_path / "plan_accuracy.json").read_text())
-    assert len(cells) == 2 and cell in cells.values() and resumed.stderr.count("step 1 of 2") == 1
+    assert 0 < cell["planned_gib"] < cell["measured_gib"] and "1 of 1 cells ran" in first.stdout
+    resumed = script(*words, ",".join(cells), cwd=tmp_path)
+    measured = json.loads((tmp_path / "plan_accuracy.json").read_text())
+    assert len(measured) == 2 and cell in measured.values() and resumed.stderr.count("step 1 of 2") == 1
 
 
 @pytest.mark.slow

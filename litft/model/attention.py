@@ -10,6 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from litft.model.attention_cpu import attend_documents, eager_attend_documents
 from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.device_type import device_type
 from litft.model.kv_cache import LayerCache
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
@@ -45,7 +46,7 @@ def attend(
             return _masked_attention(q, k, v, mask, softcap, sinks, scale)
     if q.size(2) == 1 and window is not None:  # decode step: the newest token sees the last keys, so no mask is needed
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
-    square, on_cpu = q.size(2) == k.size(2), q.device.type == "cpu"
+    square, on_cpu = q.size(2) == k.size(2), device_type(q) == "cpu"
     if softcap is not None or sinks is not None:
         if documents is not None and documents.masks and square:
             return _attend_flex(q, k, v, documents.masks[window], softcap, sinks, scale)
@@ -90,7 +91,9 @@ def _cu_seqlens(q: Tensor, documents: PackedSequences | None) -> Tensor:
 def supports_varlen(q: Tensor) -> bool:
     """Return whether the GPU kernel for packed sequences computes with queries of this device, dtype and head size."""
     in_half = q.dtype in (torch.bfloat16, torch.float16)
-    return in_half and q.size(3) <= MAX_VARLEN_HEAD_DIM and torch.cuda.get_device_capability(q.device) >= (8, 0)
+    if not in_half or q.size(3) > MAX_VARLEN_HEAD_DIM:
+        return False
+    return not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 def _attend_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None, scale: float) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from litft.model.device_type import device_type
+
 IGNORED = -100
 CHUNK = 1024  # rows of logits per chunk: 1,024 x 128,256 x 2 bytes = 0.26 GB for Llama 3 in bf16
 # fp32 logits per softmax: on a CPU they stay in its cache between passes
@@ -131,7 +133,7 @@ def _add_loss(
         torch._dynamo.mark_static(logits, 1)
         total += _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
         return
-    count = max(1, SOFTMAX_CHUNK["cpu" if logits.is_cpu else "cuda"] // logits.size(1))
+    count = max(1, SOFTMAX_CHUNK["cpu" if device_type(logits) == "cpu" else "cuda"] // logits.size(1))
     for part in zip(logits.split(count), targets.split(count), strict=True):
         total += _softmax_loss(*part, softcap, smoothing, training)
 

@@ -112,11 +112,10 @@ def allocate(model: nn.Module, device: torch.device | str) -> None:
     allocated: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            if id(parameter) in allocated or local(parameter).is_meta:
+            if id(parameter) not in allocated and local(parameter).is_meta:
                 storage = torch.empty_like(local(parameter), device=device)
-                allocated.setdefault(
-                    id(parameter), nn.Parameter(shard_as(parameter, storage), requires_grad=parameter.requires_grad)
-                )
+                allocated[id(parameter)] = nn.Parameter(shard_as(parameter, storage), requires_grad=parameter.requires_grad)
+            if id(parameter) in allocated:
                 setattr(module, name, allocated[id(parameter)])
         for name, buffer in module.named_buffers(recurse=False):
             if not buffer.is_meta:

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from litft.distributed.devices import DTYPES
 from litft.methods import Method
+from litft.model.device_type import planned_for
 from litft.model.quantization import is_quantizable
 from litft.model.transformer import GPT, default_dtype
 from litft.pretrained import PretrainedFolder
@@ -119,7 +120,7 @@ def predict(
     method = copy.copy(method)
     method.tokens = {}  # new tokens need real ids, and their few rows do not matter
     compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
-    with FakeTensorMode():
+    with FakeTensorMode(), planned_for(device):
         model, parameters = _network(source, method, precision)
         flops = Flops(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 
 from litft.args import TrainArgs
 from litft.methods import Method
-from litft.model.loss import CHUNK, SOFTMAX_CHUNK, summed_cross_entropy
+from litft.model.loss import CHUNK, summed_cross_entropy
+from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 from litft.model.transformer import GPT
 from litft.training.cpu_offload import MIN_OFFLOAD_BYTES
 from litft.training.optimizers import BITSANDBYTES_OPTIMIZERS, OptimizerInBackward, is_hidden, make_optimizer
@@ -220,6 +221,8 @@ def _traces(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerIn
     """Return the traces of the embedding, each block, and the final norm."""
     positions = torch.arange(shape.tokens)[None]
     cos_sin = model.cos_sin(positions, None, dtype)
+    ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int32)
+    documents = PackedSequences(ids, row_cu_seqlens(shape.rows, shape.tokens, ids.device))
     embedding_parameters = [parameter for name, parameter in model.named_parameters() if name.startswith("embed")]
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
     traces = [
@@ -231,7 +234,7 @@ def _traces(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerIn
         key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)
         key += (tuple(type(module) for module in block.modules()),)
         if key not in by_kind:
-            other_inputs = (cos_sin[rotary] if rotary is not None else None, None, None)
+            other_inputs = (cos_sin[rotary] if rotary is not None else None, documents, None)
             accumulated = shape.accumulated and shards == 1
             by_kind[key] = _trace(
                 lambda x, block=block, other_inputs=other_inputs: block(x, *other_inputs),
@@ -266,7 +269,7 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str, optimi
             run()  # the first step creates the optimizer's state
     for parameter in trained if shape.accumulated else ():
         parameter.grad = torch.empty_like(parameter)
-    key = (rows, dtype, shape.accumulated, model.config.logit_softcap, tuple(map(type, head.modules())))
+    key = (rows, dtype, device, shape.accumulated, model.config.logit_softcap, tuple(map(type, head.modules())))
     key += (getattr(head, "lora_dropout", 0) > 0, *((p.shape, p.dtype, p.requires_grad) for p in head.parameters()))
     peak = LOSS_CACHE.get(key) if optimizer is None else None
     if peak is None:
@@ -277,8 +280,6 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str, optimi
         LOSS_CACHE[key] = peak
     for parameter in trained:
         parameter.grad = None
-    num_logits = model.config.vocab_size * rows
-    softmax = 4 * (min(SOFTMAX_CHUNK[device], num_logits) - min(SOFTMAX_CHUNK["cpu"], num_logits))
     # hidden states outside the traced chunk: all of them, those with a target, and the gradient of the latter
     other_rows = (num_tokens - rows) + 2 * (count - rows)
-    return peak + softmax + other_rows * model.config.dim * dtype.itemsize
+    return peak + other_rows * model.config.dim * dtype.itemsize

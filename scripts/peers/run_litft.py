@@ -7,6 +7,7 @@ from turns import Contender, Sample, run_contender
 
 import litft.data.encoder as data
 from litft.data.packing import Layout
+from litft.distributed.devices import pick_accelerator
 from litft.pretrained import resolve
 from litft.training.trainer import accumulate
 
@@ -24,7 +25,7 @@ class Litft(Contender):
             model, method, parameters = self.with_method(setup, device)
         self.parameters = [parameter for parameter in parameters.values() if parameter.requires_grad]
         self.transform_blocks(model, setup)
-        self.fabric = Fabric(accelerator=device, devices=1)
+        self.fabric = Fabric(accelerator=pick_accelerator(device), devices=1)
         self.model = self.fabric.setup_module(model).train()
         self.layout = Layout(setup["rows"], setup["room"])
         if not setup["adapter"]:

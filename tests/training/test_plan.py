@@ -377,3 +377,17 @@ def test_peak_memory_excludes_the_parent_process():
     parent = f"import subprocess, sys; held = bytearray(b'x') * 2**30; subprocess.run([sys.executable, '-c', {child!r}])"
     done = subprocess.run([sys.executable, "-c", parent], env=ENV, capture_output=True, text=True, check=True)
     assert 0.05 < float(done.stdout) < 0.7
+
+
+def test_the_plan_of_a_gpu_traces_its_kernels(shared):
+    """Soft-capped scores are stored whole on a GPU and chunk by chunk on a CPU; the loss takes 16 times as many rows at once.
+
+    Measured with torch's CUDA allocator (torch 2.15, scripts/plan_accuracy.json): 7.20 GiB.
+    """
+    source, method = resolve(shared / "configs" / "gemma-2-2b"), LoRA(LoRAArgs())
+    method.choose(source.meta_model(), source.adapter_rules)
+    on_gpu, on_cpu = (
+        predict(source, method, "bf16", "none", Shape(1, 512), recomputed="none", device=device).memory.peak
+        for device in ("cuda", "cpu")
+    )
+    assert on_gpu / 2**30 == pytest.approx(7.20, rel=0.01) and on_cpu < 0.99 * on_gpu
