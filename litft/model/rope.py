@@ -155,10 +155,13 @@ def _rotate_eager(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _rotate_compiled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    # computed as (B, T, H, D), so that neither the attention kernel's output nor the input of o_proj is a copy
+    x, cos, sin = (tensor.transpose(1, 2) for tensor in (x, cos, sin))
     half = cos.size(-1) // 2
     cos, sin = cos[..., :half], sin[..., :half]
     first_half, second_half, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
-    return torch.cat(((first_half * cos).sub_(second_half * sin), (second_half * cos).add_(first_half * sin), rest), dim=-1)
+    rotated = (first_half * cos).sub_(second_half * sin), (second_half * cos).add_(first_half * sin)
+    return torch.cat((*rotated, rest), dim=-1).transpose(1, 2)
 
 
 def rotate_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

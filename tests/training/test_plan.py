@@ -382,7 +382,7 @@ def test_peak_memory_excludes_the_parent_process():
 def test_the_plan_of_a_gpu_traces_its_kernels(shared):
     """Soft-capped scores are stored whole on a GPU and chunk by chunk on a CPU; the loss takes 16 times as many rows at once.
 
-    Measured with torch's CUDA allocator (torch 2.15, scripts/plan_accuracy.json): 7.20 GiB.
+    7.20 GiB were measured with torch's CUDA allocator (torch 2.15, scripts/plan_accuracy.py).
     """
     source, method = resolve(shared / "configs" / "gemma-2-2b"), LoRA(LoRAArgs())
     method.choose(source.meta_model(), source.adapter_rules)

@@ -1,0 +1,29 @@
+"""Shared by the tests on a GPU: comparisons that also hold, for shapes and dtypes, on a GPU that computes nothing."""
+
+import os
+
+import pytest
+import torch
+from torch import Tensor
+
+PRETENDED = "LITFT_PRETENDED_GPU" in os.environ
+CUDA = torch.device("cuda")
+
+
+def skip_host_counts(is_fp32_mixture: bool) -> None:
+    """Skip a test of experts in fp32 on the pretended GPU: there the host reads the experts' row counts from the GPU."""
+    if PRETENDED and is_fp32_mixture:
+        pytest.skip("the host reads counts that the pretended GPU has not computed")
+
+
+def error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference, relative to the norm of the expected values; both on any device."""
+    actual, expected = actual.detach().double().cpu(), expected.detach().double().cpu()
+    return float((actual - expected).norm() / expected.norm().clamp(min=1e-12))
+
+
+def check(actual: Tensor, expected: Tensor, limit: float, what: str = "") -> None:
+    """Check that a tensor on the GPU equals the expected one up to a relative error; on the pretended GPU, its shape."""
+    assert actual.is_cuda and actual.shape == expected.shape, what
+    if not PRETENDED:
+        assert error(actual, expected) < limit, f"{what}: {error(actual, expected):.2e}"

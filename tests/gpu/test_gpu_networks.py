@@ -1,0 +1,82 @@
+"""Every variation of every family on a GPU beside the CPU in fp32: loss, gradients, and logits with a KV cache."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+from gpu import CUDA, check, error, skip_host_counts
+from parity import ROWS, TINY, draw, redraw
+
+from litft.data.encoder import Sample
+from litft.data.packing import Layout
+from litft.families import read_config
+from litft.model.kv_cache import KVCache
+from litft.model.transformer import GPT
+
+CASES = [
+    pytest.param(family, variation, marks=[pytest.mark.quick] if number == 0 else [], id=f"{family}: {variation}")
+    for family, (_, variations) in ROWS.items()
+    for number, variation in enumerate(variations)
+]
+
+
+def network(family, variation):
+    """Return a network in fp32 on the CPU, with random values in every tensor."""
+    config_class, variations = ROWS[family]
+    hf = getattr(transformers, config_class)(**{**TINY, **variations[variation]}).to_dict()
+    model = GPT(read_config(hf))
+    redraw(model)
+    return model.train()
+
+
+def batch(packed):
+    """Return five samples in two rows, packed, or in five rows with padding."""
+    tokens = [draw(length, seed=length) for length in (20, 9, 14, 5, 31)]
+    layout = Layout(2 if packed else 5, 40 if packed else None)
+    (batch,) = layout.batches([Sample(each[:-1], each[1:]) for each in tokens])
+    return batch
+
+
+def loss_and_gradients(model, micro_batch):
+    """Return the summed loss, and the gradients by name."""
+    loss, _ = model(micro_batch.tokens, **micro_batch.inputs())
+    loss.backward()
+    return loss, {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "padded"])
+@pytest.mark.parametrize("family, variation", CASES)
+def test_loss_and_gradients_equal_the_cpus(family, variation, packed):
+    """In fp32 to 1e-4; in bf16 no further from fp32 than twice the CPU's bf16 is."""
+    model, micro_batch = network(family, variation), batch(packed)
+    skip_host_counts(any(layer.experts for layer in model.config.layers))
+    loss, gradients = loss_and_gradients(copy.deepcopy(model), micro_batch)
+    for dtype in (torch.float32, torch.bfloat16):
+        actual, on_gpu = loss_and_gradients(copy.deepcopy(model).to(CUDA, dtype), micro_batch.to(CUDA))
+        if dtype == torch.float32:
+            limits = dict.fromkeys(gradients, 1e-4)
+        else:
+            _, rounded = loss_and_gradients(copy.deepcopy(model).to(dtype), micro_batch)
+            limits = {name: 2 * error(rounded[name], gradients[name]) + 0.02 for name in gradients}
+        check(actual, loss, 1e-5 if dtype == torch.float32 else 2e-2, "loss")
+        for name, expected in gradients.items():
+            check(on_gpu[name], expected, limits[name], f"{dtype}, {name}")
+
+
+@pytest.mark.parametrize("family, variation", CASES)
+@torch.no_grad()
+def test_cached_logits_equal_the_cpus(family, variation):
+    """A prompt in two chunks, then single tokens; two rows, of which the second is three tokens behind at the end."""
+    model = network(family, variation).eval()
+    skip_host_counts(any(layer.experts for layer in model.config.layers))
+    tokens = draw(2, 40, seed=3)
+    expected = model(tokens)
+    on_gpu = copy.deepcopy(model).to(CUDA)
+    cache = KVCache(model.config, 2, 40, CUDA)
+    pieces = [tokens[:, :20], tokens[:, 20:33], *tokens[:, 33:37].split(1, 1)]
+    logits = torch.cat([on_gpu(piece.to(CUDA), cache=cache) for piece in pieces], 1)
+    check(logits, expected[:, :37], 1e-4)
+    positions = torch.tensor([[37], [34]])
+    last = on_gpu(tokens.gather(1, positions).to(CUDA), positions=positions.to(CUDA), cache=cache)
+    check(last, torch.stack([expected[0, 37:38], expected[1, 34:35]]), 1e-4)
