@@ -142,7 +142,8 @@ def planned_peak(cell: Cell, device: str) -> float:
     method = method_of(FullFinetuneArgs() if cell.method == "full" else LoRAFinetuneArgs())
     method.choose(source.meta_model(), source.adapter_rules)
     shape = Shape(cell.rows, cell.tokens, accumulated=cell.micro_batches > 1)
-    plan = predict(source, method, cell.precision, cell.quantize, shape, recomputed=cell.recomputed, device=device)
+    settings = {"recomputed": cell.recomputed, "device": device, "compiled": cell.compiled}
+    plan = predict(source, method, cell.precision, cell.quantize, shape, **settings)
     return plan.memory.peak / 2**30
 
 

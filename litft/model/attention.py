@@ -10,7 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from litft.model.attention_cpu import attend_documents, eager_attend_documents
 from litft.model.attention_eager import attention_mask, eager_attention
-from litft.model.device_type import device_type
+from litft.model.device_type import device_type, is_planned
 from litft.model.kv_cache import LayerCache
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 
@@ -116,6 +116,8 @@ def _attend_flex(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockMask, softcap: float | None, sinks: Tensor | None, scale: float
 ) -> Tensor:
     """Run FlexAttention (arXiv 2412.05496) with softcapped scores; the log-sum-exp then adds the sinks to each softmax."""
+    if is_planned():  # only compiled code has the kernel, which keeps what the kernel for packed sequences keeps
+        return _attend_varlen(q, k, v, row_cu_seqlens(q.size(0), q.size(2), q.device), None, scale)
     cap = (
         None if softcap is None else q.new_full((), softcap, dtype=torch.float32)
     )  # the compiler accepts no Python number here

@@ -13,6 +13,11 @@ def device_type(tensor: Tensor) -> str:
     return _planned or tensor.device.type
 
 
+def is_planned() -> bool:
+    """Return whether tensors stand for those of a device that is planned for."""
+    return _planned is not None
+
+
 @contextmanager
 def planned_for(device: str) -> Iterator[None]:
     """Within the context, fake tensors on the CPU take the kernels of `device`."""

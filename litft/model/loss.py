@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from litft.model.device_type import device_type
+from litft.model.device_type import device_type, is_planned
 
 IGNORED = -100
 CHUNK = 1024  # rows of logits per chunk: 1,024 x 128,256 x 2 bytes = 0.26 GB for Llama 3 in bf16
@@ -129,6 +129,8 @@ def _add_loss(
     compiled: bool,
 ) -> None:
     """Add a chunk's loss to `total`; in training, replace the logits by their gradient."""
+    if compiled and is_planned():  # compiled code has no fp32 logits in memory
+        return
     if compiled:
         torch._dynamo.mark_static(logits, 1)
         total += _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)

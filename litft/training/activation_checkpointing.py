@@ -29,3 +29,8 @@ def recompute(model: GPT, kind: str) -> None:
     for module in modules:
         module.__class__ = mixin_class(Recomputed, type(module))
         module.uses_rng = any(getattr(child, "lora_dropout", 0.0) for child in module.modules())
+
+
+def is_recomputed(model: GPT) -> bool:
+    """Return whether blocks or MLPs are recomputed."""
+    return any(isinstance(module, Recomputed) for module in (model.blocks[0], model.blocks[0].mlp))

@@ -94,7 +94,7 @@ def _fastest(
         if count != schedule.layout.rows:
             schedule.lay_out(replace(first, rows=count))
         shape, in_backward = planned_shape(schedule, strategy), train.optimizer_in_backward
-        fixed = (train.optimizer, kind, device.type, in_backward, offload, shard_count)
+        fixed = (train.optimizer, kind, device.type, in_backward, offload, shard_count, train.compile)
         return predict(setup.source, setup.method, precision, quantize, shape, *fixed)
 
     return fastest(planned, rows, kinds, [(setup.quantize, train.cpu_offload)], budget)

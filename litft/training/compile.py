@@ -34,8 +34,7 @@ class Compiled(nn.Module):
         """Return `documents` with FlexAttention block masks, if attention on a GPU changes scores before the softmax."""
         if documents is not None:  # otherwise Dynamo may treat the number of documents as a constant
             torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
-        changes_scores = self.config.attention_softcap is not None or self.config.sinks
-        if not (changes_scores and tokens.is_cuda and torch.is_grad_enabled() and is_compiled(self)):
+        if not (changes_scores(self) and tokens.is_cuda and torch.is_grad_enabled() and is_compiled(self)):
             return documents
         if documents is None:  # each row is one document
             documents = PackedSequences(torch.zeros_like(tokens), row_cu_seqlens(*tokens.shape, tokens.device))
@@ -49,6 +48,16 @@ def compile_blocks(model: GPT) -> None:
     torch._dynamo.config.specialize_float = True  # LoRA's scale is a constant, though `dynamic` would make it an input
     for block in model.blocks:
         block.compile(dynamic=True)
+
+
+def compiles(requested: bool | None, device: str, offloads_blocks: bool) -> bool:
+    """Return whether blocks are compiled: as requested, or on a GPU whose blocks' weights stay there."""
+    return requested if requested is not None else device == "cuda" and not offloads_blocks
+
+
+def changes_scores(model: GPT) -> bool:
+    """Return whether attention changes scores before the softmax, for which compiled blocks run FlexAttention on a GPU."""
+    return model.config.attention_softcap is not None or model.config.sinks
 
 
 def is_compiled(model: GPT) -> bool:

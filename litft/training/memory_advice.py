@@ -47,6 +47,7 @@ def _peak(setup: Setup, schedule: Schedule, settings: Settings, **changed: Any) 
         "in_backward": train.optimizer_in_backward,
         "cpu_offload": train.cpu_offload,
         "shards": settings.shards,
+        "compiled": train.compile,
     }
     return predict(setup.source, **current | changed).memory.peak
 

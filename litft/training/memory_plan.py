@@ -20,6 +20,7 @@ from litft.model.quantization import is_quantizable
 from litft.model.transformer import GPT, default_dtype
 from litft.pretrained import PretrainedFolder
 from litft.training.activation_checkpointing import recompute
+from litft.training.compile import compiles
 from litft.training.cpu_offload import is_offloadable
 from litft.training.flops import Flops
 from litft.training.memory_trace import Shape, backward_optimizer, trace_blocks, trace_loss, trace_step
@@ -109,16 +110,18 @@ def predict(
     in_backward: bool = False,
     cpu_offload: str = "none",
     shards: int = 1,
+    compiled: bool | None = None,
 ) -> Plan:
     """Return the plan of training `source` with `method`, whose targets are already chosen.
 
     precision: of the computation (bf16, bf16-true, fp32). quantize: the quantization of the base, or none. optimizer: one of
     OPTIMIZERS. recomputed: none, selective or full. device: cpu or cuda. in_backward: the optimizer steps in the backward
     pass. cpu_offload: none, parameters (with shards > 1 also gradients and optimizer state), or activations (those of two
-    blocks stay on the device). shards: the number of shards of weights, gradients and optimizer state under FSDP2.
+    blocks stay on the device). shards: the number of shards of weights, gradients and optimizer state under FSDP2. compiled:
+    whether the blocks are compiled; default: as --train.compile decides.
     """
-    method = copy.copy(method)
-    method.tokens = {}  # new tokens need real ids, and their few rows do not matter
+    compiled = compiles(compiled, device, offloads_blocks=cpu_offload == "parameters" and shards == 1)
+    method = _without_new_tokens(method)
     compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
     with FakeTensorMode(), planned_for(device):
         model, parameters = _network(source, method, precision)
@@ -135,9 +138,9 @@ def predict(
         recompute(model.train(), recomputed)
         place = residence(optimizer, cpu_offload, shards > 1, device)
         in_backward_optimizer = backward_optimizer(model, method, optimizer) if in_backward else None
-        loss = trace_loss(model, shape, compute, device, in_backward_optimizer)
+        loss = trace_loss(model, shape, compute, device, in_backward_optimizer, compiled)
         activations, backward, offloaded = trace_blocks(
-            model, shape, compute, in_backward_optimizer, shards, place.activations
+            model, shape, compute, in_backward_optimizer, shards, place.activations, compiled
         )
         gradients = 0 if in_backward else sum(p.nbytes for p in trained.values()) // shards
         state = state_bytes(optimizer, trained) // shards
@@ -155,6 +158,13 @@ def predict(
             host=host,
         )
     return Plan(parameters, sum(p.numel() for p in trained.values()), flops, memory, all_gathered, len(model.blocks))
+
+
+def _without_new_tokens(method: Method) -> Method:
+    """Return a copy without new tokens: they need real ids, and their few rows do not matter."""
+    method = copy.copy(method)
+    method.tokens = {}
+    return method
 
 
 def _network(source: PretrainedFolder, method: Method, precision: str) -> tuple[GPT, int]:

@@ -18,9 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from litft.args import TrainArgs
 from litft.methods import Method
+from litft.model.device_type import device_type
 from litft.model.loss import CHUNK, summed_cross_entropy
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 from litft.model.transformer import GPT
+from litft.training.activation_checkpointing import is_recomputed
+from litft.training.compile import changes_scores
 from litft.training.cpu_offload import MIN_OFFLOAD_BYTES
 from litft.training.optimizers import BITSANDBYTES_OPTIMIZERS, OptimizerInBackward, is_hidden, make_optimizer
 
@@ -189,8 +192,25 @@ def _trace(
     return Trace(forward, saved if has_grad else 0, sum(p.nbytes for p in trained), backward if has_grad else 0, has_grad)
 
 
+def _compiled_excess(model: GPT, shape: Shape, dtype: torch.dtype) -> int:
+    """Return the bytes that compiled code takes beyond eager code in the backward pass of a block that is recomputed.
+
+    It writes the gradients of gate and up next to the activation, where eager code overwrites it: one more tensor of the
+    MLP's width. Measured with scripts/plan_accuracy.py.
+    """
+    config = model.config
+    experts = [layer.experts.top_k * layer.experts.hidden_dim for layer in config.layers if layer.experts]
+    return shape.rows * shape.tokens * max([config.hidden_dim, *experts]) * dtype.itemsize
+
+
 def trace_blocks(
-    model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerInBackward | None, shards: int, on_device: bool
+    model: GPT,
+    shape: Shape,
+    dtype: torch.dtype,
+    optimizer: OptimizerInBackward | None,
+    shards: int,
+    on_device: bool,
+    compiled: bool,
 ) -> tuple[int, int, int]:
     """Return bytes of the embedding, the blocks and the final norm: saved activations, the excess of the peak over them, and
     activations in host memory.
@@ -198,7 +218,7 @@ def trace_blocks(
     Identical blocks are run once. In a sharded network, a block's full gradient has an fp32 copy for the reduction.
     on_device: activations stay on the device; otherwise those of at most two blocks do, and the others are offloaded.
     """
-    traces = _traces(model, shape, dtype, optimizer, shards)
+    traces = _traces(model, shape, dtype, optimizer, shards, compiled)
     on_device |= shape.rows * shape.tokens * model.config.dim * dtype.itemsize < MIN_OFFLOAD_BYTES  # too small to offload
     total, largest = sum(trace.saved for trace in traces), max(trace.saved for trace in traces)
     activations = alive = total if on_device else min(total, 2 * largest)
@@ -210,19 +230,27 @@ def trace_blocks(
     gradients = head.nbytes * (head.requires_grad and (allocates or tied))
     for trace in reversed(traces):
         reduced = trace.gradients if shards > 1 else 0
-        # the sum of both gradients of a tied weight; an optimizer step in the backward pass takes more than that
+        # the sum of both gradients of a tied weight; an optimizer step in the backward pass takes more than that. On a GPU,
+        # autograd was measured to add them in place (scripts/plan_accuracy.py)
         added = head.nbytes if tied and head.requires_grad and not optimizer and trace is traces[0] else 0
+        added *= device_type(head) == "cpu"
         peak = max(peak, alive + gradients + trace.backward + reduced + added)
         alive, gradients = alive - trace.saved * on_device, gradients + trace.gradients * allocates // shards
-    return activations, peak - activations, 0 if on_device else total
+    excess = _compiled_excess(model, shape, dtype) if compiled and is_recomputed(model) else 0
+    return activations, peak - activations + excess, 0 if on_device else total
 
 
-def _traces(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerInBackward | None, shards: int) -> list[Trace]:
+def _traces(
+    model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerInBackward | None, shards: int, compiled: bool
+) -> list[Trace]:
     """Return the traces of the embedding, each block, and the final norm."""
     positions = torch.arange(shape.tokens)[None]
     cos_sin = model.cos_sin(positions, None, dtype)
-    ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int32)
-    documents = PackedSequences(ids, row_cu_seqlens(shape.rows, shape.tokens, ids.device))
+    documents = None
+    if device_type(positions) == "cuda":  # on a CPU, how packed rows are attended to depends on the documents
+        masks = dict.fromkeys(layer.window for layer in model.config.layers) if compiled and changes_scores(model) else None
+        ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int32)
+        documents = PackedSequences(ids, row_cu_seqlens(shape.rows, shape.tokens, ids.device), masks)
     embedding_parameters = [parameter for name, parameter in model.named_parameters() if name.startswith("embed")]
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
     traces = [
@@ -248,7 +276,9 @@ def _traces(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerIn
     return [*traces, _trace(model.norm, x, [*model.norm.parameters()], shape.accumulated, optimizer)]
 
 
-def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str, optimizer: OptimizerInBackward | None) -> int:
+def trace_loss(
+    model: GPT, shape: Shape, dtype: torch.dtype, device: str, optimizer: OptimizerInBackward | None, compiled: bool
+) -> int:
     """Return the temporary bytes of one micro-batch's loss and its gradient."""
     num_tokens, head = shape.rows * shape.tokens, model.lm_head
     count = min(shape.max_targets or num_tokens, num_tokens)
@@ -260,16 +290,16 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, device: str, optimi
         hidden = torch.empty(1, rows, model.config.dim, dtype=dtype, requires_grad=True)
         # a tied weight is stepped later, when the embedding's gradient is added
         with optimizer.stepping() if optimizer and not model.config.tied else nullcontext():
-            summed_cross_entropy(hidden, head, targets, model.config.logit_softcap, target_indices=target_indices)[
-                0
-            ].backward()
+            softcap = model.config.logit_softcap
+            options = {"target_indices": target_indices, "compiled": compiled}
+            summed_cross_entropy(hidden, head, targets, softcap, **options)[0].backward()
 
     if optimizer and trained:
         with AllocationTracker():
             run()  # the first step creates the optimizer's state
     for parameter in trained if shape.accumulated else ():
         parameter.grad = torch.empty_like(parameter)
-    key = (rows, dtype, device, shape.accumulated, model.config.logit_softcap, tuple(map(type, head.modules())))
+    key = (rows, dtype, device, compiled, shape.accumulated, model.config.logit_softcap, tuple(map(type, head.modules())))
     key += (getattr(head, "lora_dropout", 0) > 0, *((p.shape, p.dtype, p.requires_grad) for p in head.parameters()))
     peak = LOSS_CACHE.get(key) if optimizer is None else None
     if peak is None:

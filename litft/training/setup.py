@@ -18,7 +18,7 @@ from litft.model.placement import copy_into_local
 from litft.model.transformer import GPT
 from litft.pretrained import PretrainedFolder, fingerprint
 from litft.training.activation_checkpointing import recompute
-from litft.training.compile import compile_blocks
+from litft.training.compile import compile_blocks, compiles
 from litft.training.cpu_offload import offload_activations, offload_parameters
 
 # flags that a resumed run must share with its beginning, or it would silently become another run
@@ -152,7 +152,7 @@ class Setup:
         if on_host:
             offload_parameters(model, device)
         recompute(model, recomputed)
-        if train.compile if train.compile is not None else device.type == "cuda" and not on_host:
+        if compiles(train.compile, device.type, on_host):
             compile_blocks(model)
         if train.cpu_offload == "activations":
             offload_activations(model, device)
