@@ -46,7 +46,7 @@ class BenchmarkArgs:
     method: Literal["lora", "adapter", "adapter_v2", "full"] = "lora"
     """The training method. Comparing with peers needs lora."""
     peer: list[str] = field(default_factory=list)
-    """What to compare with: peft, litgpt, commits of litft, or litft with one change: padded, compiled, dora, nf4, or
+    """What to compare with: peft, litgpt, commits of litft, or litft with one change: padded, compiled, eager, dora, nf4, or
     selective or full activation checkpointing. Several: a,b."""
     peer_python: str = sys.executable
     """The Python interpreter of the environment in which the peer is installed."""
@@ -88,8 +88,6 @@ class BenchmarkArgs:
             problems.append(
                 f"--peer {','.join(self.peer)}: comparison needs unquantized LoRA; use --method lora --quantize none"
             )
-        if self.peer and not self.data.path:
-            problems.append(f"--peer {','.join(self.peer)}: comparing needs samples; name their file with --data.path")
         if "auto" in (self.train.micro_batch_size, self.train.activation_checkpointing):
             problems.append(
                 "--train.micro_batch_size and --train.activation_checkpointing must not be auto here; give their values"
@@ -141,13 +139,14 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
         rows = [[rng.randrange(source.config.vocab_size) for _ in range(limit + 1)] for _ in range(32)]
         samples = [(row[:-1], row[1:]) for row in rows]
     (folder / "samples.json").write_text(json.dumps(samples))
-    if args.peer:
+    shares_adapter = bool(args.peer) and has_weights
+    if shares_adapter:
         write_adapter(args, folder / "adapter")
     packs = args.data.packing
     return {
         "checkpoint_dir": args.checkpoint_dir,
         "random": not has_weights,
-        "adapter": str(folder / "adapter") if args.peer else None,
+        "adapter": str(folder / "adapter") if shares_adapter else None,
         "samples": str(folder / "samples.json"),
         "longest": max(len(tokens) for tokens, _ in samples),
         "room": limit if packs else None,
@@ -197,6 +196,7 @@ def contenders(args: BenchmarkArgs, setup: dict[str, Any], folder: Path) -> dict
     variants = {
         "padded": {"room": None, "rows": rows},
         "compiled": {"compile": True},
+        "eager": {"compile": False},
         "selective": {"recomputed": "selective"},
         "full": {"recomputed": "full"},
         "dora": {"adapter": None, "lora": setup["lora"] | {"dora": True}},
@@ -205,8 +205,8 @@ def contenders(args: BenchmarkArgs, setup: dict[str, Any], folder: Path) -> dict
     for peer in args.peer:
         if peer == "peft":
             script = PEERS / "run_peft.py"
-            selected["peft, padded"] = (script, args.peer_python, setup | {"rows": rows}, env)
-            selected["peft, unpadded"] = (script, args.peer_python, setup | {"rows": 1}, env)
+            names = {"peft, padded": rows, "peft, unpadded": 1} if args.data.path else {"peft": setup["rows"]}
+            selected |= {name: (script, args.peer_python, setup | {"rows": count}, env) for name, count in names.items()}
         elif peer == "litgpt":
             selected["litgpt"] = (PEERS / "run_litgpt.py", args.peer_python, setup | {"rows": rows}, env)
         elif peer in variants:
@@ -266,7 +266,7 @@ def summarise(args: BenchmarkArgs, all_rows: dict[str, Rows], peak: float | None
         difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, all_rows["litft"], strict=True))
         # litgpt starts from another adapter (also with B = 0), so only its first loss must agree
         first_difference = abs(rows[0]["loss"] - all_rows["litft"][0]["loss"])
-        if name == "litft, nf4":  # quantized weights: other losses
+        if name == "litft, nf4" or not args.data.path:  # quantized or random weights: other losses
             continue
         if (first_difference if name == "litgpt" else difference) > LOSS_TOLERANCE[
             "fp32" if args.precision == "fp32" else "bf16"

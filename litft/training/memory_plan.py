@@ -27,6 +27,7 @@ from litft.training.memory_trace import Shape, backward_optimizer, trace_blocks,
 from litft.training.optimizers import state_bytes
 from litft.training.residence import residence
 
+CUBLAS_WORKSPACE = 32 * 2**20  # bytes that torch gives to cuBLAS on Hopper; less on older GPUs
 USABLE_FRACTION = 0.9  # of a device's memory that a plan may use; CUDA and fragmentation take the rest
 
 
@@ -44,6 +45,7 @@ class Memory:
     backward: int  # excess of activations and gradients over `activations` at the peak of the backward pass
     stepping: int  # temporary memory of the optimizer step
     host: int = 0  # bytes in host memory
+    workspace: int = 0  # of cuBLAS
 
     @property
     def peak(self) -> int:
@@ -61,6 +63,7 @@ class Memory:
             before | {"backward pass": self.backward} | gathered,
             {"gradients": self.gradients, "optimizer step": self.stepping},
         )
+        constant |= {"cuBLAS": self.workspace}
         return constant | max(moments, key=lambda moment: sum(moment.values()))
 
     def line(self) -> str:
@@ -125,7 +128,6 @@ def predict(
     compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
     with FakeTensorMode(), planned_for(device):
         model, parameters = _network(source, method, precision)
-        flops = Flops(model)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         weights = _weights(model, method, quantize)
         dequantized = compute.itemsize * max((w.numel for w in weights.values() if w.packed), default=0)
@@ -156,8 +158,9 @@ def predict(
             backward=backward + dequantized,
             stepping=0 if in_backward or not place.weights else trace_step(optimizer, method, trained) // shards,
             host=host,
+            workspace=CUBLAS_WORKSPACE if device == "cuda" else 0,
         )
-    return Plan(parameters, sum(p.numel() for p in trained.values()), flops, memory, all_gathered, len(model.blocks))
+    return Plan(parameters, sum(p.numel() for p in trained.values()), Flops(model), memory, all_gathered, len(model.blocks))
 
 
 def _without_new_tokens(method: Method) -> Method:

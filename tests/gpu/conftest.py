@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from gpu import PRETENDED
 
+from gpu.comparisons import PRETENDED
 from litft.distributed.devices import pick_accelerator
 
 

@@ -6,9 +6,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import transformers
-from gpu import CUDA, PRETENDED, skip_host_counts
 from parity import ROWS, TINY, draw, redraw
 
+from gpu.comparisons import CUDA, PRETENDED, skip_host_counts
 from litft.families import read_config
 from litft.inference.decoder import Decoder
 from litft.model.transformer import GPT

@@ -3,7 +3,8 @@
 import csv
 
 import pytest
-from conftest import script
+
+from gpu.comparisons import script
 
 FLAGS = "--accelerator cuda --train.max_steps 4 --eval.interval 2 --save.interval 2 --eval.max_new_tokens 8".split()
 
@@ -56,5 +57,5 @@ def test_tensor_parallel_answers_equal_one_gpus(tmp_path):
     script("finetune/lora.py", *FLAGS, "--out_dir", "run", cwd=tmp_path)
     prompt = ["--checkpoint_dir", "run", "--accelerator", "cuda", "--precision", "fp32", "--temperature", "0"]
     prompt += ["--prompt", "Hello", "--max_new_tokens", "16"]
-    answers = [script("generate/base.py", *prompt, "--devices", n, cwd=tmp_path).stdout for n in (1, 2)]
+    answers = [script("generate/base.py", *prompt, "--devices", n, cwd=tmp_path) for n in (1, 2)]
     assert answers[0] == answers[1]

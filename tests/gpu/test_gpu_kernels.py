@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from gpu import CUDA, check, skip_host_counts
 from torch.nn.attention.flex_attention import flex_attention
 
+from gpu.comparisons import CUDA, check, skip_host_counts
 from litft.model import attention, loss
 from litft.model.attention import attend
 from litft.model.attention_eager import attention_mask, eager_attention

@@ -5,12 +5,12 @@ import copy
 import pytest
 import torch
 import transformers
-from gpu import CUDA, PRETENDED
 from method_cases import METHODS, tokens_for
 from parity import TINY, draw, redraw
 
+from gpu.comparisons import CUDA, PRETENDED
 from litft.args import FullFinetuneArgs, TrainArgs
-from litft.families import read_config
+from litft.families import family, peft_rules, read_config
 from litft.methods import Full
 from litft.model.quantization import QuantizedTensor, is_quantizable, quantize_modules
 from litft.model.transformer import GPT
@@ -18,6 +18,8 @@ from litft.training.activation_checkpointing import recompute
 from litft.training.compile import compile_blocks
 from litft.training.optimizers import OPTIMIZERS, make_optimizer, set_learning_rate
 
+CONFIG = read_config(transformers.LlamaConfig(**{**TINY, "hidden_size": 64, "intermediate_size": 128}).to_dict())
+RULES = [*peft_rules(CONFIG), *family("llama").rules(CONFIG)]
 QUICK = ("lora", "dora", "adapter_v2", "full")
 
 
@@ -32,10 +34,9 @@ def quantize(model, kind, unquantized):
     return model
 
 
-def base(hidden=64):
+def base():
     """Return a tiny Llama in fp32 whose widths are multiples of the quantization's blocks."""
-    values = {**TINY, "hidden_size": hidden, "intermediate_size": 128}
-    model = GPT(read_config(transformers.LlamaConfig(**values).to_dict()))
+    model = GPT(CONFIG)
     redraw(model)
     return model.requires_grad_(False)
 
@@ -71,7 +72,7 @@ def test_ten_steps_equal_the_cpus(name, kind):
     if kind != "none" and method.saves_full_model:
         pytest.skip("full fine-tuning quantizes nothing")
     model = base()
-    method.choose(model, [])
+    method.choose(model, RULES)
     if kind != "none":
         quantize(model, kind, method.unquantized_modules())
     torch.manual_seed(0)
@@ -85,7 +86,7 @@ def test_ten_steps_equal_the_cpus(name, kind):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_recomputed_and_compiled_steps_equal_the_cpus(kind, compiled):
     method, model = METHODS["lora"](), base()
-    method.choose(model, [])
+    method.choose(model, RULES)
     torch.manual_seed(0)
     method.attach(model, keep=False)
     on_gpu = copy.deepcopy(model).to(CUDA)
@@ -101,7 +102,7 @@ def test_recomputed_and_compiled_steps_equal_the_cpus(kind, compiled):
 def test_every_optimizer_takes_the_cpus_steps(name):
     """fp32 weights; 8-bit moments are rounded in another order."""
     method, model = Full(FullFinetuneArgs()), base()
-    method.choose(model, [])
+    method.choose(model, RULES)
     method.attach(model, keep=False)
     on_gpu = copy.deepcopy(model).to(CUDA)
     args = TrainArgs(optimizer=name, learning_rate={"adafactor": 1e-1, "sgd": 3e-2}.get(name, 3e-3))
@@ -114,7 +115,7 @@ def test_every_optimizer_takes_the_cpus_steps(name):
 def test_bf16_weights_are_rounded_stochastically(in_backward):
     """The mean of many rounded updates is the exact one, and no step waits for the GPU."""
     method, model = Full(FullFinetuneArgs()), base().to(CUDA, torch.bfloat16)
-    method.choose(model, [])
+    method.choose(model, RULES)
     method.attach(model, keep=False)
     args = TrainArgs(learning_rate=1e-2, optimizer_in_backward=in_backward, max_grad_norm=0.0)
     trained = {n: p for n, p in model.named_parameters() if p.requires_grad}

@@ -5,9 +5,9 @@ import copy
 import pytest
 import torch
 import transformers
-from gpu import CUDA, check, error, skip_host_counts
 from parity import ROWS, TINY, draw, redraw
 
+from gpu.comparisons import CUDA, check, error, skip_host_counts
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.families import read_config

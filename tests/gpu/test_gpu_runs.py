@@ -5,10 +5,9 @@ import json
 
 import pytest
 import torch
-from conftest import script
-from gpu import PRETENDED
 
 import litft
+from gpu.comparisons import PRETENDED, script
 from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
 from litft.training.trainer import Trainer
 

@@ -1,9 +1,13 @@
 """Shared by the tests on a GPU: comparisons that also hold, for shapes and dtypes, on a GPU that computes nothing."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import ENV, ROOT
 from torch import Tensor
 
 PRETENDED = "LITFT_PRETENDED_GPU" in os.environ
@@ -14,6 +18,14 @@ def skip_host_counts(is_fp32_mixture: bool) -> None:
     """Skip a test of experts in fp32 on the pretended GPU: there the host reads the experts' row counts from the GPU."""
     if PRETENDED and is_fp32_mixture:
         pytest.skip("the host reads counts that the pretended GPU has not computed")
+
+
+def script(*arguments: object, cwd: Path) -> str:
+    """Run a script in an interpreter of its own, since CUDA does not survive a fork; return what it printed."""
+    command = [sys.executable, ROOT / str(arguments[0]), *map(str, arguments[1:])]
+    done = subprocess.run(command, cwd=cwd, env=ENV, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
 
 
 def error(actual: Tensor, expected: Tensor) -> float:
