@@ -266,7 +266,7 @@ def summarise(args: BenchmarkArgs, all_rows: dict[str, Rows], peak: float | None
         difference = max(abs(a["loss"] - b["loss"]) for a, b in zip(rows, all_rows["litft"], strict=True))
         # litgpt starts from another adapter (also with B = 0), so only its first loss must agree
         first_difference = abs(rows[0]["loss"] - all_rows["litft"][0]["loss"])
-        if name == "litft, nf4" or not args.data.path:  # quantized or random weights: other losses
+        if name == "litft, nf4" or (name == "peft" and not args.data.path):  # quantized, or random: other weights
             continue
         if (first_difference if name == "litgpt" else difference) > LOSS_TOLERANCE[
             "fp32" if args.precision == "fp32" else "bf16"

@@ -18,9 +18,10 @@ class Compiled(nn.Module):
     """A network with compiled blocks and a compiled loss."""
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
-        """Return the input of the first block; it requires a gradient as the other inputs do, so that all share a graph."""
+        """Return the first block's input, with a gradient if that block is trained, so that all blocks share a graph."""
         x = super().embed_tokens(tokens, positions)
-        return x.requires_grad_() if torch.is_grad_enabled() and is_compiled(self) and not x.requires_grad else x
+        needs_gradient = torch.is_grad_enabled() and is_compiled(self) and trains_first_block(self)
+        return x.requires_grad_() if needs_gradient and not x.requires_grad else x
 
     def cos_sin(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[CosSin]:
         """Return cos and sin; their width is a constant of the compiled code."""
@@ -53,6 +54,11 @@ def compile_blocks(model: GPT) -> None:
 def compiles(requested: bool | None, device: str, offloads_blocks: bool) -> bool:
     """Return whether blocks are compiled: as requested, or on a GPU whose blocks' weights stay there."""
     return requested if requested is not None else device == "cuda" and not offloads_blocks
+
+
+def trains_first_block(model: GPT) -> bool:
+    """Return whether the first block has trained parameters; without them, nothing below the first one needs a gradient."""
+    return any(parameter.requires_grad for parameter in model.blocks[0].parameters())
 
 
 def changes_scores(model: GPT) -> bool:

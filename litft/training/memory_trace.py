@@ -23,7 +23,7 @@ from litft.model.loss import CHUNK, summed_cross_entropy
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
 from litft.model.transformer import GPT
 from litft.training.activation_checkpointing import Recomputed, is_recomputed
-from litft.training.compile import changes_scores
+from litft.training.compile import changes_scores, trains_first_block
 from litft.training.cpu_offload import MIN_OFFLOAD_BYTES
 from litft.training.optimizers import BITSANDBYTES_OPTIMIZERS, OptimizerInBackward, is_hidden, make_optimizer
 
@@ -256,7 +256,8 @@ def _traces(
     traces = [
         _trace(lambda ids: model.embed_tokens(ids, positions), tokens, embedding_parameters, shape.accumulated, optimizer)
     ]
-    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=traces[0].has_grad)
+    has_grad = traces[0].has_grad or (compiled and trains_first_block(model))
+    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=has_grad)
     by_kind: dict[tuple, Trace] = {}
     # compiled blocks with norms before and after save two tensors less: the residual stream follows from the norms' inputs
     # (measured with scripts/plan_accuracy.py)
@@ -275,7 +276,8 @@ def _traces(
                 accumulated,
                 optimizer,
             )
-        traces.append(by_kind[key]._replace(saved=by_kind[key].saved - recomputed_by_compiler))
+        trace = by_kind[key]
+        traces.append(trace._replace(saved=max(0, trace.saved - recomputed_by_compiler)))
         x = x.detach().requires_grad_(traces[-1].has_grad)
     return [*traces, _trace(model.norm, x, [*model.norm.parameters()], shape.accumulated, optimizer)]
 

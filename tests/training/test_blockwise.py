@@ -189,6 +189,17 @@ def test_all_blocks_share_one_graph(tiny):
     assert sizes == tables | others
 
 
+def test_compiled_blocks_below_the_first_trained_one_need_no_gradient(tiny):
+    model, parameters = learner(tiny, targets=["blocks.2.*"])
+    needs_gradient = []
+    for block in model.blocks:
+        block.register_forward_hook(lambda module, inputs, output: needs_gradient.append(output.requires_grad))
+    with counted_graphs():
+        compile_blocks(model)
+        gradients(model, parameters, batches()[:1])
+    assert needs_gradient == [False, False, True]
+
+
 def test_a_compiler_that_fails_is_not_used(tiny):
     model, parameters = learner(tiny)
     loss, _ = gradients(model, parameters, batches())

@@ -391,3 +391,14 @@ def test_the_plan_of_a_gpu_traces_its_kernels(shared):
         for device in ("cuda", "cpu")
     )
     assert on_gpu / 2**30 == pytest.approx(7.20, rel=0.01) and on_cpu < 0.99 * on_gpu
+
+
+def test_blocks_that_save_nothing_are_planned_without_activations(shared):
+    """With LoRA in the last block alone, the blocks below save nothing, compiled or not."""
+    source = resolve(shared / "configs" / "gemma-2-2b")
+    planned = []
+    for targets in (["blocks.25.*"], ["all-linear"]):
+        method = LoRA(LoRAArgs(targets=targets))
+        method.choose(source.meta_model(), source.adapter_rules)
+        planned.append(predict(source, method, "bf16", "none", Shape(1, 512), device="cuda", compiled=True).memory)
+    assert 0 < planned[0].activations < planned[1].activations / 10
