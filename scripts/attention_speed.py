@@ -2,7 +2,7 @@
 
     python scripts/attention_speed.py --out attention.json
 
-Each row of 8 query heads per key head has documents of 512 tokens. Needs a GPU.
+The row has documents of 512 tokens, and four query heads for each key head. Needs a GPU.
 """
 
 import json
@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from decode_speed import timed
 
 from litft.args.parser import parse
 from litft.cli import user_errors
@@ -56,7 +58,6 @@ def kernels(args: AttentionArgs, device: object) -> dict[str, Callable]:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
 
     def cudnn(q, k, v):
-        torch.backends.cuda.enable_cudnn_sdp(True)
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
 
@@ -69,24 +70,23 @@ def kernels(args: AttentionArgs, device: object) -> dict[str, Callable]:
 
 
 def main(args: AttentionArgs) -> None:
-    """Measure every kernel and print its milliseconds and TFLOP/s."""
+    """Measure every kernel and print its milliseconds."""
     import torch
 
-    device = torch.device("cuda")
+    from litft.distributed.devices import pick_accelerator
+
+    device = torch.device(pick_accelerator("cuda"))
     shapes = [(1, count, args.tokens, args.head_dim) for count in (args.heads, args.heads // 4, args.heads // 4)]
     q, k, v = (torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=True) for shape in shapes)
     figures: dict[str, float | str] = {}
     for name, kernel in kernels(args, device).items():
-        times = []
+
+        def run(kernel=kernel):
+            y = kernel(q, k, v)
+            torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
+
         try:
-            for _ in range(args.rounds + 2):
-                begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin.record()
-                y = kernel(q, k, v)
-                torch.autograd.grad(y, (q, k, v), torch.ones_like(y))
-                end.record()
-                end.synchronize()
-                times.append(begin.elapsed_time(end))
+            times = [1000 * timed(run, device) for _ in range(args.rounds + 2)]
             figures[name] = statistics.median(times[2:])
             print(f"{name}: {figures[name]:.2f} ms")
         except Exception as error:  # kernels refuse for many reasons

@@ -197,23 +197,26 @@ def copy_speed(device, size: int | None = None) -> float:
     """
     import torch
 
-    on_gpu = device.type == "cuda"
-    size = size or (2 * 10**9 if on_gpu else 2**28)
+    size = size or (2 * 10**9 if device.type == "cuda" else 2**28)
     source = torch.zeros(size, dtype=torch.uint8, device=device)
-    target, seconds = torch.empty_like(source), []
-    for _ in range(8):
-        if on_gpu:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            seconds.append(begin.elapsed_time(end) / 1000)
-        else:
-            start = time.perf_counter()
-            target.copy_(source)
-            seconds.append(time.perf_counter() - start)
-    return 2 * size / statistics.median(seconds[2:])
+    target = torch.empty_like(source)
+    return 2 * size / statistics.median([timed(lambda: target.copy_(source), device) for _ in range(8)][2:])
+
+
+def timed(function: Callable, device) -> float:
+    """Return the seconds that `function` takes on the device."""
+    import torch
+
+    if device.type != "cuda":
+        start = time.perf_counter()
+        function()
+        return time.perf_counter() - start
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    function()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000
 
 
 if __name__ == "__main__":

@@ -184,10 +184,11 @@ def main(args: ReportArgs) -> None:
     fresh = {"hardware": hardware, "torch": torch.__version__, "date": date.today().isoformat(), "parts": {}}
     path.parent.mkdir(parents=True, exist_ok=True)
     report = json.loads(path.read_text("utf-8")) if path.is_file() else fresh
-    remaining = [part for part in parts(args, device) if part.name not in report["parts"]]
+    every_part = parts(args, device)
+    remaining = [part for part in every_part if part.name not in report["parts"]]
     for number, part in enumerate(remaining):
         if number and time.monotonic() - start + part.limit > 60 * args.minutes:  # the first part always begins
-            print(f"{len(remaining) - number} of {len(parts(args, device))} parts are left; call it again")
+            print(f"{len(remaining) - number} of {len(every_part)} parts are left; call it again")
             return
         result = measure(part, path.with_suffix(".cells.json").resolve())
         report["parts"][part.name] = result

@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from benchmark import BenchmarkArgs, write_setup
 
@@ -19,6 +20,17 @@ from litft.cli import user_errors
 TOP = 15
 
 
+def first_step(args: BenchmarkArgs, device: str) -> tuple[Any, list[Any], int]:
+    """Return the litft contender of the benchmark, the samples of a step, and their number of targets."""
+    sys.path.insert(0, str(Path(__file__).parent / "peers"))
+    from run_litft import Litft
+
+    with TemporaryDirectory() as folder:
+        contender = Litft(write_setup(args, device, Path(folder)))
+        raw = json.loads((Path(folder) / "samples.json").read_text())[: args.train.global_batch_size]
+    return contender, contender.samples(raw), sum(target >= 0 for _, targets in raw for target in targets)
+
+
 def main(args: BenchmarkArgs) -> None:
     """Profile the third step and print the table."""
     import torch
@@ -26,15 +38,9 @@ def main(args: BenchmarkArgs) -> None:
 
     from litft.distributed.devices import pick_accelerator, pick_precision
 
-    sys.path.insert(0, str(Path(__file__).parent / "peers"))
-    from run_litft import Litft
-
     device = pick_accelerator(args.accelerator)
     args.precision = pick_precision(args.precision, torch.device(device))
-    with TemporaryDirectory() as folder:
-        contender = Litft(write_setup(args, device, Path(folder)))
-        raw = json.loads((Path(folder) / "samples.json").read_text())[: args.train.global_batch_size]
-    samples, count = contender.samples(raw), sum(target >= 0 for _, targets in raw for target in targets)
+    contender, samples, count = first_step(args, device)
     for _ in range(2):
         contender.step(samples, count)
     on_gpu = device == "cuda"

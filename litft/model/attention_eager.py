@@ -9,8 +9,8 @@ from litft.model.packed_sequences import PackedSequences
 
 def attention_mask(q: Tensor, k: Tensor, documents: PackedSequences | None, window: int | None) -> Tensor:
     """Return which keys each query sees: booleans (T, S), or (B, 1, T, S) with documents, which differ by row."""
-    positions = torch.arange(k.size(2) - q.size(2), k.size(2), device=q.device)[None]
-    mask = causal_mask(positions, k.size(2), window)[0, 0]
+    key_positions = torch.arange(k.size(2), device=q.device)
+    mask = causal_mask(key_positions[None, k.size(2) - q.size(2) :], key_positions, window)[0, 0]
     if documents is not None:
         mask = mask & (documents.ids[:, None, :, None] == documents.ids[:, None, None, :])
     return mask

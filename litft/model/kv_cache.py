@@ -104,13 +104,13 @@ class KVCache:
             )
         masks: dict[int | None, Tensor | None] = {}
         if positions is not None or (count > 1 and start):
-            query_positions = positions if positions is not None else torch.arange(start, end, device=device)[None]
-            if positions is not None:
-                end = self.capacity if self.key_positions is None else self.key_positions.size(0)
-            masks = {
-                window: causal_mask(query_positions, end, window)
-                for window in {layer.window for layer in self.config.layers}
-            }
+            key_positions = self.key_positions if positions is not None else None
+            if key_positions is None:
+                key_positions = torch.arange(end if positions is None else self.capacity, device=device)
+            end = key_positions.size(0)
+            query_positions = key_positions[None, start:] if positions is None else positions
+            windows = {layer.window for layer in self.config.layers}
+            masks = {window: causal_mask(query_positions, key_positions, window) for window in windows}
         self.call = Call(start, end, positions, masks)
 
     def end(self) -> None:
@@ -119,8 +119,8 @@ class KVCache:
             self.length = self.call.end
 
 
-def causal_mask(positions: Tensor, num_keys: int, window: int | None) -> Tensor:
-    """Return which of the first `num_keys` keys the tokens at positions (B, T) see: booleans (B, 1, T, num_keys)."""
-    key_positions, query_positions = torch.arange(num_keys, device=positions.device), positions[:, None, :, None]
+def causal_mask(positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+    """Return which keys, at positions (N,), the tokens at positions (B, T) see: booleans (B, 1, T, N)."""
+    query_positions = positions[:, None, :, None]
     mask = key_positions <= query_positions
     return mask if window is None else mask & (key_positions > query_positions - window)

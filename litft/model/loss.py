@@ -129,11 +129,10 @@ def _add_loss(
     compiled: bool,
 ) -> None:
     """Add a chunk's loss to `total`; in training, replace the logits by their gradient."""
-    if compiled and is_planned():  # compiled code has no fp32 logits in memory
-        return
     if compiled:
-        torch._dynamo.mark_static(logits, 1)
-        total += _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
+        if not is_planned():  # nothing to plan: compiled code has no fp32 logits in memory
+            torch._dynamo.mark_static(logits, 1)
+            total += _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
         return
     count = max(1, SOFTMAX_CHUNK["cpu" if device_type(logits) == "cpu" else "cuda"] // logits.size(1))
     for part in zip(logits.split(count), targets.split(count), strict=True):

@@ -55,7 +55,7 @@ class Memory:
     @property
     def parts(self) -> dict[str, int]:
         """Return the bytes of each kind at the peak."""
-        constant = {"weights": self.weights, "optimizer": self.optimizer}
+        constant = {"weights": self.weights, "optimizer": self.optimizer, "cuBLAS": self.workspace}
         before = {"gradients": self.gradients * self.shape.accumulated, "activations": self.activations}
         gathered = {"gathered": self.gathered}
         moments = (
@@ -63,7 +63,6 @@ class Memory:
             before | {"backward pass": self.backward} | gathered,
             {"gradients": self.gradients, "optimizer step": self.stepping},
         )
-        constant |= {"cuBLAS": self.workspace}
         return constant | max(moments, key=lambda moment: sum(moment.values()))
 
     def line(self) -> str:
@@ -140,7 +139,7 @@ def predict(
         recompute(model.train(), recomputed)
         place = residence(optimizer, cpu_offload, shards > 1, device)
         in_backward_optimizer = backward_optimizer(model, method, optimizer) if in_backward else None
-        loss = trace_loss(model, shape, compute, device, in_backward_optimizer, compiled)
+        loss = trace_loss(model, shape, compute, in_backward_optimizer, compiled)
         activations, backward, offloaded = trace_blocks(
             model, shape, compute, in_backward_optimizer, shards, place.activations, compiled
         )

@@ -282,9 +282,7 @@ def _traces(
     return [*traces, _trace(model.norm, x, [*model.norm.parameters()], shape.accumulated, optimizer)]
 
 
-def trace_loss(
-    model: GPT, shape: Shape, dtype: torch.dtype, device: str, optimizer: OptimizerInBackward | None, compiled: bool
-) -> int:
+def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerInBackward | None, compiled: bool) -> int:
     """Return the temporary bytes of one micro-batch's loss and its gradient."""
     num_tokens, head = shape.rows * shape.tokens, model.lm_head
     count = min(shape.max_targets or num_tokens, num_tokens)
@@ -305,7 +303,15 @@ def trace_loss(
             run()  # the first step creates the optimizer's state
     for parameter in trained if shape.accumulated else ():
         parameter.grad = torch.empty_like(parameter)
-    key = (rows, dtype, device, compiled, shape.accumulated, model.config.logit_softcap, tuple(map(type, head.modules())))
+    key = (
+        rows,
+        dtype,
+        device_type(targets),
+        compiled,
+        shape.accumulated,
+        model.config.logit_softcap,
+        tuple(map(type, head.modules())),
+    )
     key += (getattr(head, "lora_dropout", 0) > 0, *((p.shape, p.dtype, p.requires_grad) for p in head.parameters()))
     peak = LOSS_CACHE.get(key) if optimizer is None else None
     if peak is None:

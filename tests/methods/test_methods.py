@@ -21,7 +21,7 @@ from litft.args import (
 from litft.export.convert import merge
 from litft.methods import AdapterV2, LoRA, detach, disabled
 from litft.methods.mixins import Mixin, TrainedWeight
-from litft.model.mlp import grouped_product
+from litft.model.mlp import grouped_product, looped_product
 from litft.pretrained import resolve
 
 # methods that can be merged; one that cannot is excluded here
@@ -91,6 +91,18 @@ def test_grouped_product_supports_any_width(dtype):
     with FakeTensorMode() as mode:
         fakes = [mode.from_tensor(tensor) for tensor in (x, weight, ends)]
         assert grouped_product(*fakes).shape == (10, 25)
+
+
+def test_experts_one_by_one_equal_the_grouped_product():
+    """What a GPU runs in fp32, with its gradients; one expert has no rows."""
+    ends = torch.tensor([3, 3, 10], dtype=torch.int32)
+    results = []
+    for product_of in (looped_product, grouped_product):
+        generator = torch.Generator().manual_seed(0)
+        x, weight = (torch.randn(shape, generator=generator, requires_grad=True) for shape in ((10, 24), (3, 24, 16)))
+        y = product_of(x, weight, ends)
+        results.append((y, *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), (x, weight))))
+    torch.testing.assert_close(*results)
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,10 @@ from parity import relative
 
 import litft
 from litft.model.kv_cache import KVCache
+from litft.model.placement import allocate
 from litft.model.transformer import default_positions
+from litft.pretrained import resolve
+from litft.training.memory_trace import AllocationTracker
 
 
 def test_positions_restart_with_each_document():
@@ -23,6 +26,16 @@ def test_tied_embeddings_are_one_parameter(make_model):
     model, _ = litft.load(folder)
     assert model.lm_head.weight is model.embed.weight
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
+
+
+def test_a_tied_weight_is_allocated_once(make_model):
+    from transformers import LlamaConfig
+
+    _, folder = make_model(LlamaConfig, tie_word_embeddings=True)
+    model = resolve(folder).meta_model()
+    with AllocationTracker() as tracker:
+        allocate(model, "cpu")
+    assert tracker.peak == sum(tensor.nbytes for tensor in model.parameters())
 
 
 @pytest.mark.parametrize("name", ["stories260K", "stories15M", "SmolLM2-135M-Instruct"])

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from litft.model.config import RopeConfig
-from litft.model.rope import RotaryEmbedding, inverse_frequencies
+from litft.model.rope import RotaryEmbedding, _rotate_compiled, inverse_frequencies
 
 
 def test_casting_the_model_keeps_the_frequencies_in_fp32():
@@ -41,3 +41,10 @@ def test_older_and_newer_config_fields_are_equivalent():
     older = {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "max_position_embeddings": 64}
     newer = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}, "max_position_embeddings": 64}
     assert RopeConfig.from_hf(older, 8) == RopeConfig.from_hf(newer, 8)
+
+
+def test_the_compiled_rotation_keeps_the_layout_of_the_kernels():
+    """(B, T, H, D) in memory, as the projections write and attention kernels read it: otherwise each block copies twice."""
+    x, angles = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(2, 1, 5, 6)
+    rotated = _rotate_compiled(x, angles.cos(), angles.sin())
+    assert rotated.transpose(1, 2).is_contiguous()

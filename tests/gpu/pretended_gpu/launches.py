@@ -10,15 +10,16 @@ import ctypes
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-sys.path[:0] = [str(ROOT), str(ROOT / "scripts" / "peers")]
+sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 import torch  # noqa: E402
+from benchmark import BenchmarkArgs  # noqa: E402
+from profile_step import first_step  # noqa: E402
 
-from litft import args  # noqa: E402
+from litft.args import DataArgs, TrainArgs  # noqa: E402
 from litft.distributed.devices import pick_accelerator  # noqa: E402
 from litft.inference.decoder import Decoder  # noqa: E402
 from litft.inference.fused_linears import fuse_linears  # noqa: E402
@@ -39,16 +40,12 @@ def counts() -> tuple[int, ...]:
 
 def training_step(compiled: bool) -> Callable[[], None]:
     """Return a LoRA step."""
-    from run_litft import Litft
-
-    fixed = dict(adapter=None, room=TOKENS, rows=1, recomputed="none", cpu_offload="none", optimizer="adamw", threads=2)
-    flags = dict(lora=asdict(args.LoRAArgs()), adapter_flags=asdict(args.AdapterV2Args()))
-    chosen = dict(checkpoint_dir=FOLDER, random=True, compile=compiled, device="cuda", method="lora", precision="bf16")
-    contender = Litft({**fixed, **flags, **chosen, "quantize": "none"})
-    samples = contender.samples([([7] * TOKENS, [7] * TOKENS)])
+    train = TrainArgs(compile=compiled, micro_batch_size=1, global_batch_size=1, activation_checkpointing="none")
+    args = BenchmarkArgs(FOLDER, precision="bf16", train=train, data=DataArgs(max_seq_length=TOKENS))
+    contender, samples, count = first_step(args, "cuda")
 
     def step() -> None:  # as `Contender.step`, without reading the loss
-        contender.accumulate(samples, TOKENS)
+        contender.accumulate(samples, count)
         torch.nn.utils.clip_grad_norm_(contender.parameters, 1.0)
         contender.optimizer.step()
         contender.optimizer.zero_grad(set_to_none=True)
