@@ -13,6 +13,7 @@ from litft.checkpoints.weight_files import LazyTensor, check_weights, write_weig
 from litft.families import family
 from litft.methods import Method, Values
 from litft.model.config import Config
+from litft.model.mlp import stored_dtype
 from litft.model.placement import full_tensor
 from litft.model.quantization import is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
@@ -64,17 +65,18 @@ def model_entries(
 
     def litft_tensor(name: str) -> Tensor:
         if result and result.method.saves_full_model and not result.is_unchanged(name, base):
-            return full_tensor(result.values[name]).to(dtype)
+            return full_tensor(result.values[name]).to(stored_dtype(name, dtype))
         mapping, index = locations[name if name in locations else "embed.weight"]  # an untied head has no tensor yet
         tensor = read(mapping)[index]
-        return (tensor if result is None else result.tensor(name, tensor, base)).to(dtype)
+        return (tensor if result is None else result.tensor(name, tensor, base)).to(stored_dtype(name, dtype))
 
     @lru_cache(maxsize=1)  # as are the experts of a stack
     def hf_tensors(mapping: TensorMapping) -> list[Tensor]:
         return mapping.convert([litft_tensor(name) for name in mapping.sources])
 
     def entry(mapping: TensorMapping, index: int, name: str) -> LazyTensor:
-        like = mapping.convert([model.get_parameter(litft_name).detach().to(dtype) for litft_name in mapping.sources])[index]
+        tensors = [model.get_parameter(source).detach().to(stored_dtype(source, dtype)) for source in mapping.sources]
+        like = mapping.convert(tensors)[index]
         return LazyTensor(name, like, lambda: hf_tensors(mapping)[index])
 
     hf_mappings = mappings_to_hf(

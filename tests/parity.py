@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 import transformers
 
+from litft.model.config import Config
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
 
@@ -34,6 +35,19 @@ PART = dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.5)
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 GPT2 = dict(max_position_embeddings=128, n_inner=56)
 MOE = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24)
+
+MLA = dict(kv_lora_rank=10, q_lora_rank=14, qk_nope_head_dim=6, qk_rope_head_dim=4, v_head_dim=12, num_key_value_heads=4)
+HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+LINEAR_ATTENTION = dict(
+    linear_key_head_dim=6,
+    linear_value_head_dim=10,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    head_dim=8,
+    layer_types=HYBRID,
+)
+MAMBA = dict(mamba_n_heads=4, mamba_d_state=16, mamba_n_groups=2)
+DEEPSEEK = dict(num_experts_per_tok=2, moe_intermediate_size=24)
 
 # family: (transformers' config class, {variation: values})
 ROWS: dict[str, tuple[str, dict[str, dict]]] = {
@@ -66,7 +80,7 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "MistralConfig",
         {
             "window": dict(sliding_window=5),
-            "no window": dict(sliding_window=None),
+            "no window": dict(sliding_window=None, layer_types=["full_attention"] * 3),
             "window, wide heads": dict(sliding_window=9, head_dim=12, tie_word_embeddings=True),
         },
     ),
@@ -271,6 +285,265 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             ),
         },
     ),
+    "internlm3": ("InternLM3Config", {"biases": dict(head_dim=8, attention_bias=True, mlp_bias=True)}),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        {
+            "greedy": dict(MLA, q_lora_rank=None, first_k_dense_replace=1, n_routed_experts=5, **DEEPSEEK),
+            "limited to groups": dict(
+                MLA,
+                n_routed_experts=8,
+                n_group=4,
+                topk_group=2,
+                topk_method="group_limited_greedy",
+                routed_scaling_factor=2.0,
+                **DEEPSEEK,
+            ),
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            "groups, correction": dict(
+                MLA, n_routed_experts=8, n_group=4, topk_group=2, first_k_dense_replace=1, **DEEPSEEK
+            ),
+            "yarn, no query rank": dict(
+                MLA,
+                q_lora_rank=None,
+                n_routed_experts=4,
+                n_group=1,
+                topk_group=1,
+                first_k_dense_replace=0,
+                rope_interleave=False,
+                attention_bias=True,
+                rope_parameters=dict(rope_theta=1e4, mscale=1.0, mscale_all_dim=1.0, **YARN),
+                **DEEPSEEK,
+            ),
+        },
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", {"latent, shared": dict(MLA, n_routed_experts=5, **DEEPSEEK)}),
+    "minicpm3": ("MiniCPM3Config", {"latent, scales": dict(MLA, scale_emb=3.0, scale_depth=0.8, dim_model_base=20)}),
+    # transformers sets the padding token's row to zero
+    "youtu": ("YoutuConfig", {"latent": dict(MLA, pad_token_id=None)}),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        {
+            "q/k norms": dict(head_dim=16, use_qk_norm=True, n_routed_experts=5, **DEEPSEEK),
+            "groups": dict(head_dim=8, n_routed_experts=8, n_group=2, topk_group=1, attention_bias=True, **DEEPSEEK),
+        },
+    ),
+    "solar_open": ("SolarOpenConfig", {"all sparse": dict(head_dim=8, n_routed_experts=5, **DEEPSEEK)}),
+    "dots1": (
+        "Dots1Config",
+        {
+            "windows": dict(
+                head_dim=8,
+                n_routed_experts=5,
+                n_shared_experts=1,
+                n_group=1,
+                topk_group=1,
+                sliding_window=6,
+                layer_types=MIXED,
+                first_k_dense_replace=1,
+                **DEEPSEEK,
+            )
+        },
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        {
+            "windows, NoPE": dict(
+                head_dim=8,
+                num_experts=5,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                sliding_window=6,
+                layer_types=MIXED,
+            )
+        },
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {"partial": dict(head_dim=8, rotary_dim=4, num_local_experts=5, num_experts_per_tok=2)},
+    ),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", {"shared": dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=24)}),
+    "hunyuan_v1_moe": ("HunYuanMoEV1Config", {"shared": dict(head_dim=16, num_experts=5, moe_topk=2)}),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        {"shared": dict(num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=20, attention_multiplier=0.2)},
+    ),
+    "phimoe": (
+        "PhimoeConfig",
+        {"SparseMixer": dict(num_local_experts=5, attention_bias=True, lm_head_bias=True, router_jitter_noise=0.2)},
+    ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        {
+            "softmax, averaged": dict(
+                head_dim=8,
+                sliding_window=6,
+                layer_types=MIXED,
+                num_experts=5,
+                num_shared_experts=1,
+                mlp_layer_types=["dense", "sparse", "sparse"],
+                prefix_dense_intermediate_size=40,
+            ),
+            "sigmoid": dict(
+                head_dim=8,
+                sliding_window=6,
+                layer_types=MIXED,
+                num_experts=5,
+                expert_selection_fn="sigmoid",
+                mlp_layer_types=["sparse"] * 3,
+                rms_norm_eps=1e-5,
+            ),
+        },
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        {
+            "gated attention": dict(
+                head_dim=8,
+                num_experts=5,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+                sliding_window=6,
+                layer_types=MIXED,
+                mup_enabled=True,
+                route_scale=1.7,
+            )
+        },
+    ),
+    "flex_olmo": ("FlexOlmoConfig", {"experts": dict(num_experts=5, num_experts_per_tok=2)}),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        {"delta nets, experts": dict(LINEAR_ATTENTION, shared_expert_intermediate_size=20, norm_topk_prob=True, **MOE)},
+    ),
+    "qwen3_5_text": (
+        "Qwen3_5TextConfig",
+        {"delta nets": dict(LINEAR_ATTENTION, linear_key_head_dim=16, linear_value_head_dim=16, tie_word_embeddings=True)},
+    ),
+    "qwen3_5_moe_text": (
+        "Qwen3_5MoeTextConfig",
+        {"delta nets, experts": dict(LINEAR_ATTENTION, linear_key_head_dim=16, shared_expert_intermediate_size=20, **MOE)},
+    ),
+    "kimi_linear": (
+        "KimiLinearConfig",
+        {
+            "KDA, latent": dict(
+                MLA,
+                q_lora_rank=None,
+                num_local_experts=5,
+                linear_head_dim=6,
+                linear_num_heads=4,
+                layer_types=HYBRID,
+                **DEEPSEEK,
+            )
+        },
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        {
+            "short convolutions": dict(block_multiple_of=8, layer_types=["conv", "full_attention", "conv"]),
+            "bias": dict(conv_bias=True, block_auto_adjust_ff_dim=False, layer_types=["conv", "conv", "full_attention"]),
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        {"experts": dict(num_dense_layers=1, layer_types=["conv", "full_attention", "conv"], **MOE)},
+    ),
+    "bamba": ("BambaConfig", {"Mamba-2": dict(MAMBA, attn_layer_indices=[1])}),
+    "granitemoehybrid": (
+        "GraniteMoeHybridConfig",
+        {
+            "experts, NoPE": dict(
+                MAMBA, layer_types=HYBRID, num_local_experts=4, shared_intermediate_size=20, residual_multiplier=0.4
+            ),
+            "dense, RoPE": dict(
+                MAMBA, layer_types=HYBRID, num_local_experts=0, shared_intermediate_size=40, position_embedding_type="rope"
+            ),
+        },
+    ),
+    "falcon_h1": (
+        "FalconH1Config",
+        {
+            "side by side": dict(MAMBA, mamba_d_ssm=24, mamba_d_state=32, mamba_rms_norm=True),
+            "scales": dict(
+                MAMBA,
+                mamba_d_ssm=24,
+                mamba_d_state=32,
+                key_multiplier=0.7,
+                attention_in_multiplier=1.2,
+                attention_out_multiplier=0.8,
+                mlp_multipliers=[0.9, 1.1],
+                ssm_multipliers=[0.5, 0.7, 1.2, 1.3, 0.9],
+                ssm_in_multiplier=1.1,
+                ssm_out_multiplier=0.6,
+                embedding_multiplier=2.0,
+                lm_head_multiplier=0.5,
+                projectors_bias=True,
+            ),
+        },
+    ),
+    "mamba2": ("Mamba2Config", {"no attention": dict(num_heads=4, head_dim=16, state_size=6, n_groups=2)}),
+    "nemotron": ("NemotronConfig", {"squared ReLU, half rotated": {}}),
+    "arcee": ("ArceeConfig", {"squared ReLU": {}}),
+    "jais2": ("Jais2Config", {"LayerNorm, biases": {}}),
+    "seed_oss": ("SeedOssConfig", {"biases": dict(head_dim=12), "output bias": dict(head_dim=8, attention_out_bias=True)}),
+    "helium": ("HeliumConfig", {"interleaved": dict(head_dim=8)}),
+    "exaone4": (
+        "Exaone4Config",
+        {
+            "windows, NoPE": dict(sliding_window=6, layer_types=MIXED),
+            "no window": dict(sliding_window=None, layer_types=["full_attention"] * 3),
+        },
+    ),
+    "apertus": (
+        "ApertusConfig",
+        {"xIELU": dict(hidden_act="xielu"), "llama3": dict(rope_parameters=dict(rope_theta=500.0, **LLAMA3))},
+    ),
+    "hunyuan_v1_dense": (
+        "HunYuanDenseV1Config",
+        {
+            "norms after RoPE": dict(head_dim=16),
+            "NTK alpha": dict(head_dim=8, rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, alpha=50.0, factor=1.0)),
+        },
+    ),
+    "cwm": (
+        "CwmConfig",
+        {"windows": dict(sliding_window=6, layer_types=MIXED, head_dim=8, rope_parameters=dict(rope_theta=500.0, **LLAMA3))},
+    ),
+    "nanochat": ("NanoChatConfig", {"reversed rotation": {}}),
+    "hyperclovax": (
+        "HyperCLOVAXConfig",
+        {"post norms": dict(residual_multiplier=0.4, logits_scaling=0.7), "no post norms": dict(use_post_norm=False)},
+    ),
+    "vaultgemma": ("VaultGemmaConfig", {"one norm a part": dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=24)}),
+    "persimmon": ("PersimmonConfig", {"q/k norms": {}}),
+    "opt": (
+        "OPTConfig",
+        {
+            "offset positions": dict(ffn_dim=56, max_position_embeddings=128, pad_token_id=0),
+            "norms of sums": dict(ffn_dim=56, max_position_embeddings=128, do_layer_norm_before=False),
+        },
+    ),
+    "biogpt": ("BioGptConfig", {"scaled embedding": dict(max_position_embeddings=128)}),
+    "xglm": ("XGLMConfig", {"sinusoids": dict(ffn_dim=56, max_position_embeddings=128)}),
+    "gpt_neo": (
+        "GPTNeoConfig",
+        {
+            "local and global": dict(
+                max_position_embeddings=128, window_size=6, attention_types=[[["global", "local"], 1], [["local"], 1]]
+            )
+        },
+    ),
+    "codegen": ("CodeGenConfig", {"fused in four parts": dict(rotary_dim=4, **GPT2)}),
+    "bloom": ("BloomConfig", {"ALiBi": {}, "ALiBi, 6 heads": dict(hidden_size=48, num_attention_heads=6)}),
+    "mpt": (
+        "MptConfig",
+        {"ALiBi": dict(attn_config=dict(clip_qkv=0.9)), "ALiBi, 6 heads": dict(hidden_size=48, num_attention_heads=6)},
+    ),
+    "openai-gpt": ("OpenAIGPTConfig", {"norms of sums": dict(max_position_embeddings=128)}),
     "gpt_oss": (
         "GptOssConfig",
         {
@@ -293,11 +566,22 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return float((actual - expected).abs().max() / expected.abs().max())
 
 
+def tolerance(config: Config) -> float:
+    """Return the largest difference from transformers, relative to the largest logit.
+
+    Recurrent mixers normalize sums that may be small: changing the embedding by 1e-7 of itself changes their logits by 1e-5
+    to 1e-4, and transformers differs from itself by as much when it computes a text token by token.
+    """
+    return 3e-5 if any(layer.mixer for layer in config.layers) else 1e-5
+
+
 def redraw(model: torch.nn.Module, seed: int = 0) -> None:
     """Give every tensor random values, so that ignoring it changes the output (default biases are zero)."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
+        # transformers stores the biases that correct the selection of experts as buffers
+        biases = (buffer for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias")))
+        for parameter in (*model.parameters(), *biases):
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:
                 parameter += 0.3 * noise

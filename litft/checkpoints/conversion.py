@@ -1,7 +1,7 @@
 """Map Hugging Face tensors to litft tensors and back: each model family has a list of rules that work in both directions.
 
-A pattern is a tensor name with placeholders: `{}` matches a number, `{a|b}` matches either text (`a` is used for writing),
-and `{*}` matches any text.
+A pattern is a tensor name with placeholders: `{}` matches a number, `{1,5}` one of these numbers, `{a|b}` either text (`a`
+is used for writing), and `{*}` any text.
 """
 
 import re
@@ -59,7 +59,7 @@ class Split(_SingleTensorRule):
 
     Its rows repeat `groups` times: sizes[0] rows of the first Linear, sizes[1] rows of the second, and so on. A simple
     concatenation has one group; GPT-NeoX interleaves q, k and v per head. Biases are split the same way, stacks (E, O, I)
-    along O.
+    along O. squeezed: an additional dimension of size 1 in the Hugging Face tensor, for the weight of a convolution.
     """
 
     hf_name: str
@@ -67,6 +67,7 @@ class Split(_SingleTensorRule):
     sizes: tuple[int, ...]
     groups: int = 1
     transposed: bool = False
+    squeezed: int | None = None
 
     def split_rows(self, rows: Tensor) -> list[Tensor]:
         """Split (..., groups * sum(sizes), I) into one (..., groups * size, I) per Linear."""
@@ -80,11 +81,13 @@ class Split(_SingleTensorRule):
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """Convert [fused Hugging Face tensor] to one litft tensor per Linear."""
-        return self.split_rows(_transposed_if(tensors[0], self.transposed))
+        fused = _transposed_if(tensors[0], self.transposed)
+        return self.split_rows(fused if self.squeezed is None else fused.squeeze(self.squeezed))
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """Convert one litft tensor per Linear to [fused Hugging Face tensor]."""
-        return [_transposed_if(self.join_rows(tensors), self.transposed)]
+        fused = _transposed_if(self.join_rows(tensors), self.transposed)
+        return [fused if self.squeezed is None else fused.unsqueeze(self.squeezed)]
 
 
 @dataclass(frozen=True)
@@ -129,6 +132,26 @@ class Shift(_SingleTensorRule):
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """Convert [litft tensor] to [stored tensor]."""
         return [tensor + self.offset for tensor in tensors]
+
+
+@dataclass(frozen=True)
+class Squeeze(_SingleTensorRule):
+    """The Hugging Face tensor has additional dimensions of size 1, such as the weight of a depthwise convolution."""
+
+    hf_name: str
+    name: str
+    dims: tuple[int, ...]
+
+    def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Convert [Hugging Face tensor] to [litft tensor]."""
+        return [tensor.squeeze(self.dims) for tensor in tensors]
+
+    def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Convert [litft tensor] to [Hugging Face tensor]."""
+        tensor = tensors[0]
+        for dim in self.dims:
+            tensor = tensor.unsqueeze(dim)
+        return [tensor]
 
 
 @dataclass(frozen=True)
@@ -207,7 +230,7 @@ class Drop:
     hf_name: str
 
 
-Writable = Rename | Split | Interleave | Shift | Stack
+Writable = Rename | Split | Interleave | Shift | Squeeze | Stack
 Rule = Writable | Dequantize | Drop
 
 
@@ -310,6 +333,8 @@ def _compiled(pattern: str) -> re.Pattern:
 def _choice(text: str) -> str:
     if text in ("", "*"):
         return {"": r"(\d+)", "*": ".*"}[text]
+    if _is_numbers(text):
+        return f"({text.replace(',', '|')})"
     return f"(?:{'|'.join(map(re.escape, text.split('|')))})"
 
 
@@ -319,4 +344,12 @@ def _match(pattern: str, name: str) -> re.Match | None:
 
 def _fill(pattern: str, numbers: Iterable[str]) -> str:
     numbers = iter(numbers)
-    return re.sub(r"\{([^}]*)\}", lambda match: match[1].split("|")[0] if match[1] else next(numbers), pattern)
+
+    def fill(match: re.Match) -> str:
+        return next(numbers) if not match[1] or _is_numbers(match[1]) else match[1].split("|")[0]
+
+    return re.sub(r"\{([^}]*)\}", fill, pattern)
+
+
+def _is_numbers(text: str) -> bool:
+    return text.replace(",", "").isdigit()

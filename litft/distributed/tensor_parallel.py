@@ -21,7 +21,8 @@ from litft.model.transformer import GPT
 # B batch, T tokens, C channels, H heads, D head dim, V vocabulary
 
 KEY_VALUE = ("k_proj", "v_proj", "k_norm")  # may have fewer heads than there are processes
-COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")  # sharded along the output dimension
+# sharded along the output dimension
+COLUMN_PARALLEL = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "q_b_proj", "kv_b_proj")
 ROW_PARALLEL = ("o_proj", "down_proj")  # sharded along the input dimension
 OUTPUT_DIM = {"weight": -2, "lora_b": -2, "bias": -1, "lora_m": -1, "adapter_scale": -1, "adapter_bias": -1}
 INPUT_DIM = {"weight": -1, "lora_a": -1}
@@ -30,6 +31,9 @@ MAX_SUGGESTED_PROCESSES = 64  # highest number of processes that the error messa
 
 def check_divides(config: Config, processes: int) -> None:
     """Raise ValueError naming the sizes of the model that cannot be split evenly over so many processes."""
+    if any(layer.mixer for layer in config.layers):
+        reason = "tensor parallelism does not support layers with a recurrent mixer"
+        raise ValueError(f"--devices {processes}: {reason}; use one device, or several that hold a part of the layers each")
     counts = {"num_attention_heads": config.n_heads}
     if not all(layer.experts for layer in config.layers):
         counts["the MLP's hidden size"] = config.hidden_dim
@@ -58,10 +62,19 @@ class TensorParallelPlacement(WeightPlacement):
         def narrow(experts):
             return replace(experts, hidden_dim=experts.hidden_dim // self.size, shared_dim=experts.shared_dim // self.size)
 
-        layers = (replace(layer, experts=layer.experts and narrow(layer.experts)) for layer in config.layers)
+        layers = (
+            replace(
+                layer,
+                experts=layer.experts and narrow(layer.experts),
+                hidden_dim=layer.hidden_dim and layer.hidden_dim // self.size,
+            )
+            for layer in config.layers
+        )
+        local_heads = config.n_heads // self.size
         return replace(
             config,
-            n_heads=config.n_heads // self.size,
+            n_heads=local_heads,
+            alibi=config.alibi[self.rank * local_heads : (self.rank + 1) * local_heads],
             n_kv_heads=max(1, config.n_kv_heads // self.size),
             hidden_dim=config.hidden_dim // self.size,
             layers=tuple(layers),

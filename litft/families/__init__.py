@@ -34,24 +34,31 @@ def families() -> dict[str, ModuleType]:
 
 # Valid values of config.json fields, for all families. Downloaded files are checked once, here, before any arithmetic.
 _SIZES = (
-    "hidden_size intermediate_size num_attention_heads vocab_size max_position_embeddings n_embd "
+    "hidden_size num_attention_heads vocab_size max_position_embeddings n_embd "
     "n_head n_positions moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok "
-    "decoder_sparse_step query_pre_attn_scalar sliding_window_pattern no_rope_layer_interval"
+    "decoder_sparse_step query_pre_attn_scalar no_rope_layer_interval d_model ffn_dim attention_heads n_heads "
+    "num_heads max_seq_len window_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
+    "global_attn_every_n_layers moe_layer_interval"
 ).split()
-_COUNTS = "num_hidden_layers n_layer num_experts num_local_experts".split()  # one Python object each, hence a low maximum
+# one Python object each, hence a low maximum
+_COUNTS = "num_hidden_layers n_layer n_layers num_layers n_routed_experts moe_num_experts".split()
 _SIZES_OR_NULL = (
-    "num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
-    "rotary_dim num_ln_in_parallel_attn"
+    "intermediate_size num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
+    "rotary_dim num_ln_in_parallel_attn n_group topk_group q_lora_rank v_head_dim prefix_dense_intermediate_size"
 ).split()
 _POSITIVE = (
-    "rms_norm_eps rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon rotary_emb_base rotary_pct "
-    "rope_local_base_freq attention_multiplier embedding_multiplier residual_multiplier logits_scaling logit_scale "
-    "swiglu_alpha swiglu_limit"
+    "rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon rotary_emb_base rotary_pct "
+    "rope_local_base_freq embedding_multiplier residual_multiplier logits_scaling "
+    "swiglu_alpha swiglu_limit norm_eps routed_scaling_factor route_scale"
 ).split()
-_POSITIVE_OR_NULL = "clip_qkv attn_logit_softcapping final_logit_softcapping".split()
+_POSITIVE_OR_NULL = (
+    "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier logit_scale rms_norm_eps"
+).split()
 _FLAGS = (
     "attention_bias mlp_bias tie_word_embeddings use_bias use_qkv_bias qkv_bias bias use_sliding_window qk_layernorm "
-    "use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx"
+    "use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx "
+    "attention_out_bias use_post_norm enable_bias do_layer_norm_before layer_norm_elementwise_affine scale_embedding "
+    "mup_enabled lm_head_bias"
 ).split()
 _FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn use_bidirectional_attention".split()
 _TEXTS = "hidden_act model_type activation_function activation".split()
@@ -61,6 +68,10 @@ _LARGEST = 10**9  # a larger size means a broken file, and would run out of memo
 
 def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LARGEST
+
+
+def _is_count(value: Any) -> bool:
+    return _is_size(value) and value <= 10_000
 
 
 def _is_size_or_0(value: Any) -> bool:
@@ -81,11 +92,20 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number of at least 1, or null")),
     "sliding_window": (_or_null(_is_size_or_0), "a whole number, or null"),
     "max_window_layers": (_is_size_or_0, "a whole number"),
+    "sliding_window_pattern": (
+        lambda value: _is_size_or_0(value) or isinstance(value, str | None),
+        "a whole number or text",
+    ),
     **dict.fromkeys(_POSITIVE, (is_positive, "a number above 0")),
     **dict.fromkeys(_POSITIVE_OR_NULL, (_or_null(is_positive), "a number above 0, or null")),
     **dict.fromkeys(_FLAGS, (_is(bool), "true or false")),
     **dict.fromkeys(_FLAGS_OR_NULL, (_or_null(_is(bool)), "true, false or null")),
-    **dict.fromkeys(_COUNTS, (lambda value: _is_size(value) and value <= 10_000, "a whole number from 1 to 10,000")),
+    **dict.fromkeys(_COUNTS, (_is_count, "a whole number from 1 to 10,000")),
+    "num_local_experts": (lambda value: value == 0 or _is_count(value), "a whole number from 1 to 10,000"),  # Granite: 0
+    # Hunyuan lists one number a layer
+    **dict.fromkeys(
+        ("num_experts", "moe_topk"), (lambda value: _is_count(value) or isinstance(value, list), "a whole number")
+    ),
     **dict.fromkeys(_TEXTS, (_is(str), "text")),
     "hidden_activation": (_or_null(_is(str)), "text or null"),
     **dict.fromkeys(_LISTS_OR_NULL, (_or_null(_is(list)), "a list or null")),

@@ -1,13 +1,13 @@
-"""Cohere's Command-R, R+ and R7B, Aya: parallel blocks with one bias-free LayerNorm, interleaved RoPE."""
+"""Cohere's Command-R, R+, R7B and A, Aya: parallel blocks with one bias-free LayerNorm, interleaved RoPE."""
 
 from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.conversion import Rule
-from litft.families import llama
-from litft.model.config import Config, NormConfig
+from litft.families import deepseek, llama
+from litft.model.config import Config, ExpertsConfig, LayerConfig, NormConfig
 
-MODEL_TYPES = ("cohere", "cohere2")
+MODEL_TYPES = ("cohere", "cohere2", "cohere2_moe")
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -15,10 +15,14 @@ def config(hf: dict[str, Any]) -> Config:
 
     Cohere2 applies RoPE only in layers with a sliding window.
     """
-    is_cohere2 = hf["model_type"] == "cohere2"
+    is_cohere2 = hf["model_type"] != "cohere"
     hf = {"tie_word_embeddings": True, "max_position_embeddings": 8192, "sliding_window": 4096, **hf}
-    base = llama.config({**hf, "head_dim": None}, rope_theta=1e4 if is_cohere2 else 5e5)
+    is_mixture = hf["model_type"] == "cohere2_moe"
+    head_dim = hf.get("head_dim", 128) if is_mixture else None
+    base = llama.config({**hf, "head_dim": head_dim}, rope_theta=1e4 if is_cohere2 else 5e5)
     norm = NormConfig("layer", hf.get("layer_norm_eps", 1e-5))
+    if is_mixture and hf.get("rms_norm_eps") is not None:
+        norm = base.norm
     layers = base.layers
     if is_cohere2:
         pattern = hf.get("sliding_window_pattern", 4)
@@ -28,7 +32,7 @@ def config(hf: dict[str, Any]) -> Config:
         )
     return replace(
         base,
-        layers=layers,
+        layers=_with_experts(hf, base, list(layers)) if is_mixture else layers,
         norm=norm,
         mlp_bias=False,
         parallel=True,
@@ -36,11 +40,39 @@ def config(hf: dict[str, Any]) -> Config:
         rope_interleaved=True,
         qk_norm=norm if hf.get("use_qk_norm") else None,
         qk_norm_over="heads",
-        logit_scale=hf.get("logit_scale", 0.0625),
+        logit_scale=hf.get("logit_scale") or 0.0625,
     )
+
+
+def _with_experts(hf: dict[str, Any], base: Config, layers: list[LayerConfig]) -> tuple[LayerConfig, ...]:
+    """Return the layers of Cohere2 MoE; those of the dense prefix have RoPE in any case, and another width."""
+    num_shared, scoring = hf.get("num_shared_experts", 0), hf.get("expert_selection_fn", "softmax")
+    is_average = num_shared and hf.get("shared_expert_combination_strategy", "average") == "average"
+    experts = ExpertsConfig(
+        hf.get("num_experts", 8),
+        hf.get("num_experts_per_tok", 2),
+        base.hidden_dim,
+        renormalize=scoring == "softmax" or hf.get("norm_topk_prob", True),
+        shared_dim=base.hidden_dim * num_shared,
+        scoring=scoring,
+        output_scale=0.5 if is_average else 1.0,
+    )
+    layers = list(deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts))
+    for number, layer in enumerate(layers):
+        if not layer.experts:
+            forced = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
+            rope = base.layers[0].rope if forced else layer.rope
+            layers[number] = replace(layer, rope=rope, hidden_dim=hf.get("prefix_dense_intermediate_size"))
+    return tuple(layers)
 
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with a single norm per layer."""
     names = llama.ATTENTION | llama.QK_NORMS | llama.MLP | {"attention_norm": "input_layernorm"}
-    return [*llama.embedding_and_head(config), *llama.rename_modules(names)]
+    mixture = deepseek.mixture_rules(config) if config.model_type == "cohere2_moe" else []
+    return [*mixture, *llama.embedding_and_head(config), *llama.rename_modules(names)]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """Return the rules for PEFT's names of experts and router."""
+    return deepseek.peft_rules(config)

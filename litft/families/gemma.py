@@ -8,7 +8,7 @@ from litft.checkpoints.conversion import Rename, Rule, Shift
 from litft.families import llama
 from litft.model.config import Config, NormConfig, RopeConfig
 
-MODEL_TYPES = ("gemma", "gemma2", "gemma3_text", "gemma3")
+MODEL_TYPES = ("gemma", "gemma2", "vaultgemma", "gemma3_text", "gemma3")
 GGUF = {
     "gemma": ("gemma", "GemmaForCausalLM"),
     "gemma2": ("gemma2", "Gemma2ForCausalLM"),
@@ -60,7 +60,7 @@ def config(hf: dict[str, Any]) -> Config:
     return replace(
         base,
         layers=layers,
-        norm_position="both",
+        norm_position="before" if hf["model_type"] == "vaultgemma" else "both",
         qk_norm=norm if is_gemma3 else None,
         attention_softcap=hf.get("attn_logit_softcapping", None if is_gemma3 else 50.0),
         logit_softcap=hf.get("final_logit_softcapping", None if is_gemma3 else 30.0),
@@ -78,8 +78,10 @@ def _ropes(hf: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names; Gemma 2 and 3 have norms before and after attention and MLP."""
-    if config.norm_position == "before":
+    if config.model_type == "gemma":
         return llama.rules(config)
+    if config.model_type == "vaultgemma":
+        return llama.rules(config, norms=llama.NORMS | {"mlp_norm": "pre_feedforward_layernorm"})
     norms = {
         "attention_norm": "input_layernorm",
         "attention_post_norm": "post_attention_layernorm",

@@ -1,49 +1,60 @@
-"""Granite 3 (IBM, 2024), dense and MoE: Llama with muP scales of activations and logits (arXiv 2203.03466)."""
+"""Granite 3 (IBM, 2024), dense and MoE, HyperCLOVA X: Llama with muP scales of activations and logits (arXiv 2203.03466)."""
 
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rename, Rule
+from litft.checkpoints.conversion import Rename, Rule, Split
 from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 
-MODEL_TYPES = ("granite", "granitemoe")
+MODEL_TYPES = ("granite", "hyperclovax", "granitemoe", "granitemoeshared")
 
 
 def config(hf: dict[str, Any]) -> Config:
-    """Read config.json; missing fields have the defaults of transformers' GraniteConfig and GraniteMoeConfig."""
-    base = llama.config(hf)
+    """Read config.json; missing fields have the defaults of transformers' classes for these model types."""
+    base, is_hyperclova = llama.config(hf), hf["model_type"] == "hyperclovax"
     experts = None
-    if hf["model_type"] == "granitemoe":
+    if hf["model_type"].startswith("granitemoe") and hf.get("num_local_experts", 8):
         experts = ExpertsConfig(
-            hf.get("num_local_experts", 8), hf.get("num_experts_per_tok", 2), base.hidden_dim, renormalize=True
+            hf.get("num_local_experts", 8),
+            hf.get("num_experts_per_tok", 2),
+            base.hidden_dim,
+            renormalize=True,
+            shared_dim=hf.get("shared_intermediate_size", 0),
         )
-    scale = float(hf.get("attention_multiplier", 1.0))
+    scale = float(hf.get("attention_multiplier") or (base.head_dim**-0.5 if is_hyperclova else 1.0))
+    logit_scale = hf.get("logits_scaling", 1.0)
     return replace(
         base,
         layers=tuple(replace(layer, experts=experts, attention_scale=scale) for layer in base.layers),
         embed_scale=float(hf.get("embedding_multiplier", 1.0)),
         residual_scale=float(hf.get("residual_multiplier", 1.0)),
-        logit_scale=1.0 / hf.get("logits_scaling", 1.0),
+        logit_scale=logit_scale if is_hyperclova else 1.0 / logit_scale,
+        norm_position="both" if is_hyperclova and hf.get("use_post_norm", True) else "before",
     )
 
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names; experts are two stacked tensors."""
-    if config.model_type == "granite":
-        return llama.rules(config)
+    if not config.layers[0].experts:
+        post_norms = {"attention_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
+        return [*llama.rules(config), *llama.rename_modules(post_norms)]
     moe_prefix = "model.layers.{}.block_sparse_moe."
     router = Rename(moe_prefix + "router.layer.weight", "blocks.{}.mlp.router.weight")
+    shared_prefix, shared_dim = "model.layers.{}.shared_mlp.", config.layers[0].experts.shared_dim
+    shared = tuple(f"blocks.{{}}.mlp.shared.{name}_proj.weight" for name in ("gate", "up"))
     return [
         *llama.rules(config),
         router,
+        Split(f"{shared_prefix}input_linear.weight", shared, (shared_dim,) * 2),
+        Rename(f"{shared_prefix}output_linear.weight", "blocks.{}.mlp.shared.down_proj.weight"),
         *mixtral.fused_experts(config, moe_prefix, "output_linear.weight", "input_linear.weight"),
     ]
 
 
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
-    if config.model_type == "granite":
+    if not config.layers[0].experts:
         return []
     moe_prefix = "model.layers.{}.block_sparse_moe."
     router = Rename(moe_prefix + "router.weight", "blocks.{}.mlp.router.weight")

@@ -20,6 +20,8 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float
     if not hf.get("head_dim") and hf["hidden_size"] % num_heads:
         raise ValueError(f"config.json: hidden_size {hf['hidden_size']} is not divisible by num_attention_heads {num_heads}")
     head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
+    if hf["intermediate_size"] is None:
+        raise KeyError("intermediate_size")
     layer = LayerConfig(rope=RopeConfig.from_hf(hf, head_dim, rope_theta, rope_fraction))
     return Config(
         model_type=hf["model_type"],
@@ -31,7 +33,7 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float
         n_kv_heads=hf.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
         layers=(layer,) * hf["num_hidden_layers"],
-        norm=NormConfig("rms", hf.get("rms_norm_eps", 1e-6)),
+        norm=NormConfig("rms", hf.get("rms_norm_eps") or 1e-6),
         activation=hf.get("hidden_act", "silu"),
         qkv_bias=hf.get("attention_bias", False),
         o_bias=hf.get("attention_bias", False),
@@ -42,14 +44,24 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float
 
 def sliding_layers(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[bool]:
     """Return which layers have a sliding window: from `layer_types`, or without it from the family's rule `is_sliding`."""
-    num_layers = hf["num_hidden_layers"]
-    supported = {"full_attention": False, "sliding_attention": True}
-    types = hf.get("layer_types")
-    if types is not None and (len(types) != num_layers or any(layer_type not in tuple(supported) for layer_type in types)):
+    return layer_kinds(hf, {"full_attention": False, "sliding_attention": True}, is_sliding)
+
+
+def layer_kinds(hf: dict[str, Any], supported: dict[str, bool], default: Callable[[int], bool]) -> list[bool]:
+    """Return which layers are of a kind: from `layer_types` by the values in `supported`, or without it from `default`."""
+    types, num_layers = hf.get("layer_types") or hf.get("layers_block_type"), hf["num_hidden_layers"]
+    if types is None:
+        return [default(index) for index in range(num_layers)]
+    if len(types) != num_layers or any(layer_type not in tuple(supported) for layer_type in types):
         raise ValueError(
             f"config.json: layer_types must list {num_layers} values from {', '.join(supported)}, found {types!r:.300}"
         )
-    return [is_sliding(n) for n in range(num_layers)] if types is None else [supported[layer_type] for layer_type in types]
+    return [supported[layer_type] for layer_type in types]
+
+
+def layers_with(config: Config, has: Callable[[LayerConfig], Any], prefix: str = "model.layers.") -> str:
+    """Return the prefix of names in the layers for which `has` is true, as a pattern of `litft.checkpoints.conversion`."""
+    return f"{prefix}{{{','.join(str(index) for index, layer in enumerate(config.layers) if has(layer))}}}."
 
 
 def layer_windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int | None]:

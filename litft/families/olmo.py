@@ -1,4 +1,7 @@
-"""OLMo 1, 2, 3 and OLMoE (arXiv 2402.00838, 2501.00656, 2409.02060): weightless norms in OLMo 1, post-norms in 2 and 3."""
+"""OLMo 1, 2, 3, OLMoE and FlexOlmo (arXiv 2402.00838, 2501.00656, 2409.02060, 2507.07024).
+
+OLMo 1 has weightless norms; OLMo 2, 3 and FlexOlmo have norms after attention and MLP.
+"""
 
 from dataclasses import replace
 from typing import Any
@@ -7,23 +10,25 @@ from litft.checkpoints.conversion import Rename, Rule
 from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig, NormConfig, RopeConfig
 
-MODEL_TYPES = ("olmo", "olmo2", "olmo3", "olmoe")
+MODEL_TYPES = ("olmo", "olmo2", "olmo3", "olmoe", "flex_olmo")
 
 
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of OlmoConfig, Olmo2Config, Olmo3Config or OlmoeConfig."""
     model_type, nested = hf["model_type"], llama.ropes_by_type(hf)
-    max_positions = 4096 if model_type == "olmoe" else 2048
-    hf = {"rms_norm_eps": 1e-5, "sliding_window": 4096, "max_position_embeddings": max_positions, **hf}
-    base = llama.config({**hf, "rope_parameters": None} if nested else hf, rope_theta=5e5 if model_type == "olmo3" else 1e4)
+    is_flex, max_positions = model_type == "flex_olmo", 4096 if model_type in ("olmoe", "flex_olmo") else 2048
+    hf = {"rms_norm_eps": 1e-6 if is_flex else 1e-5, "sliding_window": 4096, "max_position_embeddings": max_positions, **hf}
+    theta = 5e5 if is_flex or model_type == "olmo3" else 1e4
+    base = llama.config({**hf, "rope_parameters": None} if nested else hf, theta)
     base = replace(base, mlp_bias=False, qkv_clip=hf.get("clip_qkv"))
     if model_type == "olmo":
         return replace(base, norm=NormConfig("layer", 1e-5, weight=False))
     base = replace(base, qk_norm=base.norm, qk_norm_over="all")
-    if model_type == "olmoe":
+    if model_type in ("olmoe", "flex_olmo"):
+        base = replace(base, norm_position="after", qkv_clip=None) if is_flex else base
         experts = ExpertsConfig(
-            hf.get("num_experts", 64),
-            hf.get("num_experts_per_tok", 8),
+            hf.get("num_experts", 7 if is_flex else 64),
+            hf.get("num_experts_per_tok", 5 if is_flex else 8),
             base.hidden_dim,
             renormalize=hf.get("norm_topk_prob", False),
         )
@@ -55,7 +60,7 @@ def rules(config: Config) -> list[Rule]:
         *llama.embedding_and_head(config),
         *llama.rename_modules(llama.ATTENTION | llama.QK_NORMS | llama.MLP | norms),
     ]
-    if config.model_type != "olmoe":
+    if not config.layers[0].experts:
         return dense_rules
     projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     router = Rename("model.layers.{}.mlp.gate.weight", "blocks.{}.mlp.router.weight")
@@ -63,5 +68,5 @@ def rules(config: Config) -> list[Rule]:
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """Return the rules for PEFT's names of OLMoE's experts and router."""
-    return mixtral.peft_rules(config) if config.model_type == "olmoe" else []
+    """Return the rules for PEFT's names of experts and router."""
+    return mixtral.peft_rules(config) if config.layers[0].experts else []

@@ -35,6 +35,18 @@ def config(hf: dict[str, Any]) -> Config:
     windows = llama.layer_windows(
         hf, lambda index: not has_shared_expert or (index % 2 == 0 and index < hf["max_window_layers"])
     )
+    layers = tuple(
+        replace(layer, window=window, experts=experts)
+        for layer, window, experts in zip(base.layers, windows, layer_experts(hf, has_shared_expert), strict=True)
+    )
+    if has_shared_expert:
+        return replace(base, layers=layers, qkv_bias=hf["qkv_bias"], o_bias=False)
+    return replace(base, layers=layers, qk_norm=base.norm)
+
+
+def layer_experts(hf: dict[str, Any], has_shared_expert: bool) -> list[ExpertsConfig | None]:
+    """Return the experts of each layer, None for dense layers."""
+    num_layers = hf["num_hidden_layers"]
     experts = ExpertsConfig(
         hf.get("num_local_experts", hf["num_experts"]),  # the name in transformers 5
         hf["num_experts_per_tok"],
@@ -44,24 +56,18 @@ def config(hf: dict[str, Any]) -> Config:
         shared_gate=has_shared_expert,
     )
     dense_layers, step = hf.get("mlp_only_layers") or [], hf.get("decoder_sparse_step", 1)
-    sparse = [n not in dense_layers and (n + 1) % step == 0 and experts.count > 0 for n in range(len(windows))]
-    layers = tuple(
-        replace(layer, window=window, experts=experts if is_sparse else None)
-        for layer, window, is_sparse in zip(base.layers, windows, sparse, strict=True)
-    )
-    if has_shared_expert:
-        return replace(base, layers=layers, qkv_bias=hf["qkv_bias"], o_bias=False)
-    return replace(base, layers=layers, qk_norm=base.norm)
+    return [experts if n not in dense_layers and (n + 1) % step == 0 and experts.count else None for n in range(num_layers)]
 
 
-def rules(config: Config) -> list[Rule]:
-    """Return the rules for Llama's names, with separately stored experts."""
+def rules(config: Config, model: str = "model.") -> list[Rule]:
+    """Return the rules for Llama's names, with separately stored experts. model: the prefix of all names but the head's."""
+    layers = f"{model}layers.{{}}."
     names = {"mlp.router": "mlp.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
     names |= {f"mlp.shared.{n}_proj": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
     projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     has_experts = any(layer.experts for layer in config.layers)
-    stacks = mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections) if has_experts else []
-    return [*llama.rules(config), *llama.rename_modules(names), *stacks]
+    stacks = mixtral.stacked_experts(config, f"{layers}mlp.experts.{{}}.", projections) if has_experts else []
+    return [*llama.rules(config, model), *llama.rename_modules(names, layers), *stacks]
 
 
 def peft_rules(config: Config) -> list[Rule]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.distributed.devices import is_out_of_memory
 from litft.errors import summary
+from litft.inference.state_snapshots import RowStates, Snapshot, best_start, take_snapshot
 from litft.model.kv_cache import KVCache
 from litft.model.transformer import GPT
 
@@ -42,6 +43,8 @@ class Decoder:
         self.texts: list[list[int]] = [[] for _ in range(rows)]  # the token ids of each row, as far as the host has them
         self.lengths = [0] * rows  # tokens in the cache of each row, including those the host does not have yet
         ropes = [layer.rope for layer in model.config.layers if layer.rope]
+        # of recurrent mixers; empty for other networks
+        self.states = [RowStates() for _ in range(rows)] if KVCache.state_bytes(model.config) else []
         self._length_rope = next((rope for rope in ropes if rope.rope_type in LENGTH_DEPENDENT_ROPES), None)
         self.max_length = [self.capacity] * rows  # final length of each text, for ropes that depend on it
         self.processed = 0  # tokens that went through the model
@@ -60,6 +63,8 @@ class Decoder:
         for layer in [*self.cache.layers, *(self.prefill_cache.layers if separate else ())] if self.compiled else ():
             torch._dynamo.mark_static_address(layer.keys)  # without this, writes to the cache prevent CUDA graphs
             torch._dynamo.mark_static_address(layer.values)
+            for state in layer.states:
+                torch._dynamo.mark_static_address(state)
 
     def reserve(self, tokens: int) -> None:
         """Grow the capacity to `tokens`, at least doubling it, up to the model's context length. Cached tokens are kept."""
@@ -86,11 +91,18 @@ class Decoder:
             for text, can_share in zip(self.texts, shareable, strict=True)
         ]
         source_row = max(range(len(prefix_lengths)), key=lambda other: (prefix_lengths[other], other == row))
-        num_cached = min(prefix_lengths[source_row], len(ids) - 1)
+        num_cached, snapshot = min(prefix_lengths[source_row], len(ids) - 1), None
+        if self.states:
+            source_row, num_cached, snapshot = best_start(self.states, prefix_lengths, len(ids), row)
         cache = self.prefill_cache or self.views[row]
         if cache is not self.views[source_row]:
             cache.copy(self.views[source_row], num_cached)
         self.texts[row], self.lengths[row], self.max_length[row] = list(ids[:num_cached]), num_cached, max_length
+        if self.states:
+            self._restore(row, cache, num_cached, snapshot)
+            if num_cached == len(ids):
+                self.views[row].copy(cache, len(ids))
+                return snapshot.logits.clone()
         for start in range(num_cached, len(ids), PREFILL_CHUNK):
             logits = self.extend(row, ids[start : start + PREFILL_CHUNK], cache)
         if cache is not self.views[row]:
@@ -98,14 +110,47 @@ class Decoder:
         if logits.isnan().any():
             self.clear(row)
             raise BrokenModel(NOT_A_NUMBER)
+        if self.states:
+            self.states[row].prompt = take_snapshot(self.views[row], len(ids), logits[-1])
         return logits[-1]
+
+    def _restore(self, row: int, cache: KVCache, length: int, snapshot: Snapshot | None) -> None:
+        """Set the states in `cache` to those after the first `length` tokens: of a snapshot, or those that it has."""
+        if snapshot:
+            cache.restore(snapshot.states)
+        elif not length:
+            cache.clear_states()
+        self.states[row] = RowStates()
+        self.states[row].length = length
+        if snapshot:
+            self.states[row].piece = snapshot
+
+    def _catch_up(self, row: int) -> None:
+        """Bring the states of a row, whose text was cut, to the end of its text."""
+        states, length = self.states[row], self.lengths[row]
+        if states.length == length:
+            return
+        snapshot, ids = states.latest(length), self.texts[row]
+        prompt = states.prompt
+        start = snapshot.length if snapshot else 0
+        self._restore(row, self.views[row], start, snapshot)
+        self.states[row].prompt = prompt
+        self.texts[row], self.lengths[row] = ids[:start], start
+        for first in range(start, length, PREFILL_CHUNK):
+            self._extend(row, ids[first : min(first + PREFILL_CHUNK, length)], self.views[row], None)
 
     def extend(self, row: int, ids: Sequence[int], cache: KVCache | None = None) -> Tensor:
         """Append tokens to a row; return fp32 logits (T, V), or only the last token's (1, V) if `cache` is passed."""
-        tokens, length = torch.tensor([ids]).to(self.device), self.lengths[row]
+        if self.states and cache is None:
+            self._catch_up(row)
+            if len(ids) > 1:  # drafts, of which some may be rejected
+                self.states[row].piece = take_snapshot(self.views[row], self.lengths[row])
         logits_to_keep = None if cache is None else torch.tensor([[len(ids) - 1]]).to(self.device)
-        cache, positions = cache or self.views[row], None
-        cache.length = length
+        return self._extend(row, ids, cache or self.views[row], logits_to_keep)
+
+    def _extend(self, row: int, ids: Sequence[int], cache: KVCache, logits_to_keep: Tensor | None) -> Tensor:
+        tokens, length, positions = torch.tensor([ids]).to(self.device), self.lengths[row], None
+        cache.length, cache.active = length, None
         if self._length_rope is not None:
             cache.max_length = self.max_length[row]
         if self.compiled:
@@ -115,6 +160,8 @@ class Decoder:
         self.texts[row] += ids
         self.lengths[row] += len(ids)
         self.processed += len(ids)
+        if self.states:
+            self.states[row].length = self.lengths[row]
         return logits[0].to(torch.float32, copy=True)  # a copy can be modified outside inference mode
 
     def clear(self, row: int) -> None:
@@ -122,11 +169,15 @@ class Decoder:
         self.truncate(row, 0)
         for cache in filter(None, (self.views[row], self.prefill_cache)):
             cache.clear()
+        if self.states:
+            self.states[row] = RowStates()
 
     def truncate(self, row: int, length: int) -> None:
         """Keep only the first `length` tokens of a row."""
         del self.texts[row][length:]
         self.lengths[row] = length
+        if self.states:
+            self.states[row].truncate(length)
 
     def step(self, tokens: Tensor, active: Sequence[bool]) -> Tensor:
         """Run one decode step with tokens (B,) and return the logits (B, V) in fp32.
@@ -139,7 +190,12 @@ class Decoder:
             if self.lengths[row] == self.capacity:
                 assert not active[row]
                 self.truncate(row, self.capacity - 1)
+        for row in range(rows.start, rows.stop) if self.states else ():
+            if active[row]:
+                self._catch_up(row)
         cache, positions, lengths = self._cache_view(rows), None, self.lengths[rows]
+        if self.states:
+            cache.active = torch.tensor(active[rows]).to(self.device, non_blocking=True)
         if len(set(lengths)) == 1 and not self.compiled:
             cache.length = lengths[0]
         else:
@@ -150,6 +206,9 @@ class Decoder:
         logits = self._forward(self._forward_token, tokens[rows, None], positions=positions, cache=cache)[:, -1]
         self.lengths = [length + is_active for length, is_active in zip(self.lengths, active, strict=True)]
         self.processed += sum(active)
+        for row, is_active in enumerate(active if self.states else ()):
+            if is_active:
+                self.states[row].length = self.lengths[row]
         if len(lengths) == len(active):
             return logits.to(torch.float32, copy=True)
         all_logits = torch.zeros(len(active), logits.size(-1), device=self.device)

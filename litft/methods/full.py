@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from litft.methods.base import Method, Values
 from litft.methods.mixins import train_parameters
 from litft.methods.new_tokens import initial_rows
+from litft.model.mlp import CONSTANTS, stored_dtype
 from litft.model.placement import summon_full
 from litft.model.transformer import GPT
 
@@ -25,7 +26,8 @@ class Full(Method):
         """Extend embedding and head by the new tokens' rows, and make all parameters trainable."""
         if self.tokens:
             self._extend_vocabulary(model)
-        model.requires_grad_(True)
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not name.endswith(CONSTANTS))
 
     @torch.no_grad()
     def reset_parameters(self, model: GPT) -> None:
@@ -44,7 +46,8 @@ class Full(Method):
             names = [name for name, _ in model.named_parameters() if name not in self.frozen]
             train_parameters(model, names, torch.bfloat16, keep=False)
             for name in self.frozen:
-                model.get_parameter(name).data = model.get_parameter(name).data.bfloat16()
+                parameter = model.get_parameter(name)
+                parameter.data = parameter.data.to(stored_dtype(name, torch.bfloat16))
 
     def parameters(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return all parameters of the network; a tied head's weight appears once."""

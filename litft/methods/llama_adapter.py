@@ -24,7 +24,7 @@ from litft.model.config import Config
 from litft.model.kv_cache import LayerCache
 from litft.model.mlp import ExpertLinear, Grouping, by_expert
 from litft.model.packed_sequences import PackedSequences
-from litft.model.transformer import GPT
+from litft.model.transformer import GPT, Attention
 
 # B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, P prefix length, E experts
 
@@ -105,14 +105,17 @@ class Adapter(Method):
 
     def __init__(self, args: AdapterArgs) -> None:
         super().__init__(args)
-        self.layers = range(0)
+        self.layers: list[int] = []
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """Select the layers with a prefix; raise ValueError if `start_layer` is beyond the last layer."""
         num_layers, start = len(model.blocks), self.args.start_layer
         if self.args.prompt_length and start >= num_layers:
             raise ValueError(f"--adapter.start_layer {start}: this model has {num_layers} layers; choose a smaller number")
-        self.layers = range(start, num_layers) if self.args.prompt_length else range(0)
+        self.layers = [layer for layer in attention_layers(model) if layer >= start] if self.args.prompt_length else []
+        if self.args.prompt_length and not self.layers:
+            reason = "no layer from there on has attention with separate keys and values, to which a prefix could be added"
+            raise ValueError(f"--adapter.start_layer {start}: {reason}; choose a smaller number, or lora.py")
 
     def inject(self, model: GPT, keep: bool) -> None:
         """Add the prefixes to `model` and freeze all other parameters."""
@@ -156,8 +159,9 @@ class Adapter(Method):
             raise ValueError(
                 f"{folder / ADAPTER_CONFIG}: adapter_len {length!r} and adapter_layers {layers!r} do not fit the base model"
             )
-        method = cls(cls.flags(prompt_length=length, start_layer=len(model.blocks) - layers))
-        method.layers = range(len(model.blocks) - layers, len(model.blocks))
+        with_prefix = attention_layers(model)[-layers:] if layers else []
+        method = cls(cls.flags(prompt_length=length, start_layer=min(with_prefix, default=len(model.blocks))))
+        method.layers = with_prefix
         method.tokens = {token: [] for token in tokens}
         method.select_extra(model, values)
         method.attach(model)
@@ -246,6 +250,11 @@ class AdapterV2(Adapter):
 
 
 PREFIX = ("adaption_prompt", "adaption_gate")
+
+
+def attention_layers(model: GPT) -> list[int]:
+    """Return the layers whose attention can have a prefix: those with keys and values of every head."""
+    return [index for index, block in enumerate(model.blocks) if isinstance(block.attention, Attention)]
 
 
 def is_peft_compatible(config: Config) -> bool:

@@ -31,19 +31,21 @@ def attend(
     sinks: Tensor | None = None,
     cache: LayerCache | None = None,
     scale: float | None = None,
+    mask: Tensor | None = None,
 ) -> Tensor:
-    """Compute causal attention of q (B, H, T, D) over k and v (B, K, S, D); return (B, H, T, D).
+    """Compute causal attention of q (B, H, T, D) over k (B, K, S, D) and v (B, K, S, V); return (B, H, T, V).
 
     documents: a query sees only keys of its own document. window: a query sees at most this many keys, including its own.
     softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). sinks: (H,) logits that are included
     in each softmax and have no value vector (gpt-oss). cache: k and v are first added to it, and the queries are the tokens
-    of this call. scale: multiplies the scores; None means 1 / sqrt(D). Query head h uses key/value head h // (H / K).
+    of this call. scale: multiplies the scores; None means 1 / sqrt(D). mask: of a cache that the caller has updated.
+    Query head h uses key/value head h // (H / K).
     """
     scale = q.size(-1) ** -0.5 if scale is None else scale
     if cache is not None:
         k, v, mask = cache.update(k, v, window)
-        if mask is not None:
-            return _masked_attention(q, k, v, mask, softcap, sinks, scale)
+    if mask is not None:
+        return _masked_attention(q, k, v, mask, softcap, sinks, scale)
     if q.size(2) == 1 and window is not None:  # decode step: the newest token sees the last keys, so no mask is needed
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
     square, on_cpu = q.size(2) == k.size(2), device_type(q) == "cpu"
@@ -54,6 +56,10 @@ def attend(
             return eager_attend_documents(q, k, v, documents, window, softcap, sinks, scale)
         return _masked_attention(q, k, v, attention_mask(q, k, documents, window), softcap, sinks, scale)
     if square and q.size(2) > 1:
+        if v.size(3) != q.size(3):  # the kernels for whole sequences take one size; zeros add nothing
+            width = max(q.size(3), v.size(3))
+            padded = (F.pad(x, (0, width - x.size(3))) for x in (q, k, v))
+            return attend(*padded, documents, window, scale=scale)[..., : v.size(3)]
         if on_cpu:
             return attend_documents(q, k, v, _cu_seqlens(q, documents), window or 0, scale)[0]
         if (documents is not None or window is not None) and supports_varlen(q):
@@ -76,7 +82,7 @@ def _scaled_dot_product(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, sc
     """Call torch's kernel. With one query, the heads sharing a key head become queries of one head, so k is not copied."""
     if q.size(2) == 1 and q.size(1) != k.size(1):
         grouped = q.view(q.size(0), k.size(1), -1, q.size(3))  # (B, K, H / K, D)
-        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(q.shape)
+        return F.scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scale).reshape(*q.shape[:3], -1)
     # with dynamic shapes a comparison of sizes is symbolic: sdpa raises a TypeError for it, and Dynamo then runs the whole
     # function uncompiled without a warning; `bool()` leaves it symbolic, a branch does not
     is_causal, enable_gqa = True if causal else False, True if q.size(1) != k.size(1) else False  # noqa: SIM210

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+ALIBI_DIMS = 2  # entries that ALiBi adds to each query and key
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 
 
@@ -28,6 +29,7 @@ class RopeConfig:
     beta_fast: float = 32.0  # yarn
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
+    reversed: bool = False  # nanochat rotates by the negative angles
     query_beta: float = 0.0  # Ministral 3: queries at position p are multiplied by 1 + beta log(1 + floor(p / context))
     short_factor: tuple[float, ...] = ()  # longrope: one factor per frequency
     long_factor: tuple[float, ...] = ()
@@ -154,7 +156,11 @@ class NormConfig:
 
 @dataclass(frozen=True)
 class ExpertsConfig:
-    """A mixture of gated feed-forward experts; each token uses the `top_k` experts with the highest scores."""
+    """A mixture of feed-forward experts; each token uses the `top_k` experts with the highest scores.
+
+    scoring: how router logits become scores: softmax over all experts, sigmoid, or SparseMixer (arXiv 2310.00811) for two
+    experts, where logits that are lower than the highest by more than 2 `jitter` of it take no part in the softmax.
+    """
 
     count: int
     top_k: int
@@ -164,6 +170,14 @@ class ExpertsConfig:
     bias: bool = False  # of the experts' Linears
     shared_dim: int = 0  # hidden dim of the shared expert, which every token uses; 0: no shared expert
     shared_gate: bool = False  # multiply the shared expert's output by a sigmoid gate
+    scoring: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    jitter: float = 0.01  # sparsemixer
+    correction_bias: bool = False  # added to the scores for the selection only (arXiv 2408.15664)
+    groups: int = 1  # experts are only selected from the `top_groups` groups with the highest scores (arXiv 2412.19437)
+    top_groups: int = 1
+    group_score: Literal["top2", "max"] = "top2"  # of a group: the sum of its two highest scores, or the highest
+    weight_scale: float = 1.0  # multiplies the selected experts' weights
+    output_scale: float = 1.0  # multiplies the sum of routed and shared experts
 
     def __post_init__(self) -> None:
         if self.top_k > self.count:
@@ -171,6 +185,92 @@ class ExpertsConfig:
                 f"config.json: num_experts_per_tok {self.top_k} is more than the {self.count} experts; "
                 "download the file again"
             )
+        if self.count % self.groups or self.top_groups > self.groups or (self.groups > 1 and self.count < 2 * self.groups):
+            raise ValueError(
+                f"config.json: n_group {self.groups} and topk_group {self.top_groups} do not divide {self.count} experts; "
+                "download the file again"
+            )
+
+
+@dataclass(frozen=True)
+class LatentConfig:
+    """Multi-head latent attention (arXiv 2405.04434): sizes of the latent vectors and of a head's parts."""
+
+    dim: int  # of the vector from which keys and values are expanded
+    query_dim: int | None  # of the vector from which queries are expanded; None: they are projected directly
+    nope_dim: int  # entries of a head that are not rotated
+    rope_dim: int  # entries of a head that are rotated; the rotated key is shared by all heads
+    value_dim: int
+    norm: NormConfig = NormConfig()  # of both vectors
+
+    @property
+    def head_dim(self) -> int:
+        """The size of a query and of an expanded key."""
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """Gated DeltaNet (arXiv 2412.06464); with `row_decay`, Kimi Delta Attention (arXiv 2510.26692)."""
+
+    n_heads: int  # of values; each has a state of key_dim x value_dim
+    n_key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    norm_eps: float
+    row_decay: bool = False  # one decay for each row of the state, rather than one a head
+    negative_eigenvalues: bool = False  # write strengths up to 2 (arXiv 2411.12537)
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a text's state: inputs of the convolutions of queries, keys and values, and the matrices."""
+        widths = [self.n_key_heads * self.key_dim] * 2 + [self.n_heads * self.value_dim]
+        return *((self.conv_width - 1, width) for width in widths), (self.n_heads, self.key_dim, self.value_dim)
+
+
+@dataclass(frozen=True)
+class Mamba2Config:
+    """Mamba-2 (arXiv 2405.21060)."""
+
+    n_heads: int
+    head_dim: int
+    n_groups: int  # heads of a group share keys and queries
+    state_dim: int
+    conv_width: int
+    norm_eps: float
+    bias: bool = False  # of the projections
+    conv_bias: bool = True
+    norm: bool = True  # of the output, with the gate; False: only the gate
+    gate_first: bool = True  # the gate multiplies the output before the norm
+    step_limits: tuple[float, float] = (0.0, math.inf)
+    out_bias: bool = False
+    input_scale: float = 1.0  # Falcon-H1's muP scales: of the input, the output, and gate, values, keys, queries and steps
+    output_scale: float = 1.0
+    scales: tuple[float, ...] = ()
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of a text's state: inputs of the convolution, and the matrices."""
+        channels = self.n_heads * self.head_dim + 2 * self.n_groups * self.state_dim
+        return (self.conv_width - 1, channels), (self.n_heads, self.state_dim, self.head_dim)
+
+
+@dataclass(frozen=True)
+class ShortConvConfig:
+    """The gated short convolution of LFM2 (arXiv 2511.23404)."""
+
+    dim: int
+    width: int
+    bias: bool = False
+
+    @property
+    def state_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """The shape of a text's state: inputs of the convolution."""
+        return ((self.width - 1, self.dim),)
+
+
+MixerConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
 
 
 @dataclass(frozen=True)
@@ -181,6 +281,11 @@ class LayerConfig:
     window: int | None = None  # sliding window: a query sees at most this many keys, including its own
     experts: ExpertsConfig | None = None  # None: one dense MLP
     attention_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(head_dim)
+    hidden_dim: int | None = None  # of the dense MLP; None: the config's
+    latent: LatentConfig | None = None  # None: keys and values are projected directly
+    mixer: MixerConfig | None = None  # a recurrent mixer
+    attention: bool = True  # False: the layer has only the mixer, or only the MLP
+    mlp: bool = True
 
 
 @dataclass(frozen=True)
@@ -205,12 +310,19 @@ class Config:
     mlp_bias: bool = False
     head_bias: bool = False
     tied: bool = False  # the output head shares the embedding's weight
-    norm_position: Literal["before", "after", "both"] = "before"  # relative to attention and MLP
+    # of attention and MLP f: x + f(norm(x)), x + norm(f(x)), both of them, or norm(x + f(x))
+    norm_position: Literal["before", "after", "both", "residual"] = "before"
     parallel: bool = False  # attention and MLP read the same input, and their outputs are added
     shared_norm: bool = False  # with parallel: attention and MLP share one norm
     qk_norm: NormConfig | None = None
     qk_norm_over: Literal["head", "heads", "all"] = "head"  # one weight for all heads, one per head, one norm over all
+    qk_norm_after_rope: bool = False  # rather than before it
     qkv_clip: float | None = None
+    attention_out_scale: float = 1.0  # Falcon-H1's muP scales of the outputs of attention and MLP, and of the MLP's gate
+    mlp_out_scale: float = 1.0
+    mlp_gate_scale: float = 1.0
+    attention_gate: bool = False  # multiply the attention's output by the sigmoid of a projection of its input
+    alibi: tuple[float, ...] = ()  # slope of each query head, by which scores fall with the distance (arXiv 2108.12409)
     rope_interleaved: bool = False  # entry 2 i pairs with 2 i + 1, rather than i with i + dim / 2
     attention_softcap: float | None = None
     logit_softcap: float | None = None
@@ -219,6 +331,26 @@ class Config:
     residual_scale: float = 1.0
     logit_scale: float = 1.0
     learned_positions: bool = False  # a table of `max_positions` rows is added to the embedding
+    sinusoidal_positions: bool = False  # sine and cosine of the position are added to the embedding (arXiv 1706.03762)
+    position_offset: int = 0  # added to positions before they are looked up; the table has as many more rows
+    embed_norm: NormConfig | None = None  # of the embedding
+    final_norm: bool = True  # before the head
+
+    def cache_shape(self, layer: LayerConfig) -> tuple[int, int, int]:
+        """Return what the cache of a layer holds for a token: the number of heads, and the sizes of a key and a value."""
+        if not layer.attention:
+            return 0, 0, 0
+        if layer.latent:  # values are a part of the keys
+            return 1, layer.latent.dim + layer.latent.rope_dim, 0
+        return self.n_kv_heads, self.head_dim + (ALIBI_DIMS if self.alibi else 0), self.head_dim
+
+    def pair_dims(self, layer: LayerConfig) -> int:
+        """Return the multiplications for each pair of a query and a key: of the score, and of the weighted value."""
+        if not layer.attention:
+            return 0
+        if layer.latent:
+            return self.n_heads * (layer.latent.head_dim + layer.latent.value_dim)
+        return self.n_heads * 2 * self.head_dim
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:

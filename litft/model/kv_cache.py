@@ -2,9 +2,12 @@
 
 A cache has a fixed size and one row per text. If all rows have the same length, `length` is that length and new tokens are
 appended. Otherwise the caller passes the position of each token, which is also its index in the cache. A token does not see
-entries at later positions. So rows of different lengths need no padding, and rejected draft tokens are overwritten.
+entries at later positions. So rows of different lengths need no padding, and rejected draft tokens are overwritten. The
+states of recurrent mixers are those after the last token of a call: whoever truncates a text restores an earlier copy.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,25 +25,38 @@ class Call(NamedTuple):
     end: int  # the keys before it are attended to
     positions: Tensor | None  # (B, T); None: start to end in every row
     masks: dict[int | None, Tensor | None]  # by window; empty: the attention kernel needs no mask tensor
+    active: Tensor | None = None  # (B,), rows whose states change; None: all
 
 
 class LayerCache:
-    """One layer's keys and values, (B, K, S, D) each."""
+    """One layer's keys and values, (B, K, S, D) each, and the states of a recurrent mixer, (B, ...) each."""
 
-    def __init__(self, cache: "KVCache", keys: Tensor, values: Tensor) -> None:
-        self.cache, self.keys, self.values = cache, keys, values
+    def __init__(self, cache: "KVCache", keys: Tensor, values: Tensor, *states: Tensor) -> None:
+        self.cache, self.keys, self.values, self.states = cache, keys, values, states
+
+    def store(self, number: int, state: Tensor) -> None:
+        """Replace a state of the rows that this call computes."""
+        if (active := self.cache.call.active) is not None:
+            active = active.to(state.device).view(-1, *(1,) * (state.dim() - 1))
+            state = torch.where(active, state, self.states[number].to(state.dtype))
+        self.states[number].copy_(state)
 
     def update(self, keys: Tensor, values: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store (B, K, T, D); return all keys and values to attend to, (B, K, S, D), and a mask if one is needed."""
-        start, end, positions, masks = self.cache.call
+        start, end, positions, masks, _ = self.cache.call
         if positions is None:
             self.keys[:, :, start:end], self.values[:, :, start:end] = keys, values
         else:
             index = positions.to(keys.device)[:, None, :, None].expand_as(keys)
             self.keys.scatter_(2, index, keys)
-            self.values.scatter_(2, index, values)
+            self.values.scatter_(2, index[..., : values.size(3)], values)
         mask = masks.get(window)
         return self.keys[:, :, :end], self.values[:, :, :end], mask if mask is None else mask.to(keys.device)
+
+    def positions(self, device: torch.device) -> Tensor:
+        """Return the positions of the tokens of this call, (B or 1, T)."""
+        start, end, positions, *_ = self.cache.call
+        return torch.arange(start, end, device=device)[None] if positions is None else positions.to(device)
 
 
 class KVCache:
@@ -54,15 +70,24 @@ class KVCache:
         device: torch.device | str | list[torch.device] = "cpu",  # or one per layer
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        shape = (batch, config.n_kv_heads, capacity, config.head_dim)
+        shapes = [
+            tuple((batch, heads, capacity, size) for size in sizes)
+            for heads, *sizes in (config.cache_shape(layer) for layer in config.layers)
+        ]
         # zeros, since masked entries get weight 0 and 0 * NaN is NaN; two tensors, since torch.compile gives wrong results
         # for two views of one (torch 2.13, dynamic sizes)
         devices = device if isinstance(device, list) else [device] * len(config.layers)
-        storage = [tuple(torch.zeros(shape, device=layer_device, dtype=dtype) for _ in range(2)) for layer_device in devices]
+        storage = [
+            [torch.zeros(shape, device=on, dtype=dtype) for shape in pair] for on, pair in zip(devices, shapes, strict=True)
+        ]
+        for layer, tensors, on in zip(config.layers, storage, devices, strict=True):
+            state_shapes = layer.mixer.state_shapes if layer.mixer else ()
+            tensors += [torch.zeros(batch, *shape, device=on) for shape in state_shapes]  # fp32
         self._set_storage(storage, config)
 
-    def _set_storage(self, storage: list[tuple[Tensor, ...]], config: Config) -> None:
+    def _set_storage(self, storage: list[list[Tensor]], config: Config) -> None:
         self.config, self.capacity = config, storage[0][0].size(2)
+        self.active: Tensor | None = None  # (B,), rows whose states the next call changes; None: all
         self.layers = [LayerCache(self, *layer) for layer in storage]
         self.length = 0  # cached tokens, if equal for all rows
         self.max_length: int | Tensor = (
@@ -75,24 +100,47 @@ class KVCache:
     @staticmethod
     def token_bytes(config: Config, dtype: torch.dtype) -> int:
         """Return the bytes that one token takes in all layers."""
-        return 2 * len(config.layers) * config.n_kv_heads * config.head_dim * dtype.itemsize
+        shapes = (config.cache_shape(layer) for layer in config.layers)
+        return sum(heads * (key + value) for heads, key, value in shapes) * dtype.itemsize
+
+    @staticmethod
+    def state_bytes(config: Config) -> int:
+        """Return the bytes that the states of a text take in all layers, whatever its length."""
+        mixers = (layer.mixer for layer in config.layers if layer.mixer)
+        return sum(math.prod(shape) for mixer in mixers for shape in mixer.state_shapes) * torch.float32.itemsize
 
     def rows(self, start: int, stop: int) -> "KVCache":
         """Return a view of some rows, which shares this cache's memory."""
         view = KVCache.__new__(KVCache)
-        view._set_storage([(layer.keys[start:stop], layer.values[start:stop]) for layer in self.layers], self.config)
+        storage = [[x[start:stop] for x in (layer.keys, layer.values, *layer.states)] for layer in self.layers]
+        view._set_storage(storage, self.config)
         return view
 
     def copy(self, other: "KVCache", length: int) -> None:
-        """Copy the first `length` tokens of another cache with the same number of rows."""
+        """Copy the first `length` tokens, and the states, of another cache with the same number of rows."""
         for layer, source in zip(self.layers, other.layers, strict=True):
             layer.keys[:, :, :length], layer.values[:, :, :length] = source.keys[:, :, :length], source.values[:, :, :length]
+        self.restore(other.states())
+
+    def states(self) -> list[Tensor]:
+        """Return the states of all recurrent mixers."""
+        return [state for layer in self.layers for state in layer.states]
+
+    def restore(self, states: Sequence[Tensor]) -> None:
+        """Copy `states`, as from the method of that name, into this cache."""
+        for state, source in zip(self.states(), states, strict=True):
+            state.copy_(source)
+
+    def clear_states(self) -> None:
+        """Set all states to zero."""
+        for state in self.states():
+            state.zero_()
 
     def clear(self) -> None:
-        """Set all keys and values to zero."""
+        """Set all keys, values and states to zero."""
         for layer in self.layers:
-            layer.keys.zero_()
-            layer.values.zero_()
+            for tensor in (layer.keys, layer.values, *layer.states):
+                tensor.zero_()
 
     def begin(self, tokens: Tensor, positions: Tensor | None) -> None:
         """Prepare for new tokens (B, T), appended or at positions (B, T); raise ValueError if the capacity is exceeded."""
@@ -111,7 +159,7 @@ class KVCache:
             query_positions = key_positions[None, start:] if positions is None else positions
             windows = {layer.window for layer in self.config.layers}
             masks = {window: causal_mask(query_positions, key_positions, window) for window in windows}
-        self.call = Call(start, end, positions, masks)
+        self.call = Call(start, end, positions, masks, self.active)
 
     def end(self) -> None:
         """Finish a call, after its tokens have passed every layer."""

@@ -27,8 +27,34 @@ ACTIVATIONS = {
 }
 
 
+class XIELU(nn.Module):
+    """The activation xIELU (arXiv 2411.13010), with two trained scalars; beta and eps are constants of the checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+        self.beta, self.eps = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(-1e-6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        alpha_p, beta = F.softplus(self.alpha_p), self.beta.detach()
+        alpha_n = beta + F.softplus(self.alpha_n)
+        negative = (torch.expm1(torch.minimum(x, self.eps.detach())) - x) * alpha_n
+        return torch.where(x > 0, alpha_p * x * x, negative) + beta * x
+
+
+# name suffixes of parameters that no method trains
+CONSTANTS = (".correction_bias", ".activation.beta", ".activation.eps")
+
+
+def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a parameter in a network of `dtype`: bf16 would not distinguish corrected scores of experts."""
+    return torch.float32 if name.endswith(".correction_bias") else dtype
+
+
 def activation(config: Config) -> Callable[[Tensor], Tensor]:
     """Return the activation that config.json names; raise ValueError if it is not supported."""
+    if config.activation == "xielu":
+        return XIELU()
     if config.activation not in ACTIVATIONS:
         supported = ", ".join(ACTIVATIONS)
         raise ValueError(f"config.json: activation {config.activation!r} is not supported; known: {supported}")
@@ -73,13 +99,15 @@ class GatedMLP(nn.Module):
 
     def __init__(self, config: Config, hidden_dim: int) -> None:
         super().__init__()
-        self.gated = gate_function(config)
+        self.gated, self.gate_scale, self.out_scale = gate_function(config), config.mlp_gate_scale, config.mlp_out_scale
         self.gate_proj = Linear(config.dim, hidden_dim, bias=config.mlp_bias)
         self.up_proj = Linear(config.dim, hidden_dim, bias=config.mlp_bias)
         self.down_proj = Linear(hidden_dim, config.dim, bias=config.mlp_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.gated(*self.projections(x)))
+        gate, up = self.projections(x)
+        y = self.down_proj(self.gated(gate if self.gate_scale == 1 else gate * self.gate_scale, up))
+        return y if self.out_scale == 1 else y * self.out_scale
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up; overridden where one matrix computes both."""
@@ -99,12 +127,35 @@ class PlainMLP(nn.Module):
         return self.down_proj(self.activation(self.up_proj(x)))
 
 
-def route(scores: Tensor, top_k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """Select experts from router scores (tokens, E); return their probabilities and indices, (tokens, top_k) each."""
-    weights, chosen = scores.float().softmax(-1).topk(top_k, dim=-1)
-    if renormalize:
+def route(logits: Tensor, experts: ExpertsConfig, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Select experts from router logits (tokens, E); return their weights and indices, (tokens, top_k) each."""
+    if experts.scoring == "sparsemixer":
+        return _sparse_mixer(logits, experts.jitter)
+    scores = logits.float().sigmoid() if experts.scoring == "sigmoid" else logits.float().softmax(-1)
+    priority = scores if correction_bias is None else scores + correction_bias
+    if experts.groups > 1:
+        grouped = priority.unflatten(-1, (experts.groups, -1))  # (tokens, groups, E / groups)
+        group_scores = grouped.topk(2, dim=-1).values.sum(-1) if experts.group_score == "top2" else grouped.amax(-1)
+        excluded = torch.ones_like(group_scores, dtype=torch.bool)
+        excluded = excluded.scatter(-1, group_scores.topk(experts.top_groups, dim=-1).indices, False)
+        priority = grouped.masked_fill(excluded[..., None], float("-inf")).flatten(-2)
+    chosen = priority.topk(experts.top_k, dim=-1).indices
+    weights = scores.gather(-1, chosen)
+    if experts.renormalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights.to(scores.dtype), chosen
+    return (weights * experts.weight_scale).to(logits.dtype), chosen
+
+
+def _sparse_mixer(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:
+    """Select two experts; the weight of each is its probability among those that are close to it (arXiv 2310.00811)."""
+    weights, chosen, remaining = [], [], logits
+    for _ in range(2):
+        highest, index = remaining.max(dim=-1, keepdim=True)
+        is_far = (highest - logits) / logits.abs().clamp(min=highest) > 2 * jitter
+        weights.append(remaining.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, index))
+        chosen.append(index)
+        remaining = remaining.scatter(-1, index, float("-inf"))
+    return torch.cat(weights, -1), torch.cat(chosen, -1)
 
 
 class Grouping(NamedTuple):
@@ -211,16 +262,20 @@ class MoE(nn.Module):
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
-        self.count, self.top_k, self.renormalize = experts.count, experts.top_k, experts.renormalize
+        self.count, self.top_k, self.config = experts.count, experts.top_k, experts
         self.router = Linear(config.dim, experts.count, bias=experts.router_bias)
         self.experts = ExpertStack(config, experts)
         self.shared = GatedMLP(config, experts.shared_dim) if experts.shared_dim else None
         self.shared_gate = Linear(config.dim, 1, bias=False) if experts.shared_gate else None
+        # fp32: a bf16 sum would not distinguish the experts' scores
+        bias = nn.Parameter(torch.zeros(experts.count, dtype=torch.float32)) if experts.correction_bias else None
+        self.register_parameter("correction_bias", bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, T, C): the weighted outputs of each token's experts of x (B, T, C), plus the shared expert's."""
         flat = x.flatten(0, 1)  # (B T, C)
-        weights, chosen = route(self.router(flat), self.top_k, self.renormalize)  # (B T, top_k)
+        bias = None if self.correction_bias is None else self.correction_bias.detach()
+        weights, chosen = route(self.router(flat), self.config, bias)  # (B T, top_k)
         expert, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(self.count, device=x.device), right=True, out_int32=True)
         y = self.experts(flat[order // chosen.size(1)], Grouping(expert, ends))
@@ -230,11 +285,11 @@ class MoE(nn.Module):
         if self.shared is not None:
             shared_output = self.shared(flat)
             y = y + (shared_output if self.shared_gate is None else shared_output * torch.sigmoid(self.shared_gate(flat)))
-        return y.view_as(x)
+        return (y if self.config.output_scale == 1 else y * self.config.output_scale).view_as(x)
 
 
 def make_mlp(config: Config, layer: LayerConfig) -> nn.Module:
     """Build the feed-forward part of one layer."""
     if layer.experts is not None:
         return MoE(config, layer.experts)
-    return (GatedMLP if config.gated else PlainMLP)(config, config.hidden_dim)
+    return (GatedMLP if config.gated else PlainMLP)(config, layer.hidden_dim or config.hidden_dim)

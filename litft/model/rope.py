@@ -26,6 +26,7 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
         frequencies = _yarn(frequencies, rope)
     elif rope.rope_type == "longrope":
         return frequencies / torch.tensor(rope.short_factor), frequencies / torch.tensor(rope.long_factor)
+    frequencies = -frequencies if rope.reversed else frequencies
     return frequencies, frequencies
 
 

@@ -11,11 +11,14 @@ from torch import Tensor, nn
 from litft.model.attention import attend
 from litft.model.config import Config, LayerConfig
 from litft.model.kv_cache import KVCache, LayerCache
+from litft.model.latent_attention import LatentAttention
 from litft.model.linear import Linear
 from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy
+from litft.model.mixers import make_mixer
 from litft.model.mlp import make_mlp
 from litft.model.norm import Norm, apply_norm, make_qk_norm
 from litft.model.packed_sequences import PackedSequences
+from litft.model.positions import add_alibi, sinusoids
 from litft.model.rope import CosSin, RotaryEmbedding, rotate, rotate_interleaved
 
 # B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, V vocabulary
@@ -34,19 +37,32 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.o_proj = Linear(width, config.dim, bias=config.o_bias)
+        self.gate_proj = Linear(config.dim, width, bias=False) if config.attention_gate else None
         self.q_norm, self.k_norm = make_qk_norm(config, config.n_heads), make_qk_norm(config, config.n_kv_heads)
+        self.norm_after_rope, self.alibi, self.out_scale = (
+            config.qk_norm_after_rope,
+            config.alibi,
+            config.attention_out_scale,
+        )
+        if self.alibi and self.scale is None:
+            self.scale = config.head_dim**-0.5  # of the head without ALiBi's entries
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
     def forward(
         self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
         q, k, v = map(self.split, self.projections(x))
-        q, k, v = self.heads(apply_norm(self.q_norm, q)), self.heads(apply_norm(self.k_norm, k)), self.heads(v)
+        if not self.norm_after_rope:
+            q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        q, k, v = self.heads(q), self.heads(k), self.heads(v)
         if cos_sin is not None:
             q, k = self.apply_rotary(q, k, cos_sin)
             q = q if cos_sin.query_scale is None else q * cos_sin.query_scale
-        y = self.attend(q, k, v, documents, cache)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        if self.norm_after_rope:
+            q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        y = self.attend(q, k, v, documents, cache).transpose(1, 2).flatten(2)
+        y = self.o_proj(y if self.gate_proj is None else y * torch.sigmoid(self.gate_proj(x)))
+        return scaled(y, self.out_scale)
 
     def apply_rotary(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, ...]:
         """Rotate queries and keys; in a decode step both at once, since each operation adds latency."""
@@ -57,6 +73,9 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
         """Return the attention output (B, H, T, D); overridden by methods that add keys and values, such as prefixes."""
+        if self.alibi:
+            positions = torch.arange(q.size(2), device=q.device)[None] if cache is None else cache.positions(q.device)
+            q, k = add_alibi(q, k, positions, torch.tensor(self.alibi, device=q.device), self.scale)
         return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
@@ -81,27 +100,56 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
-        before, after = config.norm_position != "after", config.norm_position != "before"
+        before, after = config.norm_position in ("before", "both"), config.norm_position != "before"
         self.scale = config.residual_scale
-        self.attention_norm = Norm(config.norm, config.dim) if before else None
-        self.attention = Attention(config, layer)
-        self.attention_post_norm = Norm(config.norm, config.dim) if after else None
-        self.mlp_norm = Norm(config.norm, config.dim) if before and not config.shared_norm else None
-        self.mlp = make_mlp(config, layer)
-        self.mlp_post_norm = Norm(config.norm, config.dim) if after else None
+        mixes, has_mlp_norm = bool(layer.attention or layer.mixer), before and not config.shared_norm
+        self.attention_norm = Norm(config.norm, config.dim) if before and mixes else None
+        self.attention = make_attention(config, layer)
+        self.mixer = make_mixer(config, layer)
+        self.attention_post_norm = Norm(config.norm, config.dim) if after and mixes else None
+        self.mlp_norm = Norm(config.norm, config.dim) if has_mlp_norm and layer.mlp else None
+        self.mlp = make_mlp(config, layer) if layer.mlp else None
+        self.mlp_post_norm = Norm(config.norm, config.dim) if after and layer.mlp else None
 
     def forward(
         self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
     ) -> Tensor:
-        y = self.attention(apply_norm(self.attention_norm, x), cos_sin, documents, cache)
-        x = x + scaled(apply_norm(self.attention_post_norm, y), self.scale)
+        if self.attention is not None or self.mixer is not None:
+            y = self.mix(apply_norm(self.attention_norm, x), cos_sin, documents, cache)
+            x = x + scaled(apply_norm(self.attention_post_norm, y), self.scale)
+        if self.mlp is None:
+            return x
         y = self.mlp(apply_norm(self.mlp_norm, x))
         return x + scaled(apply_norm(self.mlp_post_norm, y), self.scale)
+
+    def mix(self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+        """Return what attention, a recurrent mixer, or the sum of both computes from x (B, T, C)."""
+        if self.mixer is None:
+            return self.attention(x, cos_sin, documents, cache)
+        y = self.mixer(x, documents, cache)
+        return y if self.attention is None else y + self.attention(x, cos_sin, documents, cache)
+
+
+def make_attention(config: Config, layer: LayerConfig) -> nn.Module | None:
+    """Build the attention of a layer, or return None if it has none."""
+    if not layer.attention:
+        return None
+    return (LatentAttention if layer.latent else Attention)(config, layer)
 
 
 def scaled(x: Tensor, scale: float) -> Tensor:
     """Return x * scale, or x itself if scale is 1."""
     return x if scale == 1 else x * scale
+
+
+class PostNormBlock(Block):
+    """Attention, then MLP, with a norm of each sum, as in the original transformer."""
+
+    def forward(
+        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
+        x = self.attention_post_norm(x + self.attention(x, cos_sin, documents, cache))
+        return self.mlp_post_norm(x + self.mlp(x))
 
 
 class ParallelBlock(Block):
@@ -118,6 +166,13 @@ class ParallelBlock(Block):
         return x + self.attention(y, cos_sin, documents, cache) + self.mlp(y if self.shared_norm else self.mlp_norm(x))
 
 
+def block_class(config: Config) -> type[Block]:
+    """Return the class of the blocks of an architecture."""
+    if config.parallel:
+        return ParallelBlock
+    return PostNormBlock if config.norm_position == "residual" else Block
+
+
 class GPT(nn.Module):
     """A decoder-only transformer with the architecture of `config`."""
 
@@ -125,10 +180,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.dim)
-        self.embed_positions = nn.Embedding(config.max_positions, config.dim) if config.learned_positions else None
-        block_class = ParallelBlock if config.parallel else Block
-        self.blocks = nn.ModuleList(block_class(config, layer) for layer in config.layers)
-        self.norm = Norm(config.norm, config.dim)
+        num_positions = config.max_positions + config.position_offset
+        self.embed_positions = nn.Embedding(num_positions, config.dim) if config.learned_positions else None
+        self.embed_norm = Norm(config.embed_norm, config.dim) if config.embed_norm else None
+        self.blocks = nn.ModuleList(block_class(config)(config, layer) for layer in config.layers)
+        self.norm = Norm(config.norm, config.dim) if config.final_norm else None
         self.lm_head = Linear(config.dim, config.vocab_size, bias=config.head_bias)
         self.tie()
         ropes = list(dict.fromkeys(layer.rope for layer in config.layers if layer.rope))
@@ -208,7 +264,7 @@ class GPT(nn.Module):
             cache.end()
         if logits_to_keep is not None:
             x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.size(2)))
-        x = scaled(self.norm(x), self.config.logit_scale)
+        x = scaled(apply_norm(self.norm, x), self.config.logit_scale)
         if targets is not None:
             smoothing = self.label_smoothing if self.training else 0.0
             options = self.config.logit_softcap, smoothing, target_indices, self.compiled_loss
@@ -224,7 +280,12 @@ class GPT(nn.Module):
         x = self.embed(tokens)
         if self.config.embed_scale != 1:
             x = x * torch.tensor(self.config.embed_scale, dtype=x.dtype)
-        return x if self.embed_positions is None else x + self.embed_positions(positions)
+        positions = positions + self.config.position_offset
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(positions)
+        if self.config.sinusoidal_positions:
+            x = x + sinusoids(positions, x.size(-1), x.dtype)
+        return apply_norm(self.embed_norm, x)
 
     def cos_sin(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[CosSin]:
         """Return cos and sin for each distinct RopeConfig; the longest document or planned length selects its factors."""

@@ -105,7 +105,8 @@ class Engine:
     def memory(self) -> int:
         """Bytes of the KV cache of one model."""
         model = next(iter(self.models.values())).model
-        return KVCache.token_bytes(model.config, model.dtype) * self.rows * self.capacity
+        row_bytes = KVCache.token_bytes(model.config, model.dtype) * self.capacity + KVCache.state_bytes(model.config)
+        return row_bytes * self.rows
 
     @property
     def max_requests(self) -> int:

@@ -25,7 +25,8 @@ class Recomputed(nn.Module):
 
 def recompute(model: GPT, kind: str) -> None:
     """Recompute every block (full), or every MLP (selective), which saves at least half of a block's activations."""
-    modules = {"none": [], "selective": [block.mlp for block in model.blocks], "full": list(model.blocks)}[kind]
+    mlps = [block.mlp for block in model.blocks if block.mlp is not None]
+    modules = {"none": [], "selective": mlps, "full": list(model.blocks)}[kind]
     for module in modules:
         module.__class__ = mixin_class(Recomputed, type(module))
         module.uses_rng = any(getattr(child, "lora_dropout", 0.0) for child in module.modules())
@@ -33,4 +34,4 @@ def recompute(model: GPT, kind: str) -> None:
 
 def is_recomputed(model: GPT) -> bool:
     """Return whether blocks or MLPs are recomputed."""
-    return any(isinstance(module, Recomputed) for module in (model.blocks[0], model.blocks[0].mlp))
+    return any(isinstance(module, Recomputed) for block in model.blocks for module in (block, block.mlp))

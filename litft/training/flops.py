@@ -79,24 +79,26 @@ class Flops:
 
     def __init__(self, model: GPT) -> None:
         head = model.lm_head.weight
-        mlp_modules = {id(module) for block in model.blocks for module in block.mlp.modules()}
+        mlps = [block.mlp for block in model.blocks if block.mlp is not None]
+        mlp_modules = {id(module) for mlp in mlps for module in mlp.modules()}
         matrices = [
             (_num_weights(linear, name, parameter) * fraction, parameter.requires_grad, id(linear) in mlp_modules)
             for linear, fraction in _linears(model)
             for name, parameter in linear.named_parameters()
             if name != "bias" and parameter is not head
         ]
-        self.per_token = sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices)
+        mixers = sum(block.mixer.flops_per_token for block in model.blocks if block.mixer is not None)
+        self.per_token = sum(2 * size * (3 if trained else 2) for size, trained, _ in matrices) + 3 * mixers
         # extra forward FLOPs per token for each kind of recomputation
         self.recompute_per_token = {
             "none": 0.0,
             "selective": sum(2 * size for size, _, in_mlp in matrices if in_mlp),
-            "full": sum(2 * size for size, _, _ in matrices),
+            "full": sum(2 * size for size, _, _ in matrices) + mixers,
         }
         self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
         config = model.config
-        self.windows = [layer.window for layer in config.layers]
-        self.per_pair = 2 * 2 * config.n_heads * config.head_dim * 3  # QK and PV; backward costs twice the forward
+        # QK and PV of each pair of a query and a key; backward costs twice the forward
+        self.windows = [(layer.window, 2 * config.pair_dims(layer) * 3) for layer in config.layers]
 
     def __call__(self, samples: Sequence[Sample]) -> float:
         """Return the FLOPs of one step over `samples`."""
@@ -105,8 +107,8 @@ class Flops:
     def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
         """Return the FLOPs over samples with these lengths and counts of target tokens."""
         lengths = np.asarray(lengths, np.float64)
-        pairs = sum(_attention_pairs(lengths, window).sum() for window in self.windows)
-        return float(self.per_token * lengths.sum() + self.per_target * np.sum(supervised) + self.per_pair * pairs)
+        attention = sum(_attention_pairs(lengths, window).sum() * per_pair for window, per_pair in self.windows)
+        return float(self.per_token * lengths.sum() + self.per_target * np.sum(supervised) + attention)
 
 
 def _num_weights(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter) -> int:

@@ -14,6 +14,7 @@ from litft.distributed.fsdp import shard
 from litft.methods import Method, Values, method_of
 from litft.methods.base import pattern_matches
 from litft.methods.new_tokens import untrained_ids
+from litft.model.mlp import CONSTANTS
 from litft.model.placement import copy_into_local
 from litft.model.transformer import GPT
 from litft.pretrained import PretrainedFolder, fingerprint
@@ -85,10 +86,12 @@ class Setup:
             raise ValueError(f"--data.new_tokens {missing[0]!r}: {reason}; merge it first to add others")
 
     def _frozen(self) -> set[str]:
-        """The parameters that --train.freeze names; ValueError for a pattern that matches none."""
+        """The parameters that --train.freeze names, and constants; ValueError for a pattern that matches none."""
+        parameters = self._meta_parameters()
+        names = [name for name, parameter in parameters.items() if parameter.requires_grad]
+        constants = {name for name in parameters if name.endswith(CONSTANTS)}
         if not self.args.train.freeze:
-            return set()
-        names = [name for name, parameter in self._meta_parameters().items() if parameter.requires_grad]
+            return constants
         frozen: set[str] = set()
         for pattern in self.args.train.freeze:
             matches = {name for name in names if pattern_matches(pattern, name, name.rpartition(".")[0])}
@@ -97,7 +100,7 @@ class Setup:
             frozen |= matches
         if frozen == set(names):
             raise ValueError(f"--train.freeze {','.join(self.args.train.freeze)}: nothing is left to train")
-        return frozen
+        return frozen | constants
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the method's parameters, by name."""

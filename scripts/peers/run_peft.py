@@ -3,6 +3,7 @@
 The loss is normalized as in transformers' Trainer: by the number of targets of the whole step.
 """
 
+import os
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ class Peft(Contender):
 
     def __init__(self, setup: dict[str, Any]) -> None:
         self.rows, self.device = setup["rows"], setup["device"]
+        if "LITFT_PRETENDED_GPU" in os.environ:  # tests/gpu/README.md; it has no cuDNN, which SDPA prefers
+            torch.backends.cuda.enable_cudnn_sdp(False)
         model = self.with_random_weights(setup) if setup["random"] else self.with_adapter(setup)
         self.model = model.to(self.device).train()
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]

@@ -1,0 +1,31 @@
+"""Apertus 8B and 70B (arXiv 2509.14233): an ungated MLP with xIELU, norms of queries and keys, Llama 3's RoPE."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rename, Rule
+from litft.families import llama
+from litft.model.config import Config
+
+MODEL_TYPES = ("apertus",)
+
+NORMS = {"attention_norm": "{attention_layernorm|input_layernorm}"}
+NORMS |= {"mlp_norm": "{feedforward_layernorm|post_attention_layernorm}"}
+ROPE = dict(rope_type="llama3", rope_theta=12e6, factor=8.0, original_max_position_embeddings=8192)
+ROPE |= dict(low_freq_factor=1.0, high_freq_factor=4.0)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' ApertusConfig."""
+    hf = {"hidden_act": "xielu", "max_position_embeddings": 65536, "rms_norm_eps": 1e-5, **hf}
+    if not (hf.get("rope_parameters") or hf.get("rope_scaling")):
+        hf["rope_parameters"] = {**ROPE, "rope_theta": hf.get("rope_theta") or 12e6}
+    base = llama.config(hf, rope_theta=12e6)
+    return replace(base, gated=False, mlp_bias=False, qk_norm=base.norm)
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules for Llama's names, with other norms and the activation's scalars."""
+    scalars = ("alpha_p", "alpha_n", "beta", "eps")
+    activation = [Rename(f"model.layers.{{}}.mlp.act_fn.{n}", f"blocks.{{}}.mlp.activation.{n}") for n in scalars]
+    return [*llama.rules(config, norms=NORMS), *activation]

@@ -1,0 +1,138 @@
+"""Bamba, Falcon-H1 (arXiv 2507.22448) and Mamba-2 (arXiv 2405.21060); other hybrids use `mamba_config` and `mamba_rules`."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rename, Rule, Split, Squeeze
+from litft.families import llama
+from litft.model.config import Config, Mamba2Config, NormConfig
+
+MODEL_TYPES = ("bamba", "falcon_h1", "mamba2")
+
+NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
+MLP = {f"mlp.{n}_proj": f"feed_forward.{n}_proj" for n in ("gate", "up", "down")}
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' BambaConfig, FalconH1Config and Mamba2Config."""
+    if hf["model_type"] == "mamba2":
+        return _pure_config(hf)
+    is_falcon = hf["model_type"] == "falcon_h1"
+    hf = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192 if is_falcon else 262144, **hf}
+    base = llama.config(hf if is_falcon else {**hf, "partial_rotary_factor": 0.5}, rope_fraction=None if is_falcon else 0.5)
+    mamba = mamba_config(hf, base.norm.eps)
+    if is_falcon:
+        return _falcon_config(hf, base, mamba)
+    attention = hf.get("attn_layer_indices") or ()
+    layers = tuple(
+        layer if index in attention else replace(layer, mixer=mamba, attention=False, rope=None)
+        for index, layer in enumerate(base.layers)
+    )
+    return replace(base, layers=layers)
+
+
+def mamba_config(hf: dict[str, Any], eps: float) -> Mamba2Config:
+    """Return the Mamba-2 mixer of a hybrid model, whose fields begin with mamba_."""
+    heads, head_dim = hf.get("mamba_n_heads", 128), hf.get("mamba_d_head", "auto")
+    width = hf.get("mamba_d_ssm") or hf.get("mamba_expand", 2) * hf["hidden_size"]
+    bias = hf.get("mamba_proj_bias", False)
+    return Mamba2Config(
+        heads,
+        width // heads if head_dim == "auto" else head_dim,
+        hf.get("mamba_n_groups", 1),
+        hf.get("mamba_d_state", 256),
+        hf.get("mamba_d_conv", 4),
+        eps,
+        bias=bias,
+        out_bias=bias,
+        conv_bias=hf.get("mamba_conv_bias", True),
+        step_limits=step_limits(hf),
+    )
+
+
+def step_limits(hf: dict[str, Any]) -> tuple[float, float]:
+    """Return the limits of step sizes; JSON has no infinity, for which transformers writes an object."""
+    low, high = (x.get("__float__") if isinstance(x, dict) else x for x in hf.get("time_step_limit") or (0.0, math.inf))
+    return float(low), float(high)
+
+
+def _falcon_config(hf: dict[str, Any], base: Config, mamba: Mamba2Config) -> Config:
+    """Return Falcon-H1's config: attention and Mamba-2 side by side in each layer, with muP scales."""
+    key, into, out = (hf.get(f"{n}_multiplier", 1.0) for n in ("key", "attention_in", "attention_out"))
+    if into != 1 and base.qkv_bias:
+        raise ValueError(f"config.json: attention_in_multiplier {into!r} is not supported with attention_bias")
+    mamba = replace(
+        mamba,
+        out_bias=hf.get("projectors_bias", False),
+        norm=hf.get("mamba_rms_norm", False),
+        gate_first=not hf.get("mamba_norm_before_gate", True),
+        input_scale=hf.get("ssm_in_multiplier", 1.0),
+        output_scale=hf.get("ssm_out_multiplier", 1.0),
+        scales=tuple(hf.get("ssm_multipliers") or (1.0,) * 5),
+    )
+    scale = base.head_dim**-0.5 * key * into * into  # queries and keys are linear in the attention's input
+    gate, down = hf.get("mlp_multipliers") or (1.0, 1.0)
+    return replace(
+        base,
+        layers=tuple(replace(layer, mixer=mamba, attention_scale=scale) for layer in base.layers),
+        attention_out_scale=into * out,
+        mlp_gate_scale=gate,
+        mlp_out_scale=down,
+        embed_scale=hf.get("embedding_multiplier", 1.0),
+        logit_scale=hf.get("lm_head_multiplier", 1.0),
+    )
+
+
+def _pure_config(hf: dict[str, Any]) -> Config:
+    """Return the config of a Mamba-2 without attention and MLPs."""
+    defaults = dict(expand=2, num_heads=128, head_dim=64, n_groups=8, state_size=128, conv_kernel=4, layer_norm_epsilon=1e-5)
+    hf = {**defaults, "num_hidden_layers": 64, **hf}
+    eps = hf["layer_norm_epsilon"]
+    bias = hf.get("use_bias", False)
+    mamba = Mamba2Config(
+        hf["num_heads"],
+        hf["head_dim"],
+        hf["n_groups"],
+        hf["state_size"],
+        hf["conv_kernel"],
+        eps,
+        bias=bias,
+        out_bias=bias,
+        conv_bias=hf.get("use_conv_bias", True),
+        step_limits=step_limits(hf),
+    )
+    unused = dict(num_attention_heads=1, num_key_value_heads=1, intermediate_size=1, max_position_embeddings=1 << 20)
+    base = llama.config({**hf, **unused, "head_dim": 2, "rms_norm_eps": eps})
+    layer = replace(base.layers[0], mixer=mamba, attention=False, mlp=False, rope=None)
+    return replace(base, layers=(layer,) * len(base.layers), norm=NormConfig("rms", eps))
+
+
+def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
+    """Return the rules of Mamba-2 mixers; hf_prefix: the prefix of their names in the files."""
+    mamba = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, Mamba2Config))
+    prefix, width = "blocks.{}.mixer.", mamba.n_heads * mamba.head_dim
+    sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
+    fused = [
+        Split(f"{hf_prefix}in_proj.{leaf}", tuple(f"{prefix}{n}_proj.{leaf}" for n in ("gate", "conv", "step")), sizes)
+        for leaf in ("weight", "bias")
+    ]
+    return [
+        *fused,
+        *llama.rename_modules({"out_proj": "out_proj", "norm": "norm"}, hf_prefix, prefix),
+        Squeeze(f"{hf_prefix}conv1d.weight", f"{prefix}conv.weight", (1,)),
+        Rename(f"{hf_prefix}conv1d.bias", f"{prefix}conv.bias"),
+        Rename(f"{hf_prefix}A_log", f"{prefix}log_rate"),
+        Rename(f"{hf_prefix}dt_bias", f"{prefix}step_bias"),
+        Rename(f"{hf_prefix}D", f"{prefix}skip"),
+    ]
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules for Llama's names with another MLP, and those of Mamba-2."""
+    if config.model_type == "mamba2":
+        outer = llama.embedding_and_head(config, "backbone.", "embeddings", "norm_f")
+        layers = "backbone.layers.{}."
+        return [*outer, *mamba_rules(config, f"{layers}mixer."), *llama.rename_modules({"attention_norm": "norm"}, layers)]
+    outer = llama.embedding_and_head(config, norm="final_layernorm")
+    return [*outer, *mamba_rules(config, "model.layers.{}.mamba."), *llama.rename_modules(llama.ATTENTION | MLP | NORMS)]

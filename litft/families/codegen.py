@@ -1,0 +1,24 @@
+"""CodeGen (arXiv 2203.13474): GPT-J with fused projections."""
+
+from typing import Any
+
+from litft.checkpoints.conversion import Drop, Rule, Split
+from litft.families import gptj
+from litft.families.phi3 import qkv_names
+from litft.model.config import Config
+
+MODEL_TYPES = ("codegen",)
+
+GROUPS = 4  # the rows of q, v and k alternate in four parts, one for each of the TPU cores that it was trained on
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' CodeGenConfig."""
+    return gptj.config(hf)
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules for GPT-J's names, with q, v and k fused."""
+    q, k, v = qkv_names("weight")
+    fused = Split("transformer.h.{}.attn.qkv_proj.weight", (q, v, k), (config.dim // GROUPS,) * 3, GROUPS)
+    return [fused, *gptj.rules(config), Drop("transformer.h.{}.attn.causal_mask")]

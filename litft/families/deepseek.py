@@ -1,0 +1,153 @@
+"""DeepSeek V2 and V3 (arXiv 2405.04434, 2412.19437), Moonlight, GLM-4.7-Flash, MiniCPM3, Youtu: latent attention.
+
+Their mixtures select experts by sigmoid scores within groups, with a correction bias; other families use `routed_experts`.
+"""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Drop, Rename, Rule
+from litft.families import llama, mixtral
+from litft.model.config import Config, ExpertsConfig, LatentConfig, LayerConfig, NormConfig
+
+MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "deepseek_v2": dict(first_k_dense_replace=0, n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407),
+    "deepseek_v3": dict(
+        first_k_dense_replace=3,
+        n_routed_experts=256,
+        n_group=8,
+        topk_group=4,
+        num_experts_per_tok=8,
+        moe_intermediate_size=2048,
+        routed_scaling_factor=2.5,
+        max_position_embeddings=4096,
+    ),
+    "glm4_moe_lite": dict(
+        n_routed_experts=64,
+        num_experts_per_tok=4,
+        moe_intermediate_size=1536,
+        routed_scaling_factor=1.8,
+        q_lora_rank=768,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=202752,
+    ),
+    "minicpm3": dict(
+        kv_lora_rank=256,
+        q_lora_rank=768,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=32,
+        tie_word_embeddings=True,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32768,
+    ),
+    "youtu": dict(tie_word_embeddings=True, max_position_embeddings=131072),
+}
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' classes for these model types."""
+    model_type = hf["model_type"]
+    hf = {"kv_lora_rank": 512, "q_lora_rank": 1536, **DEFAULTS[model_type], **hf}
+    latent = latent_config(hf)
+    base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
+    layer = replace(base.layers[0], latent=latent, attention_scale=latent.head_dim**-0.5 * yarn_scale(hf))
+    base = replace(base, rope_interleaved=hf.get("rope_interleave", model_type != "minicpm3"))
+    if model_type in ("minicpm3", "youtu"):
+        base = replace(base, layers=(layer,) * len(base.layers))
+        return _with_mup_scales(base, hf) if model_type == "minicpm3" else base
+    default = {"scoring": "softmax", "correction_bias": False, "renormalize": False} if model_type == "deepseek_v2" else {}
+    if model_type == "deepseek_v2" and hf.get("topk_method", "greedy") == "greedy":
+        hf["n_group"] = None
+    experts = replace(routed_experts(hf), **default, group_score="max" if default else "top2")
+    return replace(base, mlp_bias=False, layers=sparse_layers(hf, [layer] * len(base.layers), experts))
+
+
+def latent_config(hf: dict[str, Any]) -> LatentConfig:
+    """Return the sizes of latent attention; the norms' epsilon is fixed in transformers."""
+    value_dim = hf.get("v_head_dim", 128) or hf["hidden_size"] // hf["num_attention_heads"]
+    if hf["model_type"] == "minicpm3" and "v_head_dim" not in hf:
+        value_dim = hf["hidden_size"] // hf["num_attention_heads"]
+    nope, rope = hf.get("qk_nope_head_dim", 128), hf.get("qk_rope_head_dim", 64)
+    return LatentConfig(hf["kv_lora_rank"], hf["q_lora_rank"], nope, rope, value_dim, NormConfig("rms", 1e-6))
+
+
+def yarn_scale(hf: dict[str, Any]) -> float:
+    """Return the factor of attention scores for scaled RoPE with `mscale_all_dim`."""
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    is_scaled = scaling.get("rope_type", scaling.get("type", "default")) != "default" and scaling.get("factor", 1) > 1
+    mscale = scaling.get("mscale_all_dim") or 0
+    return (0.1 * mscale * math.log(scaling["factor"]) + 1) ** 2 if mscale and is_scaled else 1.0
+
+
+def _with_mup_scales(base: Config, hf: dict[str, Any]) -> Config:
+    """Return MiniCPM3's config, with the scales of arXiv 2404.06395."""
+    num_layers, base_dim = len(base.layers), hf.get("dim_model_base", 256)
+    depth = math.sqrt(num_layers) if hf.get("scale_depth", 1.4) is None else hf.get("scale_depth", 1.4)
+    scales = dict(embed_scale=float(hf.get("scale_emb", 12)), residual_scale=depth / math.sqrt(num_layers))
+    return replace(base, **scales, logit_scale=1.0 if base_dim is None else base_dim / base.dim)
+
+
+def routed_experts(hf: dict[str, Any]) -> ExpertsConfig:
+    """Return DeepSeek V3's experts; the fields have these names in many families."""
+    hidden_dim = hf["moe_intermediate_size"]
+    shared = hf.get("n_shared_experts", hf.get("num_shared_experts", 1)) or 0
+    return ExpertsConfig(
+        hf.get("n_routed_experts") or hf.get("num_local_experts") or hf["num_experts"],
+        hf["num_experts_per_tok"],
+        hidden_dim,
+        renormalize=hf.get("norm_topk_prob", True),
+        shared_dim=hidden_dim * shared,
+        scoring="sigmoid",
+        correction_bias=True,
+        groups=hf.get("n_group") or 1,
+        top_groups=hf.get("topk_group") or 1 if hf.get("n_group") else 1,
+        weight_scale=float(hf.get("routed_scaling_factor") or 1.0),
+    )
+
+
+def sparse_layers(hf: dict[str, Any], layers: list[LayerConfig], experts: ExpertsConfig) -> tuple[LayerConfig, ...]:
+    """Return the layers, those after the first `first_k_dense_replace` (or by `mlp_layer_types`) with experts."""
+    num_dense = hf.get("first_k_dense_replace", 1)
+    kinds = hf.get("mlp_layer_types") or ["dense" if n < num_dense else "sparse" for n in range(len(layers))]
+    if len(kinds) != len(layers) or not {"dense", "sparse"}.issuperset(kinds):
+        raise ValueError(f"config.json: mlp_layer_types must list {len(layers)} of dense and sparse, found {kinds!r:.200}")
+    return tuple(
+        replace(layer, experts=experts if kind == "sparse" else None) for layer, kind in zip(layers, kinds, strict=True)
+    )
+
+
+LATENT = {f"attention.{n}_proj": f"self_attn.{n}_proj" for n in ("q_a", "q_b", "kv_b")} | {
+    "attention.kv_a_proj": "self_attn.kv_a_proj_with_mqa",
+    "attention.q_a_norm": "self_attn.q_a_layernorm",
+    "attention.kv_a_norm": "self_attn.kv_a_layernorm",
+}
+SHARED = {f"mlp.shared.{n}_proj": f"mlp.shared_experts.{n}_proj" for n in ("gate", "up", "down")}
+PROJECTIONS = {name: f"{name}_proj" for name in ("gate", "up", "down")}
+BIAS = Rename("model.layers.{}.mlp.gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias")
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules for Llama's names, those of latent attention, and separately stored experts."""
+    return [*mixture_rules(config), *llama.rename_modules(LATENT), *llama.rules(config), *drop_mtp(config)]
+
+
+def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = BIAS) -> list[Rule]:
+    """Return the rules of a mixture; shared: the names of the shared expert."""
+    has_experts = any(layer.experts for layer in config.layers)
+    stacks = mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", PROJECTIONS) if has_experts else []
+    return [*llama.rename_modules({"mlp.router": "mlp.gate"} | shared), bias, *stacks]
+
+
+def drop_mtp(config: Config) -> list[Rule]:
+    """Return rules that ignore the layers for multi-token prediction, which follow the last layer in published files."""
+    return [Drop(f"model.layers.{len(config.layers) + n}.{{*}}") for n in range(3)]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """Return the rules for PEFT's names of experts and router."""
+    return mixtral.peft_rules(config) if any(layer.experts for layer in config.layers) else []

@@ -1,0 +1,31 @@
+"""ERNIE 4.5 mixtures (Baidu, 2025): softmax scores with a correction bias, shared experts, interleaved RoPE."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rule, Squeeze
+from litft.families import deepseek, ernie4_5, llama
+from litft.families.deepseek import peft_rules
+from litft.model.config import Config
+
+__all__ = ["MODEL_TYPES", "config", "peft_rules", "rules"]
+
+MODEL_TYPES = ("ernie4_5_moe",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' Ernie4_5_MoeConfig."""
+    base = ernie4_5.config({"num_key_value_heads": 4, **hf, "head_dim": hf.get("head_dim")})
+    fields = dict(moe_intermediate_size=hf.get("moe_intermediate_size", 1536), num_experts_per_tok=hf.get("moe_k", 6))
+    fields |= dict(n_routed_experts=hf.get("moe_num_experts", 64), n_shared_experts=hf.get("moe_num_shared_experts", 2))
+    experts = replace(deepseek.routed_experts(fields), scoring="softmax")
+    start, end = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
+    end, interval = len(base.layers) - 1 if end == -1 else end, hf.get("moe_layer_interval", 1)
+    kinds = ["sparse" if (n + 1) % interval == 0 and start <= n <= end else "dense" for n in range(len(base.layers))]
+    return replace(base, layers=deepseek.sparse_layers({"mlp_layer_types": kinds}, list(base.layers), experts))
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules for Llama's names; the correction bias is stored as a matrix with one row."""
+    bias = Squeeze("model.layers.{}.mlp.moe_statics.e_score_correction_bias", "blocks.{}.mlp.correction_bias", (0,))
+    return [*deepseek.mixture_rules(config, bias=bias), *llama.rules(config)]

@@ -1,0 +1,34 @@
+"""EXAONE 4.0 (LG, arXiv 2507.11407): norms after attention and MLP, and RoPE only in layers with a sliding window."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.families import llama
+from litft.families.olmo import rules
+from litft.model.config import Config, LayerConfig
+
+__all__ = ["MODEL_TYPES", "config", "rules"]
+
+MODEL_TYPES = ("exaone4",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' Exaone4Config."""
+    base = llama.config({"num_key_value_heads": 32, "rms_norm_eps": 1e-5, **hf})
+    base = replace(base, qkv_bias=False, o_bias=False, mlp_bias=False, norm_position="after", qk_norm=base.norm)
+    return replace(base, layers=layers(hf, base))
+
+
+def layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
+    """Return the layers, every fourth of which has full attention without RoPE; without any window all have RoPE."""
+    hf, pattern = {"sliding_window": 4096, **hf}, hf.get("sliding_window_pattern", 4)
+    if hf["sliding_window"] is None:
+        return base.layers
+
+    def is_sliding(index: int) -> bool:
+        if isinstance(pattern, str):  # published files have LLLG: three local layers, one global
+            return pattern[index % len(pattern)] == "L"
+        return not pattern or (index + 1) % pattern != 0
+
+    windows = llama.layer_windows(hf, is_sliding)
+    return tuple(replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None) for window in windows)

@@ -1,0 +1,71 @@
+"""GLM-4.5 to 4.7 (arXiv 2508.06471), dots.llm1, Solar Open and K-EXAONE: DeepSeek V3's experts with grouped attention."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rename, Rule
+from litft.families import deepseek, exaone4, llama
+from litft.families.deepseek import peft_rules
+from litft.model.config import Config
+
+__all__ = ["MODEL_TYPES", "config", "peft_rules", "rules"]
+
+MODEL_TYPES = ("glm4_moe", "solar_open", "dots1", "exaone_moe")
+
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "glm4_moe": dict(
+        num_key_value_heads=8,
+        num_experts_per_tok=8,
+        n_routed_experts=128,
+        moe_intermediate_size=1408,
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+    ),
+    "dots1": dict(
+        num_key_value_heads=32,
+        n_shared_experts=None,
+        moe_intermediate_size=1408,
+        first_k_dense_replace=0,
+        norm_topk_prob=False,
+        sliding_window=4096,
+    ),
+    "exaone_moe": dict(
+        num_key_value_heads=32,
+        num_experts=64,
+        num_experts_per_tok=8,
+        moe_intermediate_size=1024,
+        routed_scaling_factor=2.5,
+        rms_norm_eps=1e-5,
+    ),
+}
+DEFAULTS["solar_open"] = DEFAULTS["glm4_moe"] | dict(
+    head_dim=128, moe_intermediate_size=1280, intermediate_size=1280, first_k_dense_replace=0
+)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' classes for these model types."""
+    model_type = hf["model_type"]
+    hf = {**DEFAULTS[model_type], **hf}
+    is_glm = model_type in ("glm4_moe", "solar_open")
+    theta = 1e6 if model_type == "solar_open" else 1e4
+    base = llama.config(hf, theta, {"glm4_moe": 0.5, "solar_open": 1.0}.get(model_type))
+    has_qk_norm = hf.get("use_qk_norm", False) if is_glm else True
+    base = replace(base, mlp_bias=False, qk_norm=base.norm if has_qk_norm else None)
+    base = replace(base, o_bias=False) if is_glm else base
+    layers = list(base.layers)
+    if model_type == "exaone_moe":
+        base, layers = replace(base, qkv_bias=False, o_bias=False), list(exaone4.layers(hf, base))
+    elif model_type == "dots1":
+        first_window = hf.get("max_window_layers", 62)
+        windows = llama.layer_windows(hf, lambda index: index >= first_window)
+        layers = [replace(layer, window=window) for layer, window in zip(layers, windows, strict=True)]
+    return replace(base, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf)))
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules for Llama's names and separately stored experts."""
+    bias = deepseek.BIAS
+    if config.model_type == "exaone_moe":
+        bias = Rename("model.layers.{}.mlp.e_score_correction_bias", bias.name)
+    return [*deepseek.mixture_rules(config, bias=bias), *llama.rules(config), *deepseek.drop_mtp(config)]

@@ -1,0 +1,40 @@
+"""Granite 4 (IBM, 2025): Mamba-2 in most layers, attention without RoPE in the others, with or without experts."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rename, Rule, Split
+from litft.families import bamba, granite, llama
+from litft.model.config import Config
+
+MODEL_TYPES = ("granitemoehybrid",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' GraniteMoeHybridConfig."""
+    hf = {"shared_intermediate_size": 1024, **hf}
+    base = granite.config(hf)
+    if not base.layers[0].experts:
+        base = replace(base, hidden_dim=hf["shared_intermediate_size"])
+    mamba, has_rope = bamba.mamba_config(hf, base.norm.eps), hf.get("position_embedding_type") == "rope"
+    attention = base.layers[0] if has_rope else replace(base.layers[0], rope=None)
+    kinds = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
+    is_mamba = llama.layer_kinds(hf, kinds, lambda index: True)
+    layers = tuple(replace(attention, mixer=mamba, attention=False, rope=None) if kind else attention for kind in is_mamba)
+    return replace(base, layers=layers)
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules; without experts, the shared expert is the MLP."""
+    mamba = bamba.mamba_rules(config, "model.layers.{}.mamba.")
+    if config.layers[0].experts:
+        return [*mamba, *granite.rules(config)]
+    shared, parts = "model.layers.{}.shared_mlp.", tuple(f"blocks.{{}}.mlp.{name}_proj.weight" for name in ("gate", "up"))
+    fused = Split(f"{shared}input_linear.weight", parts, (config.hidden_dim,) * 2)
+    down = Rename(f"{shared}output_linear.weight", "blocks.{}.mlp.down_proj.weight")
+    return [*mamba, fused, down, *granite.rules(config)]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """Return the rules for PEFT's names of experts and router."""
+    return granite.peft_rules(config)

@@ -1,0 +1,83 @@
+"""Kimi Linear 48B-A3B (arXiv 2510.26692): Kimi Delta Attention, every fourth layer latent attention without RoPE."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rename, Rule, Squeeze
+from litft.families import deepseek, llama, mixtral
+from litft.model.config import Config, DeltaNetConfig
+
+MODEL_TYPES = ("kimi_linear",)
+
+NAMES = {
+    "mixer.query_proj": "self_attn.q_proj",
+    "mixer.key_proj": "self_attn.k_proj",
+    "mixer.value_proj": "self_attn.v_proj",
+    "mixer.beta_proj": "self_attn.b_proj",
+    "mixer.decay_a_proj": "self_attn.f_a_proj",
+    "mixer.decay_proj": "self_attn.f_b_proj",
+    "mixer.gate_a_proj": "self_attn.g_a_proj",
+    "mixer.gate_proj": "self_attn.g_b_proj",
+    "mixer.norm": "self_attn.o_norm",
+    "mixer.out_proj": "self_attn.o_proj",
+}
+MOE = "model.layers.{}.block_sparse_moe."
+FIELDS = {
+    "max_position_embeddings": "model_max_length",
+    "norm_topk_prob": "moe_renormalize",
+    "n_group": "num_expert_group",
+    "num_experts_per_tok": "num_experts_per_token",
+    "n_shared_experts": "num_shared_experts",
+    "n_routed_experts": "num_experts",
+}
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' KimiLinearConfig."""
+    published = {name: hf[old] for name, old in FIELDS.items() if old in hf}
+    defaults = dict(kv_lora_rank=512, q_lora_rank=None, num_experts_per_tok=8, n_routed_experts=256, rms_norm_eps=1e-5)
+    defaults |= dict(moe_intermediate_size=1024, routed_scaling_factor=2.446, max_position_embeddings=1048576)
+    hf = {**defaults, **published, **hf}
+    linear, num_layers = hf.get("linear_attn_config") or {}, hf["num_hidden_layers"]
+    latent = deepseek.latent_config(hf)
+    base = llama.config({**hf, "num_key_value_heads": None, "head_dim": latent.rope_dim})
+    delta = DeltaNetConfig(
+        n_heads := linear.get("num_heads", hf.get("linear_num_heads", 32)),
+        n_heads,
+        head_dim := linear.get("head_dim", hf.get("linear_head_dim", 128)),
+        head_dim,
+        linear.get("short_conv_kernel_size", hf.get("linear_conv_kernel_dim", 4)),
+        base.norm.eps,
+        row_decay=True,
+    )
+    full = [index - 1 for index in linear.get("full_attn_layers", ())] or range(4, num_layers, 4)
+    is_linear = llama.layer_kinds(hf, {"full_attention": False, "linear_attention": True}, lambda n: n not in full)
+    attention = replace(base.layers[0], latent=latent, rope=None)
+    layers = [replace(attention, latent=None, mixer=delta, attention=False) if kind else attention for kind in is_linear]
+    return replace(base, mlp_bias=False, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf)))
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules; the files call every MLP block_sparse_moe."""
+    mlp = {f"mlp.{n}_proj": f"block_sparse_moe.{n}_proj" for n in ("gate", "up", "down")}
+    mlp |= {f"mlp.shared.{n}_proj": f"block_sparse_moe.shared_experts.{n}_proj" for n in ("gate", "up", "down")}
+    convs = {"query": "q", "key": "k", "value": "v"}
+    linear, mixer = llama.layers_with(config, lambda layer: layer.mixer), "blocks.{}.mixer."
+    layers = f"{linear}self_attn."
+    has_experts = any(layer.experts for layer in config.layers)
+    projections = {"gate": "w1", "up": "w3", "down": "w2"}
+    return [
+        *llama.rename_modules(NAMES, linear),
+        *llama.rename_modules(mlp | {"mlp.router": "block_sparse_moe.gate"} | deepseek.LATENT),
+        *(Squeeze(f"{layers}{n}_conv1d.weight", f"{mixer}{name}_conv.weight", (1,)) for name, n in convs.items()),
+        Squeeze(f"{layers}A_log", f"{mixer}log_rate", (0, 1, 3)),
+        Rename(f"{layers}dt_bias", f"{mixer}decay_bias"),
+        Rename(f"{MOE}gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
+        *(mixtral.stacked_experts(config, f"{MOE}experts.{{}}.", projections) if has_experts else []),
+        *llama.rules(config),
+    ]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """Return the rules for PEFT's names of experts and router."""
+    return deepseek.peft_rules(config)

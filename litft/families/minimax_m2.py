@@ -1,0 +1,34 @@
+"""MiniMax M2 (2025): experts by sigmoid scores with a correction bias; norms over all heads; partial RoPE."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rename, Rule
+from litft.families import deepseek, llama, mixtral
+from litft.model.config import Config
+
+MODEL_TYPES = ("minimax_m2",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' MiniMaxM2Config."""
+    defaults = dict(num_key_value_heads=8, head_dim=128, num_experts_per_tok=8, num_local_experts=256)
+    hf = {**defaults, "max_position_embeddings": 196608, **hf}
+    fraction = hf["rotary_dim"] / hf["head_dim"] if hf.get("rotary_dim") else 1.0
+    base = llama.config(hf, 5e6, fraction)
+    experts = deepseek.routed_experts(
+        {**hf, "moe_intermediate_size": base.hidden_dim, "n_shared_experts": 0, "norm_topk_prob": True}
+    )
+    layers = tuple(replace(layer, experts=experts) for layer in base.layers)
+    return replace(base, layers=layers, qk_norm=base.norm, qk_norm_over="all", qkv_bias=False, o_bias=False, mlp_bias=False)
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules for Mixtral's names."""
+    bias = Rename("model.layers.{}.block_sparse_moe.e_score_correction_bias", "blocks.{}.mlp.correction_bias")
+    return [bias, *mixtral.rules(config)]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """Return the rules for PEFT's names of experts and router."""
+    return mixtral.peft_rules(config)

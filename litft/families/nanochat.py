@@ -1,0 +1,33 @@
+"""nanochat (Karpathy, 2025): weightless norms, also of the embedding and of rotated queries and keys; squared ReLU."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rule
+from litft.families import llama
+from litft.model.config import Config, NormConfig
+
+MODEL_TYPES = ("nanochat",)
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' NanoChatConfig."""
+    base = llama.config({"hidden_act": "relu2", **hf})
+    norm = NormConfig("rms", base.norm.eps, weight=False)
+    layer = replace(base.layers[0], rope=replace(base.layers[0].rope, reversed=True))
+    return replace(
+        base,
+        layers=(layer,) * len(base.layers),
+        norm=norm,
+        embed_norm=norm,
+        qk_norm=norm,
+        qk_norm_after_rope=True,
+        gated=False,
+        mlp_bias=False,
+        logit_softcap=hf.get("final_logit_softcapping", 15.0),
+    )
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules for Llama's attention and CLIP's MLP."""
+    return [*llama.rename_modules({"mlp.up_proj": "mlp.fc1", "mlp.down_proj": "mlp.fc2"}), *llama.rules(config)]

@@ -1,0 +1,87 @@
+"""Qwen3-Next and Qwen3.5 (2025): three of four layers are Gated DeltaNets, attention is gated, norms store weight - 1."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Drop, Rename, Rule, Split
+from litft.families import llama, qwen2_moe
+from litft.families.qwen2_moe import peft_rules
+from litft.model.config import Config, DeltaNetConfig
+
+__all__ = ["MODEL_TYPES", "config", "peft_rules", "rules", "text_config"]
+
+MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
+
+TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "qwen3_next": dict(num_key_value_heads=2, num_experts=512, num_experts_per_tok=10),
+    "qwen3_5_text": dict(num_key_value_heads=4, num_experts=0),
+    "qwen3_5_moe_text": dict(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8, intermediate_size=1),
+}
+NAMES = {"out_proj": "out_proj", "norm": "norm"}
+MODEL = "{model.|model.language_model.}"
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
+    model_type = hf["model_type"]
+    architecture = TEXT_MODELS.get(model_type)
+    return llama.text_model_config(hf, f"{model_type}_text", architecture) if architecture else hf
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' classes for these model types."""
+    model_type = hf["model_type"]
+    hf = {"head_dim": 256, "max_position_embeddings": 32768, **DEFAULTS[model_type], **hf}
+    shared = dict(moe_intermediate_size=512, shared_expert_intermediate_size=512, norm_topk_prob=True)
+    hf, base = {**shared, **hf}, llama.config(hf, rope_fraction=0.25)
+    experts = qwen2_moe.layer_experts(hf, True) if hf["num_experts"] else [None] * len(base.layers)
+    delta = DeltaNetConfig(
+        hf.get("linear_num_value_heads", 32),
+        hf.get("linear_num_key_heads", 16),
+        hf.get("linear_key_head_dim", 128),
+        hf.get("linear_value_head_dim", 128),
+        hf.get("linear_conv_kernel_dim", 4),
+        base.norm.eps,
+    )
+    interval, norm = hf.get("full_attention_interval", 4), replace(base.norm, offset=1.0)
+    is_linear = llama.layer_kinds(hf, {"full_attention": False, "linear_attention": True}, lambda n: (n + 1) % interval != 0)
+    layers = tuple(
+        replace(layer, mixer=delta, attention=False, rope=None, experts=mixture)
+        if linear
+        else replace(layer, experts=mixture)
+        for layer, linear, mixture in zip(base.layers, is_linear, experts, strict=True)
+    )
+    return replace(base, layers=layers, norm=norm, qk_norm=norm, attention_gate=True, mlp_bias=False)
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules; queries and gates alternate by head, Qwen3-Next fuses the projections by key head."""
+    delta = next(layer.mixer for layer in config.layers if layer.mixer)
+    prefix, values = "blocks.{}.mixer.", delta.n_heads // delta.n_key_heads
+    q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
+    parts = [f"{prefix}{name}_proj.weight" for name in ("query", "key", "value", "gate")]
+    key_width, value_width = delta.n_key_heads * delta.key_dim, delta.n_heads * delta.value_dim
+    widths, convs = (key_width, key_width, value_width), tuple(f"{prefix}{n}_conv.weight" for n in ("query", "key", "value"))
+    layers = f"{MODEL}layers.{{}}."
+    linear = f"{layers}linear_attn."
+    if config.model_type == "qwen3_next":
+        sizes = (delta.key_dim, delta.key_dim, values * delta.value_dim, values * delta.value_dim)
+        decays = (f"{prefix}beta_proj.weight", f"{prefix}decay_proj.weight")
+        fused: list[Rule] = [
+            Split(f"{linear}in_proj_qkvz.weight", tuple(parts), sizes, delta.n_key_heads),
+            Split(f"{linear}in_proj_ba.weight", decays, (values, values), delta.n_key_heads),
+        ]
+    else:
+        names = {"mixer.gate_proj": "in_proj_z", "mixer.beta_proj": "in_proj_b", "mixer.decay_proj": "in_proj_a"}
+        fused = [Split(f"{linear}in_proj_qkv.weight", tuple(parts[:3]), widths), *llama.rename_modules(names, linear)]
+    return [
+        Split(f"{layers}self_attn.q_proj.weight", q_gate, (config.head_dim,) * 2, config.n_heads),
+        *fused,
+        Split(f"{linear}conv1d.weight", convs, widths, squeezed=1),
+        Rename(f"{linear}A_log", f"{prefix}log_rate"),
+        Rename(f"{linear}dt_bias", f"{prefix}decay_bias"),
+        *llama.rename_modules({f"mixer.{name}": hf_name for name, hf_name in NAMES.items()}, linear),
+        *qwen2_moe.rules(config, MODEL),
+        Drop("{model.visual.|mtp.}{*}"),
+    ]

@@ -1,0 +1,60 @@
+"""Mamba-2 (arXiv 2405.21060): a linear recurrence whose keys, queries and step sizes depend on the input."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from litft.model.config import Config, Mamba2Config
+from litft.model.kv_cache import LayerCache
+from litft.model.linear import Linear
+from litft.model.mixers.mixer import CausalConv, GatedNorm, Mixer
+from litft.model.mixers.recurrence import CHUNK, recurrence
+from litft.model.packed_sequences import PackedSequences
+
+# B batch, T tokens, C channels, H heads, D head dim, G groups, S state dim
+
+
+class Mamba2(Mixer):
+    """The state space model of Mamba-2, with a convolution before it and a gated norm after it."""
+
+    def __init__(self, config: Config, mamba: Mamba2Config) -> None:
+        super().__init__()
+        self.mamba = mamba
+        width, state_width = mamba.n_heads * mamba.head_dim, mamba.n_groups * mamba.state_dim
+        self.widths = (width, state_width, state_width)
+        self.gate_proj = Linear(config.dim, width, bias=mamba.bias)
+        self.conv_proj = Linear(config.dim, sum(self.widths), bias=mamba.bias)  # values, keys and queries
+        self.step_proj = Linear(config.dim, mamba.n_heads, bias=mamba.bias)
+        self.out_proj = Linear(width, config.dim, bias=mamba.out_bias)
+        self.conv = CausalConv(sum(self.widths), mamba.conv_width, mamba.conv_bias)
+        self.log_rate, self.step_bias = nn.Parameter(torch.zeros(mamba.n_heads)), nn.Parameter(torch.zeros(mamba.n_heads))
+        self.skip = nn.Parameter(torch.ones(mamba.n_heads))
+        self.norm = GatedNorm(width, mamba.norm_eps, "silu", mamba.gate_first, mamba.n_groups) if mamba.norm else None
+        self.flops_per_token = 2 * mamba.n_heads * (CHUNK + 2 * mamba.state_dim) * (mamba.state_dim + mamba.head_dim)
+
+    def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+        """See Mixer."""
+        mamba = self.mamba
+        gate, conv, step = self.projections(x if mamba.input_scale == 1 else x * mamba.input_scale)
+        v, k, q = F.silu(self.conv(conv, documents, cache)).split(self.widths, dim=-1)
+        v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
+        k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
+        k, q = (part.repeat_interleave(mamba.n_heads // mamba.n_groups, dim=2) for part in (k, q))
+        step = F.softplus(step + self.step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
+        state = None if cache is None else cache.states[1]
+        ids = None if documents is None else documents.ids
+        y, state = recurrence(q, k, v * step[..., None], -self.log_rate.float().exp() * step, None, ids, state)
+        if cache is not None:
+            cache.store(1, state)
+        y = (y + self.skip.float()[:, None] * v).flatten(2).to(x.dtype)
+        y = self.out_proj(y * F.silu(gate) if self.norm is None else self.norm(y, gate))
+        return y if mamba.output_scale == 1 else y * mamba.output_scale
+
+    def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return gate, input of the convolution and step sizes, scaled as in Falcon-H1's muP."""
+        scales = self.mamba.scales
+        gate, conv, step = self.gate_proj(x), self.conv_proj(x), self.step_proj(x)
+        if not scales:
+            return gate, conv, step
+        widths = [torch.full((size,), scale) for size, scale in zip(self.widths, scales[1:4], strict=True)]
+        return gate * scales[0], conv * torch.cat(widths).to(conv), step * scales[4]

@@ -1,0 +1,68 @@
+"""The protocol of recurrent mixers, their causal convolution, and the norm of their outputs.
+
+A mixer is a module with `forward(x, documents, cache)`. It has a state of constant size, which `cache` carries from call to
+call: a text is computed in pieces of any length. In training, state and convolution start anew at each document.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from litft.model.kv_cache import LayerCache
+from litft.model.packed_sequences import PackedSequences
+
+# B batch, T tokens, C channels, K width of the convolution
+
+
+class Mixer(nn.Module):
+    """Base class of recurrent mixers."""
+
+    flops_per_token: float  # of the recurrence in the forward pass, without Linears
+
+    def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+        """Return the mixed x (B, T, C). Tokens of different documents do not affect each other."""
+        raise NotImplementedError
+
+
+class CausalConv(nn.Module):
+    """Depthwise convolution over the last K tokens of each document: the K - 1 inputs before a piece are the state."""
+
+    def __init__(self, channels: int, width: int, bias: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(channels, width))
+        self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
+
+    def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None, state: int = 0) -> Tensor:
+        """Return the convolution of x (B, T, C) in the same shape; state: the number of its state in `cache`."""
+        width, length = self.weight.size(1), x.size(1)
+        previous = x.new_zeros(x.size(0), width - 1, x.size(2)) if cache is None else cache.states[state].to(x.dtype)
+        extended = torch.cat((previous, x), dim=1)  # (B, K - 1 + T, C)
+        if cache is not None:
+            cache.store(state, extended[:, length:])
+        ids = None if documents is None else F.pad(documents.ids, (width - 1, 0), value=-1)
+        y = None
+        for tap in range(width):
+            shifted = extended[:, tap : tap + length]
+            if ids is not None and tap < width - 1:
+                shifted = shifted.masked_fill((ids[:, tap : tap + length] != documents.ids)[..., None], 0)
+            product = shifted * self.weight[:, tap]
+            y = product if y is None else y + product
+        return y if self.bias is None else y + self.bias
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm over groups of channels, with a gate before or after it, computed in fp32."""
+
+    def __init__(self, size: int, eps: float, gate: str, gate_first: bool, groups: int = 1) -> None:
+        super().__init__()
+        self.eps, self.gate_first, self.groups = eps, gate_first, groups
+        self.gate = {"silu": F.silu, "sigmoid": torch.sigmoid}[gate]
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        """Normalize x (..., C) and multiply it by the function of `gate` (..., C)."""
+        y, gate = x.float(), self.gate(gate.float())
+        y = y * gate if self.gate_first else y
+        grouped = y.unflatten(-1, (self.groups, -1))
+        y = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * self.weight.float()
+        return (y if self.gate_first else y * gate).to(x.dtype)

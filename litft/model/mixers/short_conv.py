@@ -1,0 +1,25 @@
+"""The gated short convolution of LFM2 (arXiv 2511.23404)."""
+
+from torch import Tensor
+
+from litft.model.config import Config, ShortConvConfig
+from litft.model.kv_cache import LayerCache
+from litft.model.linear import Linear
+from litft.model.mixers.mixer import CausalConv, Mixer
+from litft.model.packed_sequences import PackedSequences
+
+
+class ShortConv(Mixer):
+    """y = out(c * conv(b * x)), where b, c and x are projections of the input."""
+
+    def __init__(self, config: Config, conv: ShortConvConfig) -> None:
+        super().__init__()
+        self.in_proj = Linear(config.dim, 3 * config.dim, bias=conv.bias)
+        self.conv = CausalConv(config.dim, conv.width, conv.bias)
+        self.out_proj = Linear(config.dim, config.dim, bias=conv.bias)
+        self.flops_per_token = 2.0 * config.dim * conv.width
+
+    def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+        """See Mixer."""
+        before, after, x = self.in_proj(x).chunk(3, dim=-1)
+        return self.out_proj(after * self.conv(before * x, documents, cache))
