@@ -16,6 +16,8 @@ FAMILIES = {
     "phi3": "fused",
     "qwen3_moe": "renormalized",
 }
+# with recurrent mixers, which tensor parallelism refuses
+RECURRENT = {"lfm2": "bias", "falcon_h1": "side by side"}
 FULLY_TRAINED = ["embed", "lm_head", "down_proj"]
 TOKENS = draw(2, 23, seed=8)
 

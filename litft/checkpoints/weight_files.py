@@ -121,8 +121,9 @@ class Checkpoint:
         if isinstance(handle, dict):
             return handle[name].flatten()[:count].clone()
         lazy_slice = handle.get_slice(name)
-        rows = lazy_slice[: max(1, count // max(1, lazy_slice.get_shape()[-1]))] if lazy_slice.get_shape() else lazy_slice[:]
-        return rows.flatten()[:count]
+        if not (shape := lazy_slice.get_shape()):
+            return handle.get_tensor(name).flatten()
+        return lazy_slice[: max(1, count // max(1, shape[-1]))].flatten()[:count]
 
     def _handle_of(self, path: Path):
         """Open the file and close the previous one: pages read from a mapped file count as memory until it is closed."""

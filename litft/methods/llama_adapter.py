@@ -21,10 +21,8 @@ from litft.methods.base import BaseFolder, Method, Values
 from litft.methods.mixins import Mixin, norm_names, train_parameters
 from litft.model.attention_eager import eager_attention
 from litft.model.config import Config
-from litft.model.kv_cache import LayerCache
 from litft.model.mlp import ExpertLinear, Grouping, by_expert
-from litft.model.packed_sequences import PackedSequences
-from litft.model.transformer import GPT, Attention
+from litft.model.transformer import GPT
 
 # B batch, T tokens, C channels, H query heads, K key/value heads, D head dim, P prefix length, E experts
 
@@ -38,8 +36,8 @@ class PrefixAttention(Mixin):
 
     def add_prefix(self, length: int) -> None:
         """Register the prefix (1, P, C) and the gate (1,), in fp32."""
-        weight = self.q_proj.weight
-        self.adaption_prompt = nn.Parameter(torch.empty(1, length, self.q_proj.in_features, device=weight.device))
+        weight, dim = self.o_proj.weight, self.o_proj.out_features
+        self.adaption_prompt = nn.Parameter(torch.empty(1, length, dim, device=weight.device))
         self.adaption_gate = nn.Parameter(torch.empty(1, device=weight.device))
 
     def reset_parameters(self) -> None:
@@ -48,9 +46,9 @@ class PrefixAttention(Mixin):
         nn.init.normal_(self.adaption_prompt)
         nn.init.zeros_(self.adaption_gate)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
-        """Attend to the tokens and to the prefix; shapes as in `Attention.attend`."""
-        y = super().attend(q, k, v, documents, cache)
+    def add_attended(self, q: Tensor, y: Tensor) -> Tensor:
+        """Add attention to the prefix; shapes as in `Attention.add_attended`."""
+        y = super().add_attended(q, y)
         if not self.enabled:
             return y
         keys, values = self.keys_values(self.adaption_prompt.to(q.dtype))  # (1, K, P, D)
@@ -102,6 +100,7 @@ class Adapter(Method):
     name, title = "adapter", "adapter"
     peft_types = ("ADAPTION_PROMPT", "LITFT_ADAPTER")
     flags: ClassVar[type] = AdapterArgs
+    needs_prefix: ClassVar[bool] = True  # whether it trains nothing else
 
     def __init__(self, args: AdapterArgs) -> None:
         super().__init__(args)
@@ -113,8 +112,8 @@ class Adapter(Method):
         if self.args.prompt_length and start >= num_layers:
             raise ValueError(f"--adapter.start_layer {start}: this model has {num_layers} layers; choose a smaller number")
         self.layers = [layer for layer in attention_layers(model) if layer >= start] if self.args.prompt_length else []
-        if self.args.prompt_length and not self.layers:
-            reason = "no layer from there on has attention with separate keys and values, to which a prefix could be added"
+        if self.needs_prefix and self.args.prompt_length and not self.layers:
+            reason = "no layer from there on has attention, to which a prefix could be added"
             raise ValueError(f"--adapter.start_layer {start}: {reason}; choose a smaller number, or lora.py")
 
     def inject(self, model: GPT, keep: bool) -> None:
@@ -191,6 +190,7 @@ class AdapterV2(Adapter):
     name, title = "adapter", "adapter_v2"
     peft_types = ("LITFT_ADAPTER_V2",)
     flags = AdapterV2Args
+    needs_prefix = False
 
     def __init__(self, args: AdapterV2Args) -> None:
         super().__init__(args)
@@ -253,8 +253,8 @@ PREFIX = ("adaption_prompt", "adaption_gate")
 
 
 def attention_layers(model: GPT) -> list[int]:
-    """Return the layers whose attention can have a prefix: those with keys and values of every head."""
-    return [index for index, block in enumerate(model.blocks) if isinstance(block.attention, Attention)]
+    """Return the layers with attention, whose queries can attend to a prefix too."""
+    return [index for index, block in enumerate(model.blocks) if block.attention is not None]
 
 
 def is_peft_compatible(config: Config) -> bool:

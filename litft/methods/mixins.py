@@ -25,7 +25,7 @@ class Mixin(nn.Module):
     """Base of the classes that a method mixes over a module's type, as PyTorch's fully_shard does.
 
     A subclass registers parameters on the module in a method of its own, overrides `reset_parameters` and `remove`, and
-    overrides `forward` (or `Attention.attend`), which calls `super()` and returns its result unchanged if not `enabled`.
+    overrides `forward` (or `Attention.add_attended`), which calls `super()` and returns its result if not `enabled`.
     """
 
     enabled = True

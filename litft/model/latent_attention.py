@@ -27,6 +27,7 @@ class LatentAttention(nn.Module):
         super().__init__()
         latent = layer.latent
         self.latent, self.window, self.n_heads = latent, layer.window, config.n_heads
+        self.softcap = None
         self.scale = layer.attention_scale or latent.head_dim**-0.5
         self.rotate = rotate_interleaved if config.rope_interleaved else rotate
         width, norm = config.n_heads * latent.head_dim, latent.norm
@@ -55,7 +56,24 @@ class LatentAttention(nn.Module):
             y = self.absorbed(q_nope, q_rope, torch.cat((latents, k_rope), -1), cache)
         else:
             y = self.expanded(torch.cat((q_nope, q_rope), -1), torch.cat((latents, k_rope), -1), documents, cache)
+        y = self.add_attended(torch.cat((q_nope, q_rope), -1), y)
         return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def add_attended(self, q: Tensor, y: Tensor) -> Tensor:
+        """Return the attention output y (B, H, T, V); see `Attention.add_attended`."""
+        return y
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return unrotated keys (B, H, T, N + D) and values (B, H, T, V) of x (B, T, C)."""
+        latents, k_rope = self.kv_a_proj(x).split((self.latent.dim, self.latent.rope_dim), dim=-1)
+        return self.expand(torch.cat((apply_norm(self.kv_a_norm, latents), k_rope), -1)[:, None])
+
+    def expand(self, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the keys and values of every head of latent vectors and shared keys (B, 1, T, R + D)."""
+        latents, k_rope = keys.split((self.latent.dim, self.latent.rope_dim), dim=-1)
+        kv = self.kv_b_proj(latents[:, 0]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
+        k_nope, v = kv.split((self.latent.nope_dim, self.latent.value_dim), dim=-1)
+        return torch.cat((k_nope, k_rope.expand(-1, self.n_heads, -1, -1)), dim=-1), v
 
     def queries(self, x: Tensor) -> Tensor:
         """Return the queries of x (B, T, C), (B, T, H * (N + D))."""
@@ -68,11 +86,7 @@ class LatentAttention(nn.Module):
         mask = None
         if cache is not None:
             keys, _, mask = cache.update(keys, keys[..., :0], self.window)
-        latents, k_rope = keys.split((self.latent.dim, self.latent.rope_dim), dim=-1)
-        kv = self.kv_b_proj(latents[:, 0]).unflatten(-1, (self.n_heads, -1)).transpose(1, 2)
-        k_nope, v = kv.split((self.latent.nope_dim, self.latent.value_dim), dim=-1)
-        k = torch.cat((k_nope, k_rope.expand(-1, self.n_heads, -1, -1)), dim=-1)
-        return attend(q, k, v, documents, self.window, scale=self.scale, mask=mask)
+        return attend(q, *self.expand(keys), documents, self.window, scale=self.scale, mask=mask)
 
     def absorbed(self, q_nope: Tensor, q_rope: Tensor, keys: Tensor, cache: LayerCache) -> Tensor:
         """Attend to the latent vectors: (q W_k) k = q (W_k k), and W_v is applied to their weighted sum."""

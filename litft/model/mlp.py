@@ -33,7 +33,7 @@ class XIELU(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.alpha_p, self.alpha_n = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
-        self.beta, self.eps = nn.Parameter(torch.tensor(0.5)), nn.Parameter(torch.tensor(-1e-6))
+        self.beta, self.eps = nn.Parameter(torch.full((), 0.5)), nn.Parameter(torch.full((), -1e-6))
 
     def forward(self, x: Tensor) -> Tensor:
         alpha_p, beta = F.softplus(self.alpha_p), self.beta.detach()

@@ -37,6 +37,6 @@ def add_alibi(q: Tensor, k: Tensor, positions: Tensor, slopes: Tensor, scale: fl
     """
     block = torch.div(positions, ALIBI_BLOCK, rounding_mode="floor")
     features = torch.stack((block, positions - block * ALIBI_BLOCK), dim=-1)[:, None].to(k.dtype)  # (B, 1, T, 2)
-    weights = (slopes / scale)[:, None] * slopes.new_tensor([ALIBI_BLOCK, 1.0])  # (H, 2)
+    weights = torch.stack((slopes * (ALIBI_BLOCK / scale), slopes / scale), dim=-1)  # (H, 2)
     weights = weights[None, :, None].to(q.dtype).expand(q.size(0), -1, q.size(2), -1)
     return torch.cat((q, weights), -1), torch.cat((k, features.expand(k.size(0), k.size(1), -1, -1)), -1)

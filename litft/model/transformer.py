@@ -39,12 +39,11 @@ class Attention(nn.Module):
         self.o_proj = Linear(width, config.dim, bias=config.o_bias)
         self.gate_proj = Linear(config.dim, width, bias=False) if config.attention_gate else None
         self.q_norm, self.k_norm = make_qk_norm(config, config.n_heads), make_qk_norm(config, config.n_kv_heads)
-        self.norm_after_rope, self.alibi, self.out_scale = (
-            config.qk_norm_after_rope,
-            config.alibi,
-            config.attention_out_scale,
-        )
-        if self.alibi and self.scale is None:
+        self.norm_after_rope, self.out_scale = config.qk_norm_after_rope, config.attention_out_scale
+        # on the host until the weights are allocated, since nothing fills it from a file
+        slopes = torch.tensor(config.alibi, dtype=torch.float32, device="cpu") if config.alibi else None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+        if config.alibi and self.scale is None:
             self.scale = config.head_dim**-0.5  # of the head without ALiBi's entries
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
@@ -60,7 +59,7 @@ class Attention(nn.Module):
             q = q if cos_sin.query_scale is None else q * cos_sin.query_scale
         if self.norm_after_rope:
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
-        y = self.attend(q, k, v, documents, cache).transpose(1, 2).flatten(2)
+        y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2).flatten(2)
         y = self.o_proj(y if self.gate_proj is None else y * torch.sigmoid(self.gate_proj(x)))
         return scaled(y, self.out_scale)
 
@@ -72,11 +71,15 @@ class Attention(nn.Module):
         return self.rotate(torch.cat((q, k), 1), cos_sin.cos, cos_sin.sin).split_with_sizes(heads, 1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
-        """Return the attention output (B, H, T, D); overridden by methods that add keys and values, such as prefixes."""
-        if self.alibi:
+        """Return the attention output (B, H, T, D)."""
+        if self.alibi_slopes is not None:
             positions = torch.arange(q.size(2), device=q.device)[None] if cache is None else cache.positions(q.device)
-            q, k = add_alibi(q, k, positions, torch.tensor(self.alibi, device=q.device), self.scale)
+            q, k = add_alibi(q, k, positions, self.alibi_slopes, self.scale)
         return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
+
+    def add_attended(self, q: Tensor, y: Tensor) -> Tensor:
+        """Return the attention output y (B, H, T, D); overridden where queries attend to more, such as a prefix."""
+        return y
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values of x (B, T, C), (B, T, heads * D); overridden where one matrix computes all."""

@@ -279,7 +279,8 @@ def _traces(
         trace = by_kind[key]
         traces.append(trace._replace(saved=max(0, trace.saved - recomputed_by_compiler)))
         x = x.detach().requires_grad_(traces[-1].has_grad)
-    return [*traces, _trace(model.norm, x, [*model.norm.parameters()], shape.accumulated, optimizer)]
+    final = [] if model.norm is None else [_trace(model.norm, x, [*model.norm.parameters()], shape.accumulated, optimizer)]
+    return [*traces, *final]
 
 
 def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerInBackward | None, compiled: bool) -> int:

@@ -3,6 +3,7 @@
 There is one row per variation. `python scripts/parity_table.py` writes the README's table from the same rows.
 """
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -26,6 +27,7 @@ from parity import (
 import litft
 from litft.args import ConvertArgs
 from litft.export.convert import convert
+from litft.model.mlp import CONSTANTS
 from litft.model.transformer import GPT
 
 
@@ -257,6 +259,28 @@ def test_packed_loss_is_the_sum_of_single_losses(variation):
     singles = [reference(x[None], labels=x[None]).loss * (len(x) - 1) for x in (first[:12], second)]
     assert count == 30
     assert float(loss) == pytest.approx(float(sum(singles)), rel=tolerance(model.config))
+
+
+def test_gradients_equal_transformers(variation, tmp_path):
+    """The gradients of transformers are saved as weights, so that they are read under litft's names."""
+    reference, model = copy.deepcopy(variation.reference), copy.deepcopy(variation.model).requires_grad_(True)
+    tokens = draw(2, 24, seed=7)
+    reference(tokens, labels=tokens).loss.backward()
+    for parameter in reference.parameters():
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    reference.save_pretrained(tmp_path)
+    expected = dict(litft.load(tmp_path)[0].named_parameters())
+    loss, count = model(tokens[:, :-1], targets=tokens[:, 1:])
+    (loss / count).backward()
+    largest = max(gradient.abs().max() for gradient in expected.values())
+    for name, parameter in model.named_parameters():
+        if name.endswith("k_proj.bias") and not model.rotaries:
+            continue  # it shifts all scores of a query equally, so its gradient is rounding
+        if parameter.grad is not None:
+            scale = max(expected[name].abs().max(), 1e-3 * largest)
+            assert (parameter.grad - expected[name]).abs().max() <= 10 * tolerance(model.config) * scale, name
+        else:
+            assert name.endswith(CONSTANTS), name
 
 
 @torch.no_grad()

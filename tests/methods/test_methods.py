@@ -7,8 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from method_cases import FAMILIES, METHODS, TOKENS, save_result, tokens_for
-from parity import ROWS, load_hf, perturb, relative
+from method_cases import FAMILIES as TRANSFORMERS
+from method_cases import METHODS, RECURRENT, TOKENS, save_result, tokens_for
+from parity import ROWS, load_hf, perturb, relative, tolerance
 from safetensors import safe_open
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -27,6 +28,7 @@ from litft.pretrained import resolve
 # methods that can be merged; one that cannot is excluded here
 MERGE = [name for name in METHODS if not name.startswith("adapter") or name.startswith("adapter_v2, no prefix")]
 QUANTIZED = [None, "nf4", "int8"]
+FAMILIES = TRANSFORMERS | RECURRENT
 
 
 def grouped_reference(x, weight, offs):
@@ -146,7 +148,7 @@ def test_at_init_it_equals_the_base(folders, name, family, kind):
     if method.saves_full_model:
         return
     perturb(method.parameters(model).values())
-    assert relative(model(TOKENS)[..., :96], expected) >= 1e-3
+    assert relative(model(TOKENS)[..., :96], expected) >= 5e-4
     with disabled(model):
         assert torch.equal(model(tokens)[..., :96], base(tokens))
     detach(model)
@@ -214,7 +216,7 @@ def test_saved_parameters_are_complete_and_reload(folders, tmp_path, name, famil
     out, tokens = save_result(model, method, source, tmp_path / "out", kind), tokens_for(method)
     reread, _ = litft.load(out, quantize=kind)
     if "pissa" in name or "olora" in name or "rslora" in name:  # other sums: twice the rank, or one scale for fused Linears
-        assert relative(reread(tokens), model(tokens)) <= 1e-5
+        assert relative(reread(tokens), model(tokens)) <= tolerance(model.config)
     else:
         assert torch.equal(reread(tokens), model(tokens))
     if method.saves_full_model:
@@ -243,8 +245,8 @@ def test_merged_equals_unmerged(folders, tmp_path, name, family, kind):
     flags = dict(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged"), dequantized_base=bool(kind))
     merge(MergeArgs(**flags))
     merged, tokens = litft.load(tmp_path / "merged")[0], tokens_for(method)
-    assert relative(merged(tokens), model(tokens)) <= 1e-5
-    assert relative(load_hf(tmp_path / "merged")(tokens).logits, model(tokens)) <= 1e-5
+    assert relative(merged(tokens), model(tokens)) <= tolerance(model.config)
+    assert relative(load_hf(tmp_path / "merged")(tokens).logits, model(tokens)) <= tolerance(model.config)
 
 
 def merged_folder(model, method, source, folder):

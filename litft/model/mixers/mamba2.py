@@ -30,6 +30,11 @@ class Mamba2(Mixer):
         self.log_rate, self.step_bias = nn.Parameter(torch.zeros(mamba.n_heads)), nn.Parameter(torch.zeros(mamba.n_heads))
         self.skip = nn.Parameter(torch.ones(mamba.n_heads))
         self.norm = GatedNorm(width, mamba.norm_eps, "silu", mamba.gate_first, mamba.n_groups) if mamba.norm else None
+        if mamba.scales:
+            parts = [
+                torch.full((size,), scale, device="cpu") for size, scale in zip(self.widths, mamba.scales[1:4], strict=True)
+            ]
+            self.register_buffer("conv_scales", torch.cat(parts), persistent=False)
         self.flops_per_token = 2 * mamba.n_heads * (CHUNK + 2 * mamba.state_dim) * (mamba.state_dim + mamba.head_dim)
 
     def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
@@ -56,5 +61,4 @@ class Mamba2(Mixer):
         gate, conv, step = self.gate_proj(x), self.conv_proj(x), self.step_proj(x)
         if not scales:
             return gate, conv, step
-        widths = [torch.full((size,), scale) for size, scale in zip(self.widths, scales[1:4], strict=True)]
-        return gate * scales[0], conv * torch.cat(widths).to(conv), step * scales[4]
+        return gate * scales[0], conv * self.conv_scales.to(conv.dtype), step * scales[4]
