@@ -49,7 +49,6 @@ class DeltaNet(Mixer):
         k = F.silu(self.key_conv(self.key_proj(x), documents, cache, 1))
         v = F.silu(self.value_conv(self.value_proj(x), documents, cache, 2))
         q, k = (normalized(part.unflatten(-1, (delta.n_key_heads, -1))) for part in (q, k))
-        q, k = (part.repeat_interleave(delta.n_heads // delta.n_key_heads, dim=2) for part in (q, k))
         v = v.unflatten(-1, (delta.n_heads, -1))
         beta = self.beta_proj(x).float().sigmoid() * (2 if delta.negative_eigenvalues else 1)
         state = None if cache is None else cache.states[3]

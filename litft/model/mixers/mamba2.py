@@ -44,7 +44,6 @@ class Mamba2(Mixer):
         v, k, q = F.silu(self.conv(conv, documents, cache)).split(self.widths, dim=-1)
         v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
         k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
-        k, q = (part.repeat_interleave(mamba.n_heads // mamba.n_groups, dim=2) for part in (k, q))
         step = F.softplus(step + self.step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
         state = None if cache is None else cache.states[1]
         ids = None if documents is None else documents.ids

@@ -13,8 +13,9 @@ g is one number a head, or one for each row of the state (Kimi Delta Attention, 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-# B batch, T tokens, H heads, K key dim, V value dim, N chunks, L tokens of a chunk
+# B batch, T tokens, H heads, G groups of R heads that share queries and keys, K key dim, V value dim, N chunks of L tokens
 
 CHUNK = 64  # tokens; with a decay for each row of the state, whose pairs need a tensor (L, L, K): ROW_DECAY_CHUNK
 ROW_DECAY_CHUNK = 16
@@ -25,12 +26,16 @@ def recurrence(
 ) -> tuple[Tensor, Tensor]:
     """Return y (B, T, H, V) in fp32 and the state after the last token (B, H, K, V).
 
-    q, k: (B, T, H, K). v: (B, T, H, V). g: (B, T, H), or (B, T, H, K) for a decay of each row. b: (B, T, H) for the delta
-    rule. ids: (B, T), a number for each document of a row; the state starts anew with each. state: before the first token.
+    q, k: (B, T, G, K); head h uses those of group h // (H / G). v: (B, T, H, V). g: (B, T, H), or with G = H (B, T, H, K)
+    for a decay of each row. b: (B, T, H) for the delta rule. ids: (B, T), a number for each document of a row; the state
+    starts anew with each. state: before the first token.
     """
     if v.size(1) == 1 and state is not None:
+        q, k = (x.repeat_interleave(v.size(2) // x.size(2), dim=2) for x in (q, k))
         return _step(*(x.float().squeeze(1) for x in (q, k, v, g)), None if b is None else b.float().squeeze(1), state)
-    return _chunked(q, k, v, g, b, ids, state)
+    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+        return chunked_recurrence(q, k, v, g, b, ids, state)
+    return _differentiable(q, k, v, g, b, ids, state)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,62 +47,122 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: T
     return (q[..., None, :] @ state).transpose(1, 2), state
 
 
+class _ChunkedRecurrence(torch.autograd.Function):
+    """`_chunked`, which saves only its inputs: the matrices of a chunk are many times as large."""
+
+    @staticmethod
+    def forward(ctx, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(*inputs)
+        return _chunked(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *gradients: Tensor):
+        needed = ctx.needs_input_grad[:5]
+        found = iter(_gradients([*gradients], [*ctx.saved_tensors], [*needed]))
+        return *(next(found) if is_needed else None for is_needed in needed), None, None
+
+
+def _gradients(gradients: list[Tensor], inputs: list[Tensor | None], needed: list[bool]) -> tuple[Tensor, ...]:
+    """Return the gradients of the inputs that need one; gradients: those of the two outputs."""
+    with torch.enable_grad():
+        pairs = zip(inputs, [*needed, False, False], strict=True)
+        arguments = [x.detach().requires_grad_() if is_needed else x for x, is_needed in pairs]
+        leaves = [x for x in arguments if x is not None and x.requires_grad]
+        return torch.autograd.grad(_chunked(*arguments), leaves, gradients)
+
+
 @torch.compiler.disable  # a loop over chunks, whose number depends on the length
+def _differentiable(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    return _ChunkedRecurrence.apply(*inputs)
+
+
+# one operator, so that a piece of a prompt is one graph
+@torch.library.custom_op("litft::chunked_recurrence", mutates_args=())
+def chunked_recurrence(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, ids: Tensor | None, state: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Do the same as `recurrence`, in compiled code without gradients."""
+    y, new_state = _chunked(q, k, v, g, b, ids, state)
+    return y.contiguous(), new_state
+
+
+@chunked_recurrence.register_fake
+def _(q, k, v, g, b, ids, state):
+    state_shape = (v.size(0), v.size(2), k.size(3), v.size(3))
+    return v.new_empty(v.shape, dtype=torch.float32), v.new_empty(state_shape, dtype=torch.float32)
+
+
 def _chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, ids: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    length, by_row = v.size(1), g.dim() == 4
+    length, groups, by_row = v.size(1), k.size(2), g.dim() == 4
     size = ROW_DECAY_CHUNK if by_row else CHUNK
-    q, k, v, g = (_in_chunks(x, size) for x in (q, k, v, g if by_row else g[..., None]))  # (B, H, N, L, .)
+    q, k, v = (_in_chunks(x, size, groups) for x in (q, k, v))  # (B, G, 1 or R, N, L, .)
+    g, b = (
+        _in_chunks(g if by_row else g[..., None], size, groups),
+        None if b is None else _in_chunks(b[..., None], size, groups),
+    )
     visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     enters = leaves = passes = None
     if ids is not None:
         visible, enters, leaves, passes = _document_masks(ids, size, state is not None, visible)
-    # log decay from the start of the chunk, or of the document in it, to each token: (B, H, N, L, K or 1)
+    # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N, L, K or 1)
     total = g.cumsum(-2) if ids is None else visible.to(g.dtype) @ g
-
-    def pairs(queries: Tensor) -> Tensor:
-        """Return the products with the keys, decayed between the two tokens: (B, H, N, L, L)."""
-        between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(~visible[..., None], -torch.inf).exp()
-        if by_row:
-            return (queries[..., :, None, :] * k[..., None, :, :] * between).sum(-1)
-        return queries @ k.mT * between.squeeze(-1)
-
     from_start = _masked(total.exp(), enters)  # what a token sees of the state at the start of its chunk
     to_end = _masked((total[..., -1:, :] - total).exp(), leaves)  # what the state at the end of the chunk has of a token
-    carry = total[..., -1, :].exp()  # (B, H, N, K or 1)
+    carry = total[..., -1, :].exp()  # (B, G, R, N, K or 1)
     carry = carry if passes is None else carry * passes
-    scores, q_start, k_end, k_start = pairs(q), q * from_start, k * to_end, None
+    scores, system = (_row_decay_pairs if by_row else _pairs)(q, k, b, total, visible)
+    k_start = None
     if b is not None:  # each value is what is left after subtracting the earlier ones: a triangular system for a chunk
-        b = _in_chunks(b[..., None], size)
-        system, k_start = pairs(k * b).tril(-1), k * b * from_start
-        solved = torch.linalg.solve_triangular(system, torch.cat((v * b, k_start), -1), upper=False, unitriangular=True)
+        right = torch.cat((v * b, k * b * from_start), -1)
+        solved = torch.linalg.solve_triangular(system.tril(-1), right, upper=False, unitriangular=True)
         v, k_start = solved.split((v.size(-1), k.size(-1)), dim=-1)
-    state = v.new_zeros(*v.shape[:2], k.size(-1), v.size(-1)) if state is None else state
+    heads = v.shape[:3]  # (B, G, R)
+    state = v.new_zeros(*heads, k.size(-1), v.size(-1)) if state is None else state.view(*heads, *state.shape[2:])
+    q_start, k_end = (q * from_start, k * to_end) if by_row else (q, k)  # one decay a head scales the products instead
     outputs = []
-    for n in range(v.size(2)):
-        values = v[:, :, n] if b is None else v[:, :, n] - k_start[:, :, n] @ state
-        outputs.append(scores[:, :, n] @ values + q_start[:, :, n] @ state)
-        state = state * carry[:, :, n, :, None] + k_end[:, :, n].mT @ values
-    return torch.stack(outputs, 2).flatten(2, 3)[:, :, :length].transpose(1, 2), state
+    for n in range(v.size(3)):
+        values = v[:, :, :, n] if b is None else v[:, :, :, n] - k_start[:, :, :, n] @ state
+        seen = q_start[:, :, :, n] @ state
+        outputs.append(scores[:, :, :, n] @ values + (seen if by_row else seen * from_start[:, :, :, n]))
+        added = k_end[:, :, :, n].mT @ (values if by_row else values * to_end[:, :, :, n])
+        state = state * carry[:, :, :, n, :, None] + added
+    y = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, :length].flatten(1, 2).transpose(1, 2)
+    return y, state.flatten(1, 2)
 
 
-def _in_chunks(x: Tensor, size: int) -> Tensor:
-    """(B, T, H, .) -> (B, H, N, L, .) in fp32, padded with zeros."""
+def _pairs(q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return q k and b k k of all pairs of tokens of a chunk, decayed from the second to the first: (B, G, R, N, L, L)."""
+    between = (total - total.mT).masked_fill(~visible, -torch.inf).exp()
+    return q @ k.mT * between, None if b is None else k @ k.mT * between * b
+
+
+def _row_decay_pairs(q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Do the same with a decay for each entry of q and k."""
+    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(~visible[..., None], -torch.inf).exp()
+    rows = q[..., None] if b is None else torch.stack((q, k * b), -1)  # (B, G, R, N, L, K, 1 or 2)
+    products = (between * k[..., None, :, :]) @ rows  # (B, G, R, N, L, L, 1 or 2)
+    return products[..., 0], None if b is None else products[..., 1]
+
+
+def _in_chunks(x: Tensor, size: int, groups: int) -> Tensor:
+    """(B, T, H, .) -> (B, G, H / G, N, L, .) in fp32, padded with zeros."""
     padded = F.pad(x.float(), (0, 0, 0, 0, 0, -x.size(1) % size))
-    return padded.transpose(1, 2).unflatten(2, (-1, size))
+    return padded.transpose(1, 2).unflatten(2, (-1, size)).unflatten(1, (groups, -1))
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x (B, H, N, L, .) with zeros where the mask (B, 1, N, L, 1) is False."""
+    """Return x (B, G, R, N, L, .) with zeros where the mask (B, 1, 1, N, L, 1) is False."""
     return x if mask is None else x.masked_fill(~mask, 0)
 
 
 def _document_masks(ids: Tensor, size: int, has_state: bool, visible: Tensor) -> tuple[Tensor, ...]:
     """Return which tokens of a chunk see each other, the chunk's first state and its last, and which chunks pass it on."""
     padding = -ids.size(1) % size
-    ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, size))[:, None]  # (B, 1, N, L)
+    ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, size))[:, None, None]  # (B, 1, 1, N, L)
     first, last = ids[..., :1, 0], ids[..., -1:]
-    before = torch.cat((first if has_state else first - 1, last[..., :-1, 0]), -1)[..., None]  # (B, 1, N, 1)
+    before = torch.cat((first if has_state else first - 1, last[..., :-1, 0]), -1)[..., None]  # (B, 1, 1, N, 1)
     same = visible & (ids[..., :, None] == ids[..., None, :])
     return same, (ids == before)[..., None], (ids == last)[..., None], last == before

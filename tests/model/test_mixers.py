@@ -1,0 +1,89 @@
+"""Recurrent mixers: the recurrence in chunks equals a loop over tokens in fp64, and documents do not affect each other."""
+
+import pytest
+import torch
+from torch.nn.functional import softplus
+
+from litft.model.mixers.mixer import CausalConv
+from litft.model.mixers.recurrence import chunked_recurrence, recurrence
+from litft.model.packed_sequences import PackedSequences
+
+B, T, H, K, V = 2, 150, 3, 6, 5  # more than two chunks
+
+
+def loop(q, k, v, g, b, ids, state):
+    """The recurrence of the module's docstring, token by token in fp64."""
+    q, k, v, g = (x.double() for x in (q, k, v, g))
+    state = torch.zeros(B, H, K, V).double() if state is None else state.double()
+    outputs = []
+    for t in range(v.size(1)):
+        if ids is not None and t:
+            state = state * (ids[:, t] == ids[:, t - 1])[:, None, None, None]
+        state = state * (g[:, t, :, None, None] if g.dim() == 3 else g[:, t, :, :, None]).exp()
+        value = v[:, t]
+        if b is not None:
+            value = (value - (k[:, t, :, None] @ state).squeeze(-2)) * b[:, t, :, None].double()
+        state = state + k[:, t, :, :, None] * value[:, :, None]
+        outputs.append((q[:, t, :, None] @ state).squeeze(-2))
+    return torch.stack(outputs, 1), state
+
+
+def inputs(by_row, delta):
+    """Return q, k, v, g and b; keys have length 1, as the delta rule needs."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, g, b = (
+        torch.randn(*shape, generator=generator)
+        for shape in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K) if by_row else (B, T, H), (B, T, H))
+    )
+    return q, k / k.norm(dim=-1, keepdim=True), v, -softplus(g), b.sigmoid() if delta else None
+
+
+def documents():
+    """Return ids of documents that end within a chunk, at its end, and after one token."""
+    return torch.tensor([[0] * 64 + [1] * 20 + [2] + [3] * 65, [4] * 150])
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
+@pytest.mark.parametrize("delta", [False, True], ids=["linear attention", "delta rule"])
+@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+def test_chunks_equal_a_loop_over_tokens(by_row, delta, packed):
+    ids = documents() if packed else None
+    results = []
+    for compute in (loop, recurrence):
+        leaves = [None if x is None else x.detach().requires_grad_() for x in inputs(by_row, delta)]
+        y, state = compute(*leaves, ids, None)
+        weighted = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + state.sum() / 7
+        results.append((y, state, *torch.autograd.grad(weighted, [x for x in leaves if x is not None])))
+    torch.testing.assert_close(*([x.double() for x in result] for result in results), atol=2e-5, rtol=2e-5)
+    with torch.no_grad():
+        compiled = chunked_recurrence(*inputs(by_row, delta), ids, None)
+    assert all(torch.equal(*pair) for pair in zip(compiled, results[1][:2], strict=True))
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
+@pytest.mark.parametrize("delta", [False, True], ids=["linear attention", "delta rule"])
+def test_pieces_equal_the_whole(by_row, delta):
+    """In pieces of any length, single tokens among them, with the state between them."""
+    whole, expected_state = loop(*inputs(by_row, delta), None, None)
+    parts = zip(*([None] * 4 if x is None else x.split([70, 1, 1, 78], 1) for x in inputs(by_row, delta)), strict=True)
+    state, outputs = torch.zeros(B, H, K, V), []
+    for part in parts:
+        y, state = recurrence(*part, None, state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, 1).double(), whole, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(state.double(), expected_state, atol=2e-5, rtol=2e-5)
+
+
+def test_convolution_equals_torchs_and_stays_within_documents():
+    conv, x, ids = CausalConv(4, 3, bias=True), torch.randn(2, 20, 4), torch.tensor([[0] * 9 + [1] * 11, [2] * 20])
+    torch.nn.init.normal_(conv.weight)
+    torch.nn.init.normal_(conv.bias)
+
+    def reference(x):
+        padded = torch.nn.functional.pad(x.mT, (2, 0))
+        return torch.nn.functional.conv1d(padded, conv.weight[:, None], conv.bias, groups=4).mT
+
+    torch.testing.assert_close(conv(x, None, None), reference(x))
+    packed = conv(x, PackedSequences.of(ids), None)
+    torch.testing.assert_close(packed[0, 9:], reference(x[:1, 9:])[0])
+    torch.testing.assert_close(packed[1], reference(x[1:])[0])
