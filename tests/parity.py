@@ -162,6 +162,36 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             ),
         },
     ),
+    "gemma4_text": (
+        "Gemma4TextConfig",
+        {
+            "per-layer embeddings, shared keys": dict(
+                head_dim=8,
+                global_head_dim=16,
+                hidden_size_per_layer_input=10,
+                vocab_size_per_layer_input=96,
+                num_hidden_layers=6,
+                num_kv_shared_layers=2,
+                layer_types=["sliding_attention", "full_attention"] * 3,
+                sliding_window=6,
+                use_double_wide_mlp=True,
+                final_logit_softcapping=20.0,
+            ),
+            "experts, keys as values": dict(
+                head_dim=8,
+                global_head_dim=16,
+                hidden_size_per_layer_input=0,
+                attention_k_eq_v=True,
+                num_global_key_value_heads=1,
+                layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+                sliding_window=6,
+                enable_moe_block=True,
+                num_experts=5,
+                top_k_experts=2,
+                moe_intermediate_size=24,
+            ),
+        },
+    ),
     "phi": (
         "PhiConfig",
         {"partial": dict(rope_parameters=PART), "q/k norms, tied": dict(qk_layernorm=True, tie_word_embeddings=True)},
@@ -485,6 +515,34 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             ),
         },
     ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            "Mamba-2, attention, MLP, experts": dict(
+                layers_block_type=["linear_attention", "full_attention", "mlp", "moe"],
+                mamba_num_heads=4,
+                mamba_head_dim=6,
+                n_groups=2,
+                ssm_state_size=16,
+                head_dim=8,
+                n_routed_experts=5,
+                moe_shared_expert_intermediate_size=20,
+                **DEEPSEEK,
+            )
+        },
+    ),
+    "olmo_hybrid": (
+        "OlmoHybridConfig",
+        {
+            "delta nets, NoPE": dict(linear_key_head_dim=16, linear_value_head_dim=16, layer_types=HYBRID),
+            "RoPE": dict(
+                linear_key_head_dim=12,
+                linear_value_head_dim=12,
+                layer_types=HYBRID,
+                rope_parameters=dict(rope_type="default", rope_theta=1e4),
+            ),
+        },
+    ),
     "mamba2": ("Mamba2Config", {"no attention": dict(num_heads=4, head_dim=16, state_size=6, n_groups=2)}),
     "nemotron": ("NemotronConfig", {"squared ReLU, half rotated": {}}),
     "arcee": ("ArceeConfig", {"squared ReLU": {}}),
@@ -580,7 +638,11 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> None:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         # transformers stores the biases that correct the selection of experts as buffers
-        biases = (buffer for name, buffer in model.named_buffers() if name.endswith(("correction_bias", "expert_bias")))
+        biases = (
+            buffer
+            for name, buffer in model.named_buffers()
+            if name.endswith(("correction_bias", "expert_bias", "layer_scalar"))
+        )
         for parameter in (*model.parameters(), *biases):
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.dim() == 1:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from litft.methods.mixins import mixin_class
 from litft.model.kv_cache import KVCache, LayerCache
 from litft.model.packed_sequences import PackedSequences
+from litft.model.per_layer_input import BlockExtra
 from litft.model.placement import WeightPlacement, allocate
 from litft.model.quantization import QuantizedModule
 from litft.model.rope import CosSin
@@ -65,12 +66,18 @@ class PlacedBlock(nn.Module):
     """Block that moves its inputs to `input_device`, and its output to `output_device` (None: it is not moved)."""
 
     def forward(
-        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        *extra: BlockExtra,
     ) -> Tensor:
         x = x.to(self.input_device)
+        extra = tuple(e._replace(token_input=e.token_input.to(x.device)) if e.token_input is not None else e for e in extra)
         if cos_sin is not None:
             cos_sin = CosSin(*(table if table is None else table.to(self.input_device) for table in cos_sin))
-        x = super().forward(x, cos_sin, documents, cache)
+        x = super().forward(x, cos_sin, documents, cache, *extra)
         return x if self.output_device is None else x.to(self.output_device)
 
 

@@ -35,7 +35,7 @@ def families() -> dict[str, ModuleType]:
 # Valid values of config.json fields, for all families. Downloaded files are checked once, here, before any arithmetic.
 _SIZES = (
     "hidden_size num_attention_heads vocab_size max_position_embeddings n_embd "
-    "n_head n_positions moe_intermediate_size shared_expert_intermediate_size num_experts_per_tok "
+    "n_head n_positions shared_expert_intermediate_size num_experts_per_tok "
     "decoder_sparse_step query_pre_attn_scalar no_rope_layer_interval d_model ffn_dim attention_heads n_heads "
     "num_heads max_seq_len window_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
     "global_attn_every_n_layers moe_layer_interval"
@@ -44,7 +44,8 @@ _SIZES = (
 _COUNTS = "num_hidden_layers n_layer n_layers num_layers n_routed_experts moe_num_experts".split()
 _SIZES_OR_NULL = (
     "intermediate_size num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
-    "rotary_dim num_ln_in_parallel_attn n_group topk_group q_lora_rank v_head_dim prefix_dense_intermediate_size"
+    "rotary_dim num_ln_in_parallel_attn n_group topk_group q_lora_rank v_head_dim prefix_dense_intermediate_size "
+    "moe_intermediate_size top_k_experts global_head_dim num_global_key_value_heads"
 ).split()
 _POSITIVE = (
     "rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon rotary_emb_base rotary_pct "
@@ -104,7 +105,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_local_experts": (lambda value: value == 0 or _is_count(value), "a whole number from 1 to 10,000"),  # Granite: 0
     # Hunyuan lists one number a layer
     **dict.fromkeys(
-        ("num_experts", "moe_topk"), (lambda value: _is_count(value) or isinstance(value, list), "a whole number")
+        ("num_experts", "moe_topk"), (lambda value: _is_count(value) or isinstance(value, list | None), "a whole number")
     ),
     **dict.fromkeys(_TEXTS, (_is(str), "text")),
     "hidden_activation": (_or_null(_is(str)), "text or null"),

@@ -28,6 +28,13 @@ DEFAULTS3 = dict(
     max_position_embeddings=131_072,
 )
 
+POST_NORMS = {
+    "attention_norm": "input_layernorm",
+    "attention_post_norm": "post_attention_layernorm",
+    "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}
+
 
 def text_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
@@ -82,13 +89,7 @@ def rules(config: Config) -> list[Rule]:
         return llama.rules(config)
     if config.model_type == "vaultgemma":
         return llama.rules(config, norms=llama.NORMS | {"mlp_norm": "pre_feedforward_layernorm"})
-    norms = {
-        "attention_norm": "input_layernorm",
-        "attention_post_norm": "post_attention_layernorm",
-        "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    }
-    return llama.multimodal_rules(config, norms)
+    return llama.multimodal_rules(config, POST_NORMS)
 
 
 def gguf_rules(config: Config) -> list[Rule]:

@@ -37,10 +37,15 @@ def stacked_experts(config: Config, hf_prefix: str, names: dict[str, str]) -> li
     ]
 
 
-def fused_experts(config: Config, hf_prefix: str, down: str = "down_proj", gate_up: str = "gate_up_proj") -> list[Rule]:
+def fused_experts(
+    config: Config,
+    hf_prefix: str,
+    down: str = "down_proj",
+    gate_up: str = "gate_up_proj",
+    prefix: str = "blocks.{}.mlp.experts.",
+) -> list[Rule]:
     """Return rules for stacked experts with fused gate and up, as in transformers 5: (E, 2 I, C) and (E, C, I)."""
     experts = next(layer.experts for layer in config.layers if layer.experts)
-    prefix = "blocks.{}.mlp.experts."
     gate_up_names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
     return [
         Split(f"{hf_prefix}{gate_up}", gate_up_names, (experts.hidden_dim,) * 2),

@@ -254,7 +254,8 @@ PREFIX = ("adaption_prompt", "adaption_gate")
 
 def attention_layers(model: GPT) -> list[int]:
     """Return the layers with attention, whose queries can attend to a prefix too."""
-    return [index for index, block in enumerate(model.blocks) if block.attention is not None]
+    layers = zip(model.blocks, model.config.layers, strict=True)
+    return [n for n, (block, layer) in enumerate(layers) if block.attention is not None and layer.kv_sharing != "reuse"]
 
 
 def is_peft_compatible(config: Config) -> bool:

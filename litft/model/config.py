@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 ALIBI_DIMS = 2  # entries that ALiBi adds to each query and key
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
 @dataclass(frozen=True)
@@ -20,6 +20,7 @@ class RopeConfig:
 
     theta: float
     dim: int  # number of entries of a head that are rotated
+    fraction: float = 1.0  # proportional: the share of them whose frequencies are not zero
     rope_type: str = "default"
     factor: float = 1.0
     original_max_positions: int = 2048  # context length in tokens before scaling
@@ -50,7 +51,7 @@ class RopeConfig:
         fraction = 1.0 if fraction is None else fraction
         if not (is_positive(fraction) and fraction <= 1):
             raise ValueError(f"config.json: partial_rotary_factor must be in (0, 1], found {fraction!r}")
-        dim = int(head_dim * fraction)
+        dim = head_dim if rope_type == "proportional" else int(head_dim * fraction)
         if rope_type not in ROPE_TYPES:
             raise ValueError(f"config.json: rope type {rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}")
         required = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(
@@ -74,6 +75,7 @@ class RopeConfig:
         return cls(
             theta=float(scaling.get("rope_theta", hf.get("rope_theta") or theta)),
             dim=dim,
+            fraction=float(fraction) if rope_type == "proportional" else 1.0,
             rope_type=rope_type,
             factor=float(factor),
             original_max_positions=int(
@@ -178,6 +180,8 @@ class ExpertsConfig:
     group_score: Literal["top2", "max"] = "top2"  # of a group: the sum of its two highest scores, or the highest
     weight_scale: float = 1.0  # multiplies the selected experts' weights
     output_scale: float = 1.0  # multiplies the sum of routed and shared experts
+    weighted_input: bool = False  # the weights multiply the experts' inputs rather than their outputs (Llama 4)
+    beside_dense: bool = False  # experts and the dense MLP side by side, with norms of their own (Gemma 4)
 
     def __post_init__(self) -> None:
         if self.top_k > self.count:
@@ -286,6 +290,12 @@ class LayerConfig:
     mixer: MixerConfig | None = None  # a recurrent mixer
     attention: bool = True  # False: the layer has only the mixer, or only the MLP
     mlp: bool = True
+    norm_position: str | None = None  # None: the config's
+    head_dim: int | None = None  # None: the config's
+    n_kv_heads: int | None = None  # None: the config's
+    key_is_value: bool = False  # values are the keys before norm and rotation
+    # later layers reuse the keys and values of the last layer before them with the same window
+    kv_sharing: Literal["none", "store", "reuse"] = "none"
 
 
 @dataclass(frozen=True)
@@ -333,6 +343,10 @@ class Config:
     learned_positions: bool = False  # a table of `max_positions` rows is added to the embedding
     sinusoidal_positions: bool = False  # sine and cosine of the position are added to the embedding (arXiv 1706.03762)
     position_offset: int = 0  # added to positions before they are looked up; the table has as many more rows
+    value_norm: NormConfig | None = None
+    per_layer_dim: int = 0  # of the per-layer embeddings; 0: none
+    per_layer_vocab_size: int = 0
+    layer_scale: bool = False  # a constant multiplies each block's output
     embed_norm: NormConfig | None = None  # of the embedding
     final_norm: bool = True  # before the head
 
@@ -342,7 +356,17 @@ class Config:
             return 0, 0, 0
         if layer.latent:  # values are a part of the keys
             return 1, layer.latent.dim + layer.latent.rope_dim, 0
-        return self.n_kv_heads, self.head_dim + (ALIBI_DIMS if self.alibi else 0), self.head_dim
+        head_dim = layer.head_dim or self.head_dim
+        heads = 0 if layer.kv_sharing == "reuse" else layer.n_kv_heads or self.n_kv_heads
+        return heads, head_dim + (ALIBI_DIMS if self.alibi else 0), head_dim
+
+    def kv_source(self, index: int) -> int:
+        """Return the layer whose keys and values a layer attends to."""
+        layer = self.layers[index]
+        if layer.kv_sharing != "reuse":
+            return index
+        stores = [n for n in range(index) if self.layers[n].kv_sharing == "store" and self.layers[n].window == layer.window]
+        return stores[-1]
 
     def pair_dims(self, layer: LayerConfig) -> int:
         """Return the multiplications for each pair of a query and a key: of the score, and of the weighted value."""
@@ -350,7 +374,7 @@ class Config:
             return 0
         if layer.latent:
             return self.n_heads * (layer.latent.head_dim + layer.latent.value_dim)
-        return self.n_heads * 2 * self.head_dim
+        return self.n_heads * 2 * (layer.head_dim or self.head_dim)
 
     def __post_init__(self) -> None:
         if self.n_heads % self.n_kv_heads:

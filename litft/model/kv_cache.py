@@ -43,15 +43,20 @@ class LayerCache:
 
     def update(self, keys: Tensor, values: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store (B, K, T, D); return all keys and values to attend to, (B, K, S, D), and a mask if one is needed."""
-        start, end, positions, masks, _ = self.cache.call
+        start, end, positions, *_ = self.cache.call
         if positions is None:
             self.keys[:, :, start:end], self.values[:, :, start:end] = keys, values
         else:
             index = positions.to(keys.device)[:, None, :, None].expand_as(keys)
             self.keys.scatter_(2, index, keys)
             self.values.scatter_(2, index[..., : values.size(3)], values)
-        mask = masks.get(window)
-        return self.keys[:, :, :end], self.values[:, :, :end], mask if mask is None else mask.to(keys.device)
+        return self.read(window)
+
+    def read(self, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Return all keys and values, and a mask if one is needed, after another layer has stored those of this call."""
+        mask = self.cache.call.masks.get(window)
+        end = self.cache.call.end
+        return self.keys[:, :, :end], self.values[:, :, :end], mask if mask is None else mask.to(self.keys.device)
 
     def positions(self, device: torch.device) -> Tensor:
         """Return the positions of the tokens of this call, (B or 1, T)."""
@@ -80,6 +85,8 @@ class KVCache:
         storage = [
             [torch.zeros(shape, device=on, dtype=dtype) for shape in pair] for on, pair in zip(devices, shapes, strict=True)
         ]
+        for index in range(len(storage)):
+            storage[index] = storage[config.kv_source(index)]  # the same tensors, if a layer reuses keys and values
         for layer, tensors, on in zip(config.layers, storage, devices, strict=True):
             state_shapes = layer.mixer.state_shapes if layer.mixer else ()
             tensors += [torch.zeros(batch, *shape, device=on) for shape in state_shapes]  # fp32

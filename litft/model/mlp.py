@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import once_differentiable
 
-from litft.model.config import Config, ExpertsConfig, LayerConfig
+from litft.model.config import Config, ExpertsConfig, LayerConfig, NormConfig
 from litft.model.linear import Linear
+from litft.model.norm import Norm
 
 # B batch, T tokens, C channels, E experts, N rows: B x T x top_k, one per token and selected expert
 
@@ -43,7 +44,7 @@ class XIELU(nn.Module):
 
 
 # name suffixes of parameters that no method trains
-CONSTANTS = (".correction_bias", ".activation.beta", ".activation.eps")
+CONSTANTS = (".correction_bias", ".activation.beta", ".activation.eps", ".layer_scale")
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -236,18 +237,23 @@ def by_expert(values: Tensor, grouping: Grouping) -> Tensor:
 
 
 class ExpertStack(nn.Module):
-    """One gated MLP per expert (arXiv 2101.03961), as three stacked Linears."""
+    """One MLP per expert (arXiv 2101.03961), as stacked Linears; `gate_proj` is None if the MLPs are not gated."""
 
     def __init__(self, config: Config, experts: ExpertsConfig) -> None:
         super().__init__()
-        self.gated = gate_function(config)
-        self.gate_proj = ExpertLinear(experts.count, config.dim, experts.hidden_dim, experts.bias)
+        self.gated = gate_function(config) if config.gated else None
+        self.activation = None if config.gated else activation(config)
+        sizes = experts.count, config.dim, experts.hidden_dim, experts.bias
+        self.gate_proj = ExpertLinear(*sizes) if config.gated else None
         self.up_proj = ExpertLinear(experts.count, config.dim, experts.hidden_dim, experts.bias)
         self.down_proj = ExpertLinear(experts.count, experts.hidden_dim, config.dim, experts.bias)
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
         """Apply the experts to x (N, C), sorted by expert; return (N, C)."""
-        return self.down_proj(self.gated(self.gate_proj(x, grouping), self.up_proj(x, grouping)), grouping)
+        up = self.up_proj(x, grouping)
+        if self.gate_proj is None:
+            return self.down_proj(self.activation(up), grouping)
+        return self.down_proj(self.gated(self.gate_proj(x, grouping), up), grouping)
 
 
 # name suffixes of the modules that select experts; these stay in full precision, since a small error changes the selection
@@ -265,31 +271,76 @@ class MoE(nn.Module):
         self.count, self.top_k, self.config = experts.count, experts.top_k, experts
         self.router = Linear(config.dim, experts.count, bias=experts.router_bias)
         self.experts = ExpertStack(config, experts)
-        self.shared = GatedMLP(config, experts.shared_dim) if experts.shared_dim else None
+        mlp_class = GatedMLP if config.gated else PlainMLP
+        self.shared = mlp_class(config, experts.shared_dim) if experts.shared_dim else None
         self.shared_gate = Linear(config.dim, 1, bias=False) if experts.shared_gate else None
         # fp32: a bf16 sum would not distinguish the experts' scores
         bias = nn.Parameter(torch.zeros(experts.count, dtype=torch.float32)) if experts.correction_bias else None
         self.register_parameter("correction_bias", bias)
 
+    def select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the weights and indices of the experts of each token of flat (B T, C), (B T, top_k) each."""
+        return route(self.router(flat), self.config, None if self.correction_bias is None else self.correction_bias.detach())
+
+    def expert_inputs(self, flat: Tensor) -> Tensor:
+        """Return what the experts read of flat (B T, C)."""
+        return flat
+
     def forward(self, x: Tensor) -> Tensor:
         """Return (B, T, C): the weighted outputs of each token's experts of x (B, T, C), plus the shared expert's."""
         flat = x.flatten(0, 1)  # (B T, C)
-        bias = None if self.correction_bias is None else self.correction_bias.detach()
-        weights, chosen = route(self.router(flat), self.config, bias)  # (B T, top_k)
+        weights, chosen = self.select(flat)  # (B T, top_k)
+        flat = self.expert_inputs(flat)
         expert, order = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(expert, torch.arange(self.count, device=x.device), right=True, out_int32=True)
-        y = self.experts(flat[order // chosen.size(1)], Grouping(expert, ends))
+        rows = flat[order // chosen.size(1)]
+        rows = rows * weights.flatten()[order, None] if self.config.weighted_input else rows
+        y = self.experts(rows, Grouping(expert, ends))
         # a gather restores the token order deterministically, unlike scatter-add
         y = y[order.argsort()].unflatten(0, chosen.shape)  # (B T, top_k, C)
-        y = (y * weights[..., None]).sum(1)
+        y = (y if self.config.weighted_input else y * weights[..., None]).sum(1)
         if self.shared is not None:
             shared_output = self.shared(flat)
             y = y + (shared_output if self.shared_gate is None else shared_output * torch.sigmoid(self.shared_gate(flat)))
         return (y if self.config.output_scale == 1 else y * self.config.output_scale).view_as(x)
 
 
+class ScaledMoE(MoE):
+    """Gemma 4's experts: the router reads normalized and scaled inputs, and each expert's weight has a scale of its own."""
+
+    def __init__(self, config: Config, experts: ExpertsConfig) -> None:
+        super().__init__(config, experts)
+        self.router_norm = Norm(NormConfig("rms", config.norm.eps, weight=False), config.dim)
+        self.router_scale = nn.Parameter(torch.ones(config.dim))
+        self.expert_scale = nn.Parameter(torch.ones(experts.count))
+        self.norm = Norm(config.norm, config.dim)
+
+    def select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        """See MoE."""
+        scaled = self.router_norm(flat) * self.router_scale.to(flat.dtype) * flat.size(-1) ** -0.5
+        weights, chosen = route(self.router(scaled), self.config)
+        return weights * self.expert_scale.to(weights.dtype)[chosen], chosen
+
+    def expert_inputs(self, flat: Tensor) -> Tensor:
+        """See MoE."""
+        return self.norm(flat)
+
+
+class DenseBesideExperts(nn.Module):
+    """A dense MLP and experts side by side, each with a norm before and after it."""
+
+    def __init__(self, config: Config, layer: LayerConfig) -> None:
+        super().__init__()
+        self.dense_norm, self.dense_post_norm = Norm(config.norm, config.dim), Norm(config.norm, config.dim)
+        self.dense = GatedMLP(config, layer.hidden_dim or config.hidden_dim)
+        self.moe, self.moe_post_norm = ScaledMoE(config, layer.experts), Norm(config.norm, config.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dense_post_norm(self.dense(self.dense_norm(x))) + self.moe_post_norm(self.moe(x))
+
+
 def make_mlp(config: Config, layer: LayerConfig) -> nn.Module:
     """Build the feed-forward part of one layer."""
     if layer.experts is not None:
-        return MoE(config, layer.experts)
+        return DenseBesideExperts(config, layer) if layer.experts.beside_dense else MoE(config, layer.experts)
     return (GatedMLP if config.gated else PlainMLP)(config, layer.hidden_dim or config.hidden_dim)

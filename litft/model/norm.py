@@ -51,13 +51,13 @@ def apply_norm(norm: Norm | None, x: Tensor) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def make_qk_norm(config: Config, heads: int) -> Norm | None:
-    """Return the norm of queries or keys (B, T, heads, D) before they are rotated, or None."""
+def make_qk_norm(config: Config, heads: int, head_dim: int) -> Norm | None:
+    """Return the norm of queries or keys (B, T, heads, D), or None."""
     if config.qk_norm is None:
         return None
     if config.qk_norm_over == "head":
-        return Norm(config.qk_norm, config.head_dim)
-    return Norm(config.qk_norm, heads, config.head_dim, num_dims=2 if config.qk_norm_over == "all" else 1)
+        return Norm(config.qk_norm, head_dim)
+    return Norm(config.qk_norm, heads, head_dim, num_dims=2 if config.qk_norm_over == "all" else 1)
 
 
 def rms_norm_single_token(x: Tensor, weight: Tensor, eps: float) -> Tensor:

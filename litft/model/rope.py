@@ -18,8 +18,9 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[Tensor, Tensor]:
     and is computed by `RotaryEmbedding`. `RopeConfig` cites the papers; the formulas are tested against transformers.
     """
     frequencies = 1.0 / (rope.theta ** (torch.arange(0, rope.dim, 2, dtype=torch.float32) / rope.dim))
-    if rope.rope_type == "linear":
+    if rope.rope_type in ("linear", "proportional"):
         frequencies = frequencies / rope.factor
+        frequencies[int(rope.fraction * rope.dim // 2) :] = 0
     elif rope.rope_type == "llama3":
         frequencies = _llama3(frequencies, rope)
     elif rope.rope_type == "yarn":

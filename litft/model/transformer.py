@@ -18,6 +18,7 @@ from litft.model.mixers import make_mixer
 from litft.model.mlp import make_mlp
 from litft.model.norm import Norm, apply_norm, make_qk_norm
 from litft.model.packed_sequences import PackedSequences
+from litft.model.per_layer_input import BlockExtra, PerLayerEmbedding, TokenInput
 from litft.model.positions import add_alibi, sinusoids
 from litft.model.rope import CosSin, RotaryEmbedding, rotate, rotate_interleaved
 
@@ -29,16 +30,20 @@ class Attention(nn.Module):
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
-        self.head_dim, self.window, self.scale = config.head_dim, layer.window, layer.attention_scale
+        self.head_dim, self.window, self.scale = layer.head_dim or config.head_dim, layer.window, layer.attention_scale
+        self.kv_sharing, kv_heads = layer.kv_sharing, layer.n_kv_heads or config.n_kv_heads
         self.softcap, self.clip = config.attention_softcap, config.qkv_clip
         self.rotate = rotate_interleaved if config.rope_interleaved else rotate
-        width, kv_width = config.n_heads * config.head_dim, config.n_kv_heads * config.head_dim
+        width, kv_width, has_kv = config.n_heads * self.head_dim, kv_heads * self.head_dim, layer.kv_sharing != "reuse"
         self.q_proj = Linear(config.dim, width, bias=config.qkv_bias)
-        self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
-        self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias)
+        self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias) if has_kv else None
+        has_values = has_kv and not layer.key_is_value
+        self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias) if has_values else None
         self.o_proj = Linear(width, config.dim, bias=config.o_bias)
         self.gate_proj = Linear(config.dim, width, bias=False) if config.attention_gate else None
-        self.q_norm, self.k_norm = make_qk_norm(config, config.n_heads), make_qk_norm(config, config.n_kv_heads)
+        self.q_norm = make_qk_norm(config, config.n_heads, self.head_dim)
+        self.k_norm = make_qk_norm(config, kv_heads, self.head_dim) if has_kv else None
+        self.v_norm = Norm(config.value_norm, self.head_dim) if config.value_norm and has_kv else None
         self.norm_after_rope, self.out_scale = config.qk_norm_after_rope, config.attention_out_scale
         # on the host until the weights are allocated, since nothing fills it from a file
         slopes = torch.tensor(config.alibi, dtype=torch.float32, device="cpu") if config.alibi else None
@@ -48,20 +53,47 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
 
     def forward(
-        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        extra: BlockExtra | None = None,
     ) -> Tensor:
+        if self.kv_sharing == "reuse":
+            return self.reuse(x, cos_sin, documents, cache, extra)
         q, k, v = map(self.split, self.projections(x))
         if not self.norm_after_rope:
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
-        q, k, v = self.heads(q), self.heads(k), self.heads(v)
+        q, k, v = self.heads(q), self.heads(k), self.heads(apply_norm(self.v_norm, v))
         if cos_sin is not None:
             q, k = self.apply_rotary(q, k, cos_sin)
             q = q if cos_sin.query_scale is None else q * cos_sin.query_scale
         if self.norm_after_rope:
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        if self.kv_sharing == "store" and cache is None:
+            extra.shared[self.window] = k, v
         y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2).flatten(2)
         y = self.o_proj(y if self.gate_proj is None else y * torch.sigmoid(self.gate_proj(x)))
         return scaled(y, self.out_scale)
+
+    def reuse(
+        self,
+        x: Tensor,
+        cos_sin: CosSin,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        extra: BlockExtra,
+    ) -> Tensor:
+        """Attend to the keys and values of an earlier layer."""
+        q = self.heads(apply_norm(self.q_norm, self.split(self.q_proj(x))))
+        q, mask = self.rotate(q, cos_sin.cos, cos_sin.sin), None
+        if cache is None:
+            k, v = extra.shared[self.window]
+        else:
+            k, v, mask = cache.read(self.window)
+        y = attend(q, k, v, documents, self.window, self.softcap, scale=self.scale, mask=mask)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def apply_rotary(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, ...]:
         """Rotate queries and keys; in a decode step both at once, since each operation adds latency."""
@@ -83,11 +115,14 @@ class Attention(nn.Module):
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return queries, keys and values of x (B, T, C), (B, T, heads * D); overridden where one matrix computes all."""
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        k = self.k_proj(x)
+        return self.q_proj(x), k, k if self.v_proj is None else self.v_proj(x)
 
     def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Return unrotated keys and values (B, K, T, D) of x (B, T, C)."""
-        return self.heads(apply_norm(self.k_norm, self.split(self.k_proj(x)))), self.heads(self.split(self.v_proj(x)))
+        k = self.split(self.k_proj(x))
+        v = k if self.v_proj is None else self.split(self.v_proj(x))
+        return self.heads(apply_norm(self.k_norm, k)), self.heads(apply_norm(self.v_norm, v))
 
     def split(self, x: Tensor) -> Tensor:
         """(B, T, heads * D) -> (B, T, heads, D)"""
@@ -103,9 +138,11 @@ class Block(nn.Module):
 
     def __init__(self, config: Config, layer: LayerConfig) -> None:
         super().__init__()
-        before, after = config.norm_position in ("before", "both"), config.norm_position != "before"
+        norm_position = layer.norm_position or config.norm_position
+        before, after = norm_position in ("before", "both"), norm_position != "before"
         self.scale = config.residual_scale
-        mixes, has_mlp_norm = bool(layer.attention or layer.mixer), before and not config.shared_norm
+        mixes, beside_dense = bool(layer.attention or layer.mixer), bool(layer.experts and layer.experts.beside_dense)
+        has_mlp_norm = before and not config.shared_norm and not beside_dense  # which has norms of its own
         self.attention_norm = Norm(config.norm, config.dim) if before and mixes else None
         self.attention = make_attention(config, layer)
         self.mixer = make_mixer(config, layer)
@@ -113,24 +150,41 @@ class Block(nn.Module):
         self.mlp_norm = Norm(config.norm, config.dim) if has_mlp_norm and layer.mlp else None
         self.mlp = make_mlp(config, layer) if layer.mlp else None
         self.mlp_post_norm = Norm(config.norm, config.dim) if after and layer.mlp else None
+        self.token_input = TokenInput(config) if config.per_layer_dim else None
+        self.layer_scale = nn.Parameter(torch.ones(1)) if config.layer_scale else None
 
     def forward(
-        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        extra: BlockExtra | None = None,
     ) -> Tensor:
         if self.attention is not None or self.mixer is not None:
-            y = self.mix(apply_norm(self.attention_norm, x), cos_sin, documents, cache)
+            y = self.mix(apply_norm(self.attention_norm, x), cos_sin, documents, cache, extra)
             x = x + scaled(apply_norm(self.attention_post_norm, y), self.scale)
-        if self.mlp is None:
-            return x
-        y = self.mlp(apply_norm(self.mlp_norm, x))
-        return x + scaled(apply_norm(self.mlp_post_norm, y), self.scale)
+        if self.mlp is not None:
+            y = self.mlp(apply_norm(self.mlp_norm, x))
+            x = x + scaled(apply_norm(self.mlp_post_norm, y), self.scale)
+        if self.token_input is not None:
+            x = self.token_input(x, extra.token_input)
+        return x if self.layer_scale is None else x * self.layer_scale.detach()
 
-    def mix(self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+    def mix(
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        extra: BlockExtra | None,
+    ) -> Tensor:
         """Return what attention, a recurrent mixer, or the sum of both computes from x (B, T, C)."""
+        extras = () if extra is None else (extra,)
         if self.mixer is None:
-            return self.attention(x, cos_sin, documents, cache)
+            return self.attention(x, cos_sin, documents, cache, *extras)
         y = self.mixer(x, documents, cache)
-        return y if self.attention is None else y + self.attention(x, cos_sin, documents, cache)
+        return y if self.attention is None else y + self.attention(x, cos_sin, documents, cache, *extras)
 
 
 def make_attention(config: Config, layer: LayerConfig) -> nn.Module | None:
@@ -186,6 +240,7 @@ class GPT(nn.Module):
         num_positions = config.max_positions + config.position_offset
         self.embed_positions = nn.Embedding(num_positions, config.dim) if config.learned_positions else None
         self.embed_norm = Norm(config.embed_norm, config.dim) if config.embed_norm else None
+        self.per_layer = PerLayerEmbedding(config) if config.per_layer_dim else None
         self.blocks = nn.ModuleList(block_class(config)(config, layer) for layer in config.layers)
         self.norm = Norm(config.norm, config.dim) if config.final_norm else None
         self.lm_head = Linear(config.dim, config.vocab_size, bias=config.head_bias)
@@ -258,11 +313,11 @@ class GPT(nn.Module):
         x = self.embed_tokens(tokens, positions)  # (B, T, C)
         if self.training and self.neftune_alpha:
             x = add_neftune_noise(x, self.neftune_alpha, targets, document_ids)
-        cos_sin = self.cos_sin(positions, cache, x.dtype)
+        cos_sin, extras = self.cos_sin(positions, cache, x.dtype), self.block_extras(tokens, x)
         documents = self.prepare_documents(documents, tokens)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
             layer_cache = cache.layers[index] if cache else None
-            x = block(x, cos_sin[rotary] if rotary is not None else None, documents, layer_cache)
+            x = block(x, cos_sin[rotary] if rotary is not None else None, documents, layer_cache, *extras[index])
         if cache is not None:
             cache.end()
         if logits_to_keep is not None:
@@ -277,6 +332,15 @@ class GPT(nn.Module):
     def prepare_documents(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
         """Return the documents to pass to the blocks; overridden for compiled blocks."""
         return documents
+
+    def block_extras(self, tokens: Tensor, x: Tensor) -> list[tuple[BlockExtra, ...]]:
+        """Return the further argument of each block for tokens (B, T) with embedding x; an empty tuple if it has none."""
+        shares = any(layer.kv_sharing != "none" for layer in self.config.layers)
+        if self.per_layer is None and not shares:
+            return [()] * len(self.blocks)
+        inputs = [None] * len(self.blocks) if self.per_layer is None else self.per_layer(tokens, x).unbind()
+        shared: dict[int | None, tuple[Tensor, Tensor]] = {}
+        return [(BlockExtra(token_input, shared),) for token_input in inputs]
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Return the input of the residual stream. The scale is rounded to the weights' dtype, as in Gemma's training."""

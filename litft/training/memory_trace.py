@@ -251,11 +251,18 @@ def _traces(
         masks = dict.fromkeys(layer.window for layer in model.config.layers) if compiled and changes_scores(model) else None
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int32)
         documents = PackedSequences(ids, row_cu_seqlens(shape.rows, shape.tokens, ids.device), masks)
-    embedding_parameters = [parameter for name, parameter in model.named_parameters() if name.startswith("embed")]
-    tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
-    traces = [
-        _trace(lambda ids: model.embed_tokens(ids, positions), tokens, embedding_parameters, shape.accumulated, optimizer)
+    embedding_parameters = [
+        parameter for name, parameter in model.named_parameters() if name.startswith(("embed", "per_layer"))
     ]
+    tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
+    extras: list[tuple] = []
+
+    def embed(ids: Tensor) -> Tensor:
+        x = model.embed_tokens(ids, positions)
+        extras[:] = model.block_extras(ids, x)
+        return x
+
+    traces = [_trace(embed, tokens, embedding_parameters, shape.accumulated, optimizer)]
     has_grad = traces[0].has_grad or (compiled and trains_first_block(model))
     x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=has_grad)
     by_kind: dict[tuple, Trace] = {}
@@ -263,11 +270,11 @@ def _traces(
     # (measured with scripts/plan_accuracy.py)
     saves_less = compiled and model.config.norm_position == "both" and not isinstance(model.blocks[0], Recomputed)
     recomputed_by_compiler = 2 * x.nbytes if saves_less else 0
-    for layer, block, rotary in zip(model.config.layers, model.blocks, model.rotary_indices, strict=True):
+    for layer, block, rotary, extra in zip(model.config.layers, model.blocks, model.rotary_indices, extras, strict=True):
         key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)
         key += (tuple(type(module) for module in block.modules()),)
         if key not in by_kind:
-            other_inputs = (cos_sin[rotary] if rotary is not None else None, documents, None)
+            other_inputs = (cos_sin[rotary] if rotary is not None else None, documents, None, *extra)
             accumulated = shape.accumulated and shards == 1
             by_kind[key] = _trace(
                 lambda x, block=block, other_inputs=other_inputs: block(x, *other_inputs),

@@ -1,0 +1,130 @@
+"""Gemma 4 (Google, 2026): per-layer embeddings, layers that share keys and values, experts beside the dense MLP."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Drop, Rename, Rule
+from litft.families import gemma, llama, mixtral
+from litft.model.config import Config, ExpertsConfig, LayerConfig, RopeConfig
+
+MODEL_TYPES = ("gemma4_text", "gemma4")
+
+DEFAULTS = dict(
+    num_key_value_heads=4,
+    head_dim=256,
+    max_position_embeddings=131072,
+    tie_word_embeddings=True,
+    hidden_activation="gelu_pytorch_tanh",
+    sliding_window=512,
+    hidden_size_per_layer_input=256,
+    vocab_size_per_layer_input=262144,
+)
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
+MODEL = "{model.|model.language_model.}"
+LAYERS = f"{MODEL}layers.{{}}."
+NAMES = {
+    "token_input.input_gate": "per_layer_input_gate",
+    "token_input.projection": "per_layer_projection",
+    "token_input.norm": "post_per_layer_input_norm",
+}
+MIXTURE = {f"mlp.dense.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")} | {
+    "mlp.dense_norm": "pre_feedforward_layernorm",
+    "mlp.dense_post_norm": "post_feedforward_layernorm_1",
+    "mlp.moe.norm": "pre_feedforward_layernorm_2",
+    "mlp.moe_post_norm": "post_feedforward_layernorm_2",
+    "mlp.moe.router": "router.proj",
+}
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
+    return llama.text_model_config(hf, "gemma4_text", "Gemma4ForCausalLM") if hf["model_type"] == "gemma4" else hf
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' Gemma4TextConfig."""
+    hf = {**DEFAULTS, **hf}
+    if hf.get("use_bidirectional_attention") == "all":
+        raise ValueError("config.json: use_bidirectional_attention 'all' is not supported; use a causal model")
+    base = llama.config({**hf, "hidden_act": hf["hidden_activation"], "rope_parameters": None, "rope_scaling": None})
+    per_layer_dim = hf["hidden_size_per_layer_input"] or 0
+    return replace(
+        base,
+        layers=_layers(hf, base),
+        norm_position="both",
+        mlp_bias=False,
+        embed_scale=math.sqrt(base.dim),
+        qk_norm=base.norm,
+        value_norm=replace(base.norm, weight=False),
+        logit_softcap=hf.get("final_logit_softcapping"),
+        per_layer_dim=per_layer_dim,
+        per_layer_vocab_size=hf["vocab_size_per_layer_input"] if per_layer_dim else 0,
+        layer_scale=True,
+    )
+
+
+def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
+    """Return the layers; those of full attention have wider heads, and the last ones share the others' keys and values."""
+    num_layers, nested = len(base.layers), {**ROPES, **llama.ropes_by_type(hf)}
+    sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 6 != 0)
+    sliding[-1] = False
+    key_is_value, experts, wide = hf.get("attention_k_eq_v", False), None, hf.get("global_head_dim", 512)
+    if (overrides := hf.get("per_layer_config")) and False in sliding:  # as transformers writes it
+        wide = next(iter(overrides.values())).get("head_dim", base.head_dim)
+    global_kv_heads = hf.get("num_global_key_value_heads") if key_is_value else None
+    if overrides and key_is_value:
+        global_kv_heads = next(iter(overrides.values())).get("num_key_value_heads")
+    if hf.get("enable_moe_block"):
+        experts = ExpertsConfig(
+            hf["num_experts"], hf["top_k_experts"], hf["moe_intermediate_size"], renormalize=True, beside_dense=True
+        )
+    first_shared = num_layers - hf.get("num_kv_shared_layers", 0)
+    layers = []
+    for index, slides in enumerate(sliding):
+        head_dim = base.head_dim if slides else wide
+        shared = index >= first_shared
+        is_source = first_shared < num_layers and slides not in sliding[index + 1 : first_shared]
+        rope = RopeConfig.from_hf(
+            {**hf, "rope_parameters": nested["sliding_attention" if slides else "full_attention"]}, head_dim
+        )
+        layers.append(
+            LayerConfig(
+                rope=rope,
+                window=hf["sliding_window"] if slides else None,
+                experts=experts,
+                attention_scale=1.0,
+                hidden_dim=2 * base.hidden_dim if shared and hf.get("use_double_wide_mlp") else None,
+                head_dim=None if slides else head_dim,
+                n_kv_heads=None if slides else global_kv_heads,
+                key_is_value=key_is_value and not slides,
+                kv_sharing="reuse" if shared else "store" if is_source else "none",
+            )
+        )
+    return tuple(layers)
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules, which also match a multimodal checkpoint, without the tensors of its other towers."""
+    has_experts = any(layer.experts for layer in config.layers)
+    moe = "blocks.{}.mlp.moe."
+    experts = mixtral.fused_experts(config, f"{LAYERS}experts.", prefix=f"{moe}experts.") if has_experts else []
+    per_layer = {"per_layer.embed": "embed_tokens_per_layer", "per_layer.projection": "per_layer_model_projection"}
+    per_layer |= {"per_layer.norm": "per_layer_projection_norm"}
+    shared = llama.layers_with(config, lambda layer: layer.kv_sharing == "reuse", f"{MODEL}layers.")
+    drops = [Drop(f"{shared}self_attn.{name}.weight") for name in ("k_proj", "v_proj", "k_norm")]
+    return [
+        *(drops if any(layer.kv_sharing == "reuse" for layer in config.layers) else []),
+        *(llama.rename_modules(MIXTURE, LAYERS) if has_experts else []),
+        *llama.rename_modules(NAMES, LAYERS),
+        *llama.rename_modules({name: f"{MODEL}{hf_name}" for name, hf_name in per_layer.items()}, "", ""),
+        Rename(f"{LAYERS}layer_scalar", "blocks.{}.layer_scale"),
+        Rename(f"{LAYERS}router.scale", f"{moe}router_scale"),
+        Rename(f"{LAYERS}router.per_expert_scale", f"{moe}expert_scale"),
+        *experts,
+        *llama.rules(config, MODEL, norms=gemma.POST_NORMS),
+        Drop("model.{vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector}.{*}"),
+    ]
