@@ -19,6 +19,7 @@ from litft import run_dir
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, untransposed
 from litft.checkpoints.hub import TOKENIZER_FILES, HubId, downloaded_from, fetch, hub_id
+from litft.checkpoints.stored_formats import METHODS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
@@ -66,7 +67,7 @@ class PretrainedFolder:
     @cached_property
     def checkpoint(self) -> Checkpoint:
         """The weight files, with only their headers read."""
-        return Checkpoint(self.base)
+        return Checkpoint(self.base, self.hf.get("quantization_config"))
 
     @property
     def record(self) -> dict[str, Any]:
@@ -199,12 +200,22 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Pretraine
     base = _find_base(folder, base_dir) if adapter else folder
     hf = text_config(_read_config_json(base))
     source = PretrainedFolder(folder, base, adapter, hf, read_config(hf))
-    if (kind := (hf.get("quantization_config") or {}).get("quant_method")) not in (None, "mxfp4", "bitsandbytes"):
-        reason = f"its weights are quantized ({kind}), but litft only supports MXFP4 and bitsandbytes"
-        raise ValueError(f"{base}: {reason}; download the unquantized model")
+    _check_quantization(base, hf.get("quantization_config") or {})
     if adapter:
         _check_fingerprint(source)
     return source
+
+
+def _check_quantization(base: Path, settings: dict[str, Any]) -> None:
+    """Raise ValueError if the weights are quantized in a way that cannot be read."""
+    supported = ("mxfp4", "bitsandbytes", *METHODS)
+    if (kind := settings.get("quant_method")) not in (None, *supported):
+        reason = f"its weights are quantized ({kind}), but litft only reads {', '.join(supported)}"
+        raise ValueError(f"{base}: {reason}; download the unquantized model")
+    try:
+        check_method(settings)
+    except ValueError as error:
+        raise ValueError(f"{base}: {error}") from None
 
 
 def _local_folder(folder: str | Path) -> Path:

@@ -166,8 +166,8 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "Gemma4TextConfig",
         {
             "per-layer embeddings, shared keys": dict(
-                head_dim=8,
-                global_head_dim=16,
+                head_dim=4,
+                global_head_dim=12,
                 hidden_size_per_layer_input=10,
                 vocab_size_per_layer_input=96,
                 num_hidden_layers=6,

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, mappings_to_hf
+from litft.checkpoints.stored_formats import find_stored_weights
 from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.quantization import STATES, STATISTICS, QuantizedModule, QuantizedTensor, is_quantizable, stored_shape
 
@@ -24,11 +25,12 @@ MAX_LISTED = 10  # names listed in one message
 class Checkpoint:
     """The tensors of a model folder: `model.safetensors` or `pytorch_model.bin`, as a single file or shards with an index.
 
-    Weights that transformers saved quantized by bitsandbytes appear under their names as dequantized tensors. Raises
+    Quantized weights (bitsandbytes, FP8, GPTQ, AWQ) appear under their names as dequantized tensors. Raises
     ValueError with a remedy if files are missing, misnamed, truncated or contain more than tensors.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, quantization: dict[str, Any] | None = None) -> None:
+        """quantization: quantization_config of config.json."""
         self.folder = folder
         self._open_handle: tuple[Path | None, Any] = (None, None)
         self._bytes_read = 0  # from the open file
@@ -39,12 +41,14 @@ class Checkpoint:
             self._file_of |= dict.fromkeys(metas, path)
             self._metas |= metas
         self._packed = self._find_packed()
+        self._stored = find_stored_weights(self._metas, quantization or {})
 
     @property
     def names(self) -> list[str]:
-        """The sorted names of all tensors, without the quantization statistics of packed weights."""
+        """The sorted names of all tensors, without what quantized weights are stored as."""
         statistics = {name for parts in self._packed.values() for name in parts.values()} - self._packed.keys()
-        return sorted(self._file_of.keys() - statistics)
+        stored_parts = {name for weight in self._stored.values() for name in weight.parts.values()}
+        return sorted((self._file_of.keys() - statistics - stored_parts) | self._stored.keys())
 
     @property
     def is_quantized(self) -> bool:
@@ -53,6 +57,8 @@ class Checkpoint:
 
     def meta(self, name: str) -> Tensor:
         """Return a meta tensor with the shape and dtype of the (dequantized) tensor, without reading its data."""
+        if stored := self._stored.get(name):
+            return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
         meta = self._metas[name]
         if isinstance(meta, str):
             raise ValueError(f"{self._file_of[name]}: {name} is stored as {meta}, not a weight dtype; download it in bf16")
@@ -67,6 +73,8 @@ class Checkpoint:
 
         slices: read only this part of the tensor. Slices may extend beyond its end.
         """
+        if stored := self._stored.get(name):
+            return stored.dequantize({suffix: self._read_stored(part) for suffix, part in stored.parts.items()})[slices]
         return self.packed(name).dequantize()[slices] if name in self._packed else self._read_stored(name, slices)
 
     def is_packed(self, name: str) -> bool:
@@ -116,7 +124,9 @@ class Checkpoint:
         return tensor
 
     def head(self, name: str, count: int) -> Tensor:
-        """Return the first `count` values of a tensor, without reading the rest."""
+        """Return the first `count` values of a tensor, as it is stored, without reading the rest."""
+        if stored := self._stored.get(name):
+            name = next(iter(stored.parts.values()))
         handle = self._handle_of(self._file_of[name])
         if isinstance(handle, dict):
             return handle[name].flatten()[:count].clone()

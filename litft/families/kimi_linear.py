@@ -21,6 +21,7 @@ NAMES = {
     "mixer.norm": "self_attn.o_norm",
     "mixer.out_proj": "self_attn.o_proj",
 }
+FORGET_GATE = {"decay_a_proj": "f_a_proj", "decay_proj": "f_b_proj"}
 MOE = "model.layers.{}.block_sparse_moe."
 FIELDS = {
     "max_position_embeddings": "model_max_length",
@@ -79,5 +80,9 @@ def rules(config: Config) -> list[Rule]:
 
 
 def peft_rules(config: Config) -> list[Rule]:
-    """Return the rules for PEFT's names of experts and router."""
-    return deepseek.peft_rules(config)
+    """Return the rules for PEFT's names: transformers has names of its own in memory."""
+    linear = llama.layers_with(config, lambda layer: layer.mixer)
+    forget = {f"mixer.{n}": f"self_attn.forget_gate.{hf_name}" for n, hf_name in FORGET_GATE.items()}
+    mlp = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
+    names = [*llama.rename_modules(forget, linear), *llama.rename_modules(mlp | deepseek.SHARED)]
+    return [*deepseek.peft_rules(config), *names]

@@ -12,7 +12,6 @@ MODEL_TYPES = ("nemotron_h",)
 
 KINDS = {"M": "linear_attention", "E": "moe", "*": "full_attention", "-": "mlp"}
 NAMES = {"mamba": "linear_attention", "attention": "full_attention"}  # in older files
-LAYERS = "backbone.layers."
 FIELDS = {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_conv_bias": "use_conv_bias"}
 FIELDS |= {"mamba_dt_min": "time_step_min"}
 
@@ -65,11 +64,12 @@ def _kinds(hf: dict[str, Any]) -> list[str]:
     return kinds
 
 
-def rules(config: Config) -> list[Rule]:
-    """Return the rules; the files call every part of a block its mixer."""
-    mixers, attention = (llama.layers_with(config, has, LAYERS) for has in (lambda x: x.mixer, lambda x: x.attention))
-    dense = llama.layers_with(config, lambda x: x.mlp and not x.experts, LAYERS)
-    sparse = llama.layers_with(config, lambda x: x.experts, LAYERS)
+def rules(config: Config, model: str = "backbone.") -> list[Rule]:
+    """Return the rules; the files call every part of a block its mixer. model: the prefix of all names but the head's."""
+    layers = f"{model}layers."
+    mixers, attention = (llama.layers_with(config, has, layers) for has in (lambda x: x.mixer, lambda x: x.attention))
+    dense = llama.layers_with(config, lambda x: x.mlp and not x.experts, layers)
+    sparse = llama.layers_with(config, lambda x: x.experts, layers)
     by_kind: list[Rule] = []
     if any(layer.mixer for layer in config.layers):
         by_kind += [*bamba.mamba_rules(config, f"{mixers}mixer."), *llama.rename_modules({"attention_norm": "norm"}, mixers)]
@@ -88,4 +88,12 @@ def rules(config: Config) -> list[Rule]:
             Rename(f"{sparse}mixer.gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
             *mixtral.stacked_experts(config, f"{sparse}mixer.experts.{{}}.", projections),
         ]
-    return [*by_kind, *llama.embedding_and_head(config, "backbone.", "embeddings", "norm_f"), Drop("mtp.{*}")]
+    return [*by_kind, *llama.embedding_and_head(config, model, "embeddings", "norm_f"), Drop("mtp.{*}")]
+
+
+def peft_rules(config: Config) -> list[Rule]:
+    """Return the rules for PEFT's names: transformers has another prefix in memory, and stacks the experts."""
+    sparse, moe = llama.layers_with(config, lambda x: x.experts, "model.layers."), "blocks.{}.mlp."
+    stacks = [Rename(f"{sparse}mixer.experts.{n}_proj", f"{moe}experts.{n}_proj.weight") for n in ("up", "down")]
+    has_experts = any(layer.experts for layer in config.layers)
+    return [*(stacks if has_experts else []), *rules(config, "model.")]

@@ -24,7 +24,7 @@ MIXER = {
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' OlmoHybridConfig."""
     base = llama.config({"max_position_embeddings": 65536, **hf, "head_dim": None})
-    has_rope = bool((hf.get("rope_parameters") or {}).get("rope_theta") or hf.get("rope_theta"))
+    has_rope = "rope_parameters" not in hf or bool((hf["rope_parameters"] or {}).get("rope_theta"))  # null: no RoPE
     heads = hf.get("linear_num_value_heads") or base.n_heads
     key_heads = hf.get("linear_num_key_heads") or base.n_heads
     key_dim = hf.get("linear_key_head_dim") or int(0.75 * base.dim / key_heads)

@@ -21,6 +21,7 @@ from litft.methods import Method
 from litft.model.device_type import device_type
 from litft.model.loss import CHUNK, summed_cross_entropy
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
+from litft.model.per_layer_input import BlockExtra
 from litft.model.transformer import GPT
 from litft.training.activation_checkpointing import Recomputed, is_recomputed
 from litft.training.compile import changes_scores, trains_first_block
@@ -251,9 +252,8 @@ def _traces(
         masks = dict.fromkeys(layer.window for layer in model.config.layers) if compiled and changes_scores(model) else None
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int32)
         documents = PackedSequences(ids, row_cu_seqlens(shape.rows, shape.tokens, ids.device), masks)
-    embedding_parameters = [
-        parameter for name, parameter in model.named_parameters() if name.startswith(("embed", "per_layer"))
-    ]
+    embeddings = ("embed", "per_layer.")
+    embedding_parameters = [p for name, p in model.named_parameters() if name.startswith(embeddings)]
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
     extras: list[tuple] = []
 
@@ -270,7 +270,8 @@ def _traces(
     # (measured with scripts/plan_accuracy.py)
     saves_less = compiled and model.config.norm_position == "both" and not isinstance(model.blocks[0], Recomputed)
     recomputed_by_compiler = 2 * x.nbytes if saves_less else 0
-    for layer, block, rotary, extra in zip(model.config.layers, model.blocks, model.rotary_indices, extras, strict=True):
+    for index, (layer, block) in enumerate(zip(model.config.layers, model.blocks, strict=True)):
+        rotary, extra = model.rotary_indices[index], _extra_alone(model, index, x, *extras[index])
         key = (layer, tuple((n, p.requires_grad) for n, p in block.named_parameters()), x.requires_grad)
         key += (tuple(type(module) for module in block.modules()),)
         if key not in by_kind:
@@ -288,6 +289,20 @@ def _traces(
         x = x.detach().requires_grad_(traces[-1].has_grad)
     final = [] if model.norm is None else [_trace(model.norm, x, [*model.norm.parameters()], shape.accumulated, optimizer)]
     return [*traces, *final]
+
+
+def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple[BlockExtra, ...]:
+    """Return the further argument of a block that is traced without the others: tensors like those that it would get."""
+    if not extra:
+        return ()
+    source, shared = model.config.layers[model.config.kv_source(index)], {}
+    if model.config.layers[index].kv_sharing == "reuse":
+        heads, *sizes = model.config.cache_shape(source)
+        tensors = (torch.empty(*x.shape[:1], heads, x.size(1), size, dtype=x.dtype) for size in sizes)
+        shared[source.window] = tuple(tensor.requires_grad_(x.requires_grad) for tensor in tensors)
+    if (token_input := extra[0].token_input) is not None:
+        token_input = _input(token_input.detach().requires_grad_(token_input.requires_grad))
+    return (BlockExtra(token_input, shared),)
 
 
 def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: OptimizerInBackward | None, compiled: bool) -> int:

@@ -264,7 +264,7 @@ BAD = {
     "an unknown family": (
         edit("config.json", '"llama"', '"mamba"'),
         "",
-        "'mamba' is not supported; supported: cohere, co",
+        "'mamba' is not supported; supported: afmoe, ap",
     ),
     "no weights": (remove("model.safetensors"), "", "holds no weights: expected model.safetensors"),
     "truncated weights": (truncate, "", "(9,000 bytes) is truncated or not a safetensors file"),

@@ -26,7 +26,10 @@ from parity import (
 
 import litft
 from litft.args import ConvertArgs
+from litft.checkpoints.peft_targets import peft_targets
 from litft.export.convert import convert
+from litft.families import family as module_of
+from litft.families import peft_rules, read_config
 from litft.model.mlp import CONSTANTS
 from litft.model.transformer import GPT
 
@@ -63,7 +66,6 @@ REAL_CONFIGS = (
 def test_a_real_config_gives_the_parameters_of_transformers(shared, name):
     """The number, names and shapes of the parameters are equal, on the meta device."""
     from litft.checkpoints.conversion import mappings_to_hf
-    from litft.families import family, read_config
 
     path = shared / "configs" / name / "config.json"
     config = read_config(json.loads(path.read_text("utf-8")))
@@ -73,7 +75,7 @@ def test_a_real_config_gives_the_parameters_of_transformers(shared, name):
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
     reference_shapes = {name: tuple(tensor.shape) for name, tensor in reference.state_dict().items()}
     params = dict(model.named_parameters())
-    for mapping in mappings_to_hf(family(config.model_type).rules(config), params):
+    for mapping in mappings_to_hf(module_of(config.model_type).rules(config), params):
         if "embed_out" in mapping.targets[0] or ".experts." in mapping.targets[0]:
             continue  # transformers 5 has different names for these in memory and on disk
         for target, tensor in zip(mapping.targets, mapping.convert([params[name] for name in mapping.sources]), strict=True):
@@ -137,8 +139,6 @@ INCOMPLETE_DEFAULTS = {
 @pytest.mark.parametrize("family", ROWS)
 def test_missing_fields_have_the_defaults_of_transformers(family):
     """Without each field of the default config in turn, the Config is the same, or an error names the field."""
-    from litft.families import read_config
-
     hf = getattr(transformers, ROWS[family][0])(**INCOMPLETE_DEFAULTS.get(family, {})).to_dict()
     expected = read_config(hf)
     for name in hf:
@@ -205,8 +205,6 @@ def to_older_config(hf: dict) -> dict:
 @pytest.mark.parametrize("family", ROWS)
 def test_older_configs_are_read_as_newer_ones(family):
     """Older rotary fields are read like the newer ones, in every variation."""
-    from litft.families import read_config
-
     config_class, variations = ROWS[family]
     for name, values in variations.items():
         hf = getattr(transformers, config_class)(**{**TINY, **values}).to_dict()
@@ -229,6 +227,24 @@ def test_older_configs_equal_transformers(make_model, tmp_path, case):
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     model, _ = litft.load(tmp_path)
     assert plain_difference(reference.eval(), model) <= 1e-5
+
+
+@pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES])
+def test_linears_have_the_names_of_transformers_in_memory(family, name):
+    """PEFT names the modules that it adapts by these, whatever the checkpoint calls them."""
+    config = getattr(transformers, ROWS[family][0])(**{**TINY, **ROWS[family][1][name]})
+    with torch.device("meta"):
+        reference = transformers.AutoModelForCausalLM.from_config(config)
+        model = GPT(read_config(config.to_dict()))
+    targets = peft_targets(model, [*peft_rules(model.config), *module_of(family).rules(model.config)]).values()
+    is_linear = (torch.nn.Linear, transformers.pytorch_utils.Conv1D)
+    expected = {name for name, module in reference.named_modules() if isinstance(module, is_linear)}
+    heads, parameters = {"lm_head", "output_projection", "embed_out"}, {name for name, _ in reference.named_parameters()}
+    routers = {name for name in expected if re.search(r"\b(router|wg)\b", name)}
+    assert {target.name for target in targets if not (target.is_parameter or target.embedding)} - heads == (
+        expected - heads - routers
+    )
+    assert {target.name for target in targets if target.experts} <= parameters
 
 
 @torch.no_grad()

@@ -100,6 +100,7 @@ def test_speculative_decoding_with_a_draft_model(case):
     _, stats = case.generate(Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, length), vocab_size), FEW)
     assert all(answer.accepted == answer.drafted for answer in stats)
     draft.blocks, draft.rotary_indices = draft.blocks[:-1], draft.rotary_indices[:-1]
+    draft.config = replace(draft.config, layers=draft.config.layers[:-1])
     actual, stats = case.generate(
         Decoder(case.model, 1, capacity(case)), DraftModel(Decoder(draft, 1, length), vocab_size), FEW
     )

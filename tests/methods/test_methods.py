@@ -16,13 +16,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import litft
 from litft.args import (
     AdapterV2Args,
+    ConvertArgs,
     LoRAArgs,
     MergeArgs,
 )
-from litft.export.convert import merge
+from litft.export.convert import convert, merge
 from litft.methods import AdapterV2, LoRA, detach, disabled
 from litft.methods.mixins import Mixin, TrainedWeight
-from litft.model.mlp import grouped_product, looped_product
+from litft.model.mlp import CONSTANTS, grouped_product, looped_product
 from litft.pretrained import resolve
 
 # methods that can be merged; one that cannot is excluded here
@@ -289,3 +290,19 @@ def test_a_fully_trained_tied_head_has_no_lora_factors(make_model, tmp_path):
     model = source.base_model("fp32")
     method.attach(model)
     assert relative(litft.load(merged_folder(model, method, source, tmp_path))[0](TOKENS), model(TOKENS)) <= 1e-5
+
+
+def test_correction_biases_stay_in_fp32_and_unchanged(make_model, tmp_path):
+    """Full fine-tuning in bf16 neither trains nor rounds what only selects experts, in memory and in files."""
+    config_class, variations = ROWS["glm4_moe"]
+    _, folder = make_model(getattr(transformers, config_class), **variations["q/k norms"])
+    source, method = resolve(folder), METHODS["full"]()
+    method.frozen = {name for name, _ in source.meta_model().named_parameters() if name.endswith(CONSTANTS)}
+    model = source.unfilled(method.storage("bf16"))
+    method.attach(model, keep=False)
+    method.compute_in(model, "bf16")
+    source.fill(model, method.storage("bf16"), "cpu")
+    name = "blocks.1.mlp.correction_bias"
+    assert torch.equal(model.get_parameter(name), source.tensor(name)) and not model.get_parameter(name).requires_grad
+    out = convert(ConvertArgs(checkpoint_dir=str(folder), out_dir=str(tmp_path / "out"), precision="bf16"))
+    assert torch.equal(resolve(out).tensor(name), source.tensor(name)) and source.tensor(name).any()

@@ -1,0 +1,134 @@
+"""Quantized weights as others publish them: FP8 in blocks, GPTQ and AWQ. They are only read, and dequantized."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# O output features, I input features, G groups of input features
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of 8 that the i-th lowest 4 bits of a number hold
+METHODS = ("fp8", "gptq", "awq", "compressed-tensors")
+
+
+@dataclass(frozen=True)
+class StoredWeight:
+    """A weight that is stored as several tensors."""
+
+    parts: dict[str, str]  # names of the stored tensors, by their suffix
+    shape: tuple[int, int]  # (O, I)
+    dtype: torch.dtype
+    dequantize: Callable[[dict[str, Tensor]], Tensor]  # stored tensors by suffix -> weight
+
+
+def check_method(settings: dict[str, Any]) -> None:
+    """Raise ValueError if weights with this quantization_config cannot be read."""
+    method, remedy = settings.get("quant_method"), "download the unquantized model"
+    if method == "compressed-tensors":
+        formats = {group.get("format") or settings.get("format") for group in settings.get("config_groups", {}).values()}
+        if unsupported := formats - {"float-quantized", "naive-quantized", None}:
+            raise ValueError(f"its weights are quantized ({method}, {min(unsupported)}), which is not supported; {remedy}")
+    if method == "gptq" and settings.get("bits") not in (2, 4, 8):
+        raise ValueError(f"its weights are quantized (gptq, {settings.get('bits')} bits), litft reads 2, 4 and 8; {remedy}")
+    if method == "awq" and (settings.get("bits", 4) != 4 or settings.get("version", "gemm") != "gemm"):
+        reason = f"its weights are quantized (awq, {settings.get('bits', 4)} bits, {settings.get('version')})"
+        raise ValueError(f"{reason}, litft reads 4 bits in the gemm layout; {remedy}")
+
+
+def find_stored_weights(metas: dict[str, Tensor | str], settings: dict[str, Any]) -> dict[str, StoredWeight]:
+    """Return the weights of a folder that are stored as several tensors; metas: all stored tensors on the meta device.
+
+    settings: quantization_config of config.json.
+    """
+    method = settings.get("quant_method")
+    if method in ("fp8", "compressed-tensors"):
+        return dict(_fp8_weights(metas, settings.get("weight_block_size") or (128, 128)))
+    if method in ("gptq", "awq"):
+        return dict(_integer_weights(metas, method, settings))
+    return {}
+
+
+def _fp8_weights(metas: dict[str, Tensor | str], block: Iterable[int]) -> Iterable[tuple[str, StoredWeight]]:
+    for name, meta in metas.items():
+        if isinstance(meta, Tensor) and meta.dtype in FP8 and name.endswith(".weight"):
+            suffix = next(
+                (s for s in ("weight_scale_inv", "weight_scale") if f"{name.removesuffix('weight')}{s}" in metas), None
+            )
+            if suffix is None:
+                raise ValueError(f"{name} is stored in FP8, but its scale is missing; download the folder again")
+            stem = name.removesuffix("weight")
+            unused = {s: f"{stem}{s}" for s in ("input_scale", "activation_scale") if f"{stem}{s}" in metas}
+            parts = {"weight": name, "scale": f"{stem}{suffix}", **unused}
+            dequantize = partial(_call, dequantize_fp8, block=tuple(block))
+            yield name, StoredWeight(parts, tuple(meta.shape), torch.bfloat16, dequantize)
+
+
+def _call(function: Callable[..., Tensor], tensors: dict[str, Tensor], **settings: Any) -> Tensor:
+    return function(**tensors, **settings)
+
+
+def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, ...], **unused: Tensor) -> Tensor:
+    """Return weight (O, I) in bf16. scale: one number, one a row (O, 1), or one for each block of (block[0], block[1])."""
+    scale = scale.float()
+    if (scale.dim() == 2 and scale.shape[1] > 1) or (scale.dim() == 2 and scale.shape[0] not in (1, weight.size(0))):
+        rows, columns = weight.shape
+        scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
+    return (weight.float() * scale).bfloat16()
+
+
+def _integer_weights(
+    metas: dict[str, Tensor | str], method: str, settings: dict[str, Any]
+) -> Iterable[tuple[str, StoredWeight]]:
+    bits, is_first_version = settings.get("bits", 4), settings.get("checkpoint_format", "gptq") == "gptq"
+    for name, meta in metas.items():
+        if not name.endswith(".qweight"):
+            continue
+        stem = name.removesuffix("qweight")
+        suffixes = ["qweight", "qzeros", "scales", *(["g_idx"] if f"{stem}g_idx" in metas else [])]
+        parts = {suffix: f"{stem}{suffix}" for suffix in suffixes}
+        if missing := [part for part in parts.values() if part not in metas]:
+            raise ValueError(f"{missing[0]} is missing; download the folder again")
+        rows, columns = meta.shape
+        dtype = metas[parts["scales"]].dtype
+        if method == "gptq":
+            shape = (columns, rows * 32 // bits)
+            yield (
+                f"{stem}weight",
+                StoredWeight(parts, shape, dtype, lambda t: dequantize_gptq(**t, bits=bits, v1=is_first_version)),
+            )
+        else:
+            yield f"{stem}weight", StoredWeight(parts, (columns * 8, rows), dtype, lambda t: dequantize_awq(**t))
+
+
+def dequantize_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, bits: int, v1: bool, g_idx: Tensor | None = None
+) -> Tensor:
+    """Return the weight (O, I) of GPTQ (arXiv 2210.17323): scale * (value - zero) for each group of input features.
+
+    qweight: (I * bits / 32, O) int32. qzeros: (G, O * bits / 32) int32; the first version stores zeros minus 1.
+    scales: (G, O). g_idx: (I,), the group of each input feature; None: consecutive groups of equal size.
+    """
+    values = _unpack(qweight.mT, bits)  # (O, I)
+    zeros = _unpack(qzeros, bits) + int(v1)  # (G, O)
+    features = values.size(1)
+    groups = torch.arange(features) // (features // scales.size(0)) if g_idx is None else g_idx.long()
+    return (scales.float()[groups] * (values.mT - zeros[groups])).mT.to(scales.dtype)
+
+
+def dequantize_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, **unused: Tensor) -> Tensor:
+    """Return the weight (O, I) of AWQ (arXiv 2306.00978). qweight: (I, O / 8) int32; qzeros: (G, O / 8); scales: (G, O)."""
+    order = torch.tensor(AWQ_ORDER).argsort()
+    values, zeros = (_unpack(x, 4).unflatten(1, (-1, 8))[..., order].flatten(1) for x in (qweight, qzeros))
+    size = values.size(0) // scales.size(0)
+    scales, zeros = scales.repeat_interleave(size, 0), zeros.repeat_interleave(size, 0)
+    return (scales.float() * (values - zeros)).mT.to(scales.dtype)
+
+
+def _unpack(x: Tensor, bits: int) -> Tensor:
+    """Return the numbers of `bits` bits in x (rows, columns) int32, the lowest bits first: (rows, columns * 32 / bits)."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((x[..., None] >> shifts) & (2**bits - 1)).flatten(-2)

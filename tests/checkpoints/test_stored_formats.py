@@ -1,0 +1,147 @@
+"""Folders with FP8, GPTQ and AWQ weights: what litft reads is what the formats define."""
+
+import json
+import shutil
+
+import pytest
+import torch
+import transformers
+from parity import draw, relative
+from safetensors.torch import load_file, save_file
+
+import litft
+from litft.args import ConvertArgs
+from litft.checkpoints.stored_formats import AWQ_ORDER
+from litft.export.convert import convert
+
+SIZES = dict(hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2, head_dim=16)
+GROUP = 32
+
+
+@pytest.fixture(scope="module")
+def base(make_model):
+    """A Llama whose sizes are multiples of the groups, and its folder."""
+    return make_model(transformers.LlamaConfig, **SIZES)
+
+
+def to_fp8(weight, block):
+    """Return stored tensors of a weight with one scale for each block."""
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -columns % block[1], 0, -rows % block[0]))
+    blocks = padded.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0]))  # (R, block[0], C, block[1])
+    scale = blocks.abs().amax((1, 3)) / 448
+    quantized = (blocks / scale[:, None, :, None]).flatten(0, 1).flatten(1)[:rows, :columns]
+    return {"weight": quantized.to(torch.float8_e4m3fn), "weight_scale_inv": scale.float()}
+
+
+def integers(weight):
+    """Return values (O, I), zeros and scales (O, G) of a weight in 4 bits."""
+    groups = weight.unflatten(1, (-1, GROUP))
+    low, high = groups.amin(-1), groups.amax(-1)
+    scale = ((high - low) / 15).half().float()
+    zero = (-low / scale).round().clamp(1, 15)
+    values = (groups / scale[..., None] + zero[..., None]).round().clamp(0, 15)
+    return values.flatten(1).int(), zero.int(), scale
+
+
+def pack(numbers, order=range(8)):
+    """Pack groups of 8 numbers along the last dimension; the i-th lowest 4 bits hold the number order[i]."""
+    packed = torch.zeros(*numbers.shape[:-1], numbers.size(-1) // 8, dtype=torch.int64)
+    for position, column in enumerate(order):
+        packed |= numbers[..., column::8].long() << 4 * position
+    return torch.where(packed >= 2**31, packed - 2**32, packed).int()
+
+
+def to_gptq(weight, permuted):
+    """Return stored tensors; with a permutation, groups are those of the features that `g_idx` names."""
+    order = torch.randperm(weight.size(1), generator=torch.Generator().manual_seed(0)) if permuted else slice(None)
+    values, zeros, scales = integers(weight[:, order])
+    groups = torch.arange(weight.size(1)) // GROUP
+    inverse = order.argsort() if permuted else slice(None)
+    stored = {"qweight": pack(values[:, inverse]).mT, "qzeros": pack((zeros - 1).mT), "scales": scales.mT.half()}
+    return stored | {"g_idx": groups[inverse].int()}, (scales[:, groups] * (values - zeros[:, groups]))[:, inverse]
+
+
+def to_awq(weight):
+    """Return stored tensors, and the weight that they mean."""
+    values, zeros, scales = integers(weight)
+    groups = torch.arange(weight.size(1)) // GROUP
+    stored = {"qweight": pack(values.mT, AWQ_ORDER), "qzeros": pack(zeros.mT, AWQ_ORDER), "scales": scales.mT.half()}
+    return stored, scales[:, groups] * (values - zeros[:, groups])
+
+
+def write(folder, base, out, quantize, settings):
+    """Write the base's folder with quantized Linears; return the weights that they mean, by name."""
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    tensors, meant = {}, {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        if name.endswith("_proj.weight"):
+            stored, value = quantize(tensor)
+            tensors |= {name.removesuffix("weight") + part: x.contiguous() for part, x in stored.items()}
+            meant[name] = value
+        else:
+            tensors[name] = meant[name] = tensor
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (out / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    return meant
+
+
+FORMATS = {
+    "gptq": (lambda w: to_gptq(w, False), dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=False, sym=False)),
+    "gptq, act order": (lambda w: to_gptq(w, True), dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=True)),
+    "awq": (to_awq, dict(quant_method="awq", bits=4, group_size=GROUP, zero_point=True, version="gemm")),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@torch.no_grad()
+def test_integers_are_read_as_they_are_meant(base, tmp_path, name):
+    reference, folder = base
+    quantize, settings = FORMATS[name]
+    meant = write(folder, reference, tmp_path / "model", quantize, settings)
+    weights = {n: x.half().float() if n.endswith("_proj.weight") else x for n, x in meant.items()}
+    reference.load_state_dict(weights, strict=False)
+    model, _ = litft.load(tmp_path / "model", precision="fp32")
+    tokens = draw(1, 20, seed=1)
+    assert relative(model(tokens), reference(tokens).logits) <= 1e-5
+    out = convert(ConvertArgs(checkpoint_dir=str(tmp_path / "model"), out_dir=str(tmp_path / "out"), precision="fp32"))
+    written = load_file(out / "model.safetensors")
+    assert all(torch.equal(written[n], meant[n].half().float()) for n in meant if n.endswith("_proj.weight"))
+    assert "quantization_config" not in json.loads((out / "config.json").read_text("utf-8"))
+
+
+@pytest.mark.parametrize("block", [(128, 128), (32, 16)])
+def test_fp8_blocks_equal_transformers(base, tmp_path, block):
+    reference, folder = base
+    settings = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=list(block), fmt="e4m3")
+    write(folder, reference, tmp_path, lambda w: (to_fp8(w, block), w), settings)
+    config = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=block)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.bfloat16)
+    model, _ = litft.load(tmp_path, precision="bf16")
+    for index, layer in enumerate(expected.model.layers):
+        assert torch.equal(model.blocks[index].mlp.down_proj.weight, layer.mlp.down_proj.weight)
+        assert torch.equal(model.blocks[index].attention.q_proj.weight, layer.self_attn.q_proj.weight)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (dict(quant_method="gptq", bits=3), "3 bits"),
+        (dict(quant_method="awq", bits=4, version="gemv"), "gemv"),
+        (dict(quant_method="hqq"), "hqq"),
+        (dict(quant_method="compressed-tensors", format="pack-quantized", config_groups={"group_0": {}}), "pack-quantized"),
+    ],
+)
+def test_other_formats_are_refused(base, tmp_path, settings, message):
+    reference, folder = base
+    write(folder, reference, tmp_path, lambda w: ({"weight": w}, w), settings)
+    with pytest.raises(ValueError, match=f"{message}.*unquantized"):
+        litft.load(tmp_path)
+
+
+def test_a_missing_scale_is_reported(base, tmp_path):
+    reference, folder = base
+    write(folder, reference, tmp_path, lambda w: ({"weight": w.to(torch.float8_e4m3fn)}, w), dict(quant_method="fp8"))
+    with pytest.raises(ValueError, match="its scale is missing"):
+        litft.load(tmp_path)
