@@ -31,8 +31,12 @@ class DataArgs:
     template: str = "auto"
     """The chat template: auto (the checkpoint's own, or alpaca if it has none), the path of a Jinja file, or the name of a
     built-in one: alpaca, chatml, gemma, guanaco, llama2, llama3, mistral, phi-3, vicuna, zephyr."""
+    template_args: list[str] = field(default_factory=list)
+    """Arguments of the chat template, NAME=VALUE: enable_thinking=false. They become defaults of the saved template."""
     mask_prompt: bool = True
     """Compute the loss on the answers only. false: on every token, prompts included."""
+    mask_reasoning: bool = False
+    """Compute no loss on the reasoning of answers: the field reasoning_content, or the text up to </think>."""
     train_on: Literal["all", "last"] = "all"
     """Compute the loss on all answers of a conversation, or on the last one only."""
     max_seq_length: int | None = None
@@ -52,6 +56,8 @@ class DataArgs:
         """Return every problem with the values that can be found before anything is loaded."""
         invalid = [column for column in self.columns if "=" not in column.strip("=")]
         problems = [f"--data.columns {column}: expected OURS=THEIRS, such as output=reply" for column in invalid]
+        invalid = [item for item in self.template_args if not (item.partition("=")[0].isidentifier() and "=" in item)]
+        problems += [f"--data.template_args {item}: expected NAME=VALUE, such as enable_thinking=false" for item in invalid]
         if self.weights and len(self.weights) != len(self.path):
             problems.append(f"--data.weights has {len(self.weights)} numbers for {len(self.path)} paths; give one per path")
         if any(weight < 0 for weight in self.weights) or (self.weights and not any(self.weights)):

@@ -82,11 +82,12 @@ def render(
 
 
 class Turn(NamedTuple):
-    """One assistant turn as the model generates it: text[start:end], including the end token."""
+    """One assistant turn as the model generates it: text[start:end], including the end token; text[start:answer] reasons."""
 
     message: int  # its index in the conversation
     text: str
     start: int
+    answer: int
     end: int
 
 
@@ -154,7 +155,11 @@ def _turn(render: Render, messages: list[Message], tools: list | None, special: 
             raise ValueError("the chat template renders a turn differently from its prompt; pass another --data.template")
     if content.strip() and not mark:
         raise ValueError("the chat template leaves out the assistant's content; pass another --data.template")
-    return Turn(len(earlier), text, len(prompt), _turn_end(text, tail if mark and not calls else "", special))
+    end = _turn_end(text, tail if mark and not calls else "", special)
+    answer = len(head) if mark and text.startswith(head) and message.get("reasoning_content") else len(prompt)
+    if "</think>" in content:  # some records have the reasoning in the content
+        answer = max(answer, text.index("</think>", len(prompt)) + len("</think>"))
+    return Turn(len(earlier), text, len(prompt), min(max(answer, len(prompt)), end), end)
 
 
 def _affects(render: Render, messages: list[Message], tools: list | None, text: str, **changes: Any) -> bool:

@@ -81,9 +81,11 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
     and record for unreadable data, and for tokens outside the model's vocabulary.
     """
     template = choose_template(args.template, tokenizer)
+    tokenizer.chat_template = with_arguments(tokenizer.chat_template, args.template_args)
     tokenizer.day = args.date or (date.today().isoformat() if tokenizer.uses_date else None)
     limit = length_limit(args.max_seq_length, context)
-    encoder = Encoder(tokenizer, limit, args.format, _columns(args), args.mask_prompt, args.train_on == "last")
+    policy = args.mask_prompt, args.train_on == "last", args.mask_reasoning
+    encoder = Encoder(tokenizer, limit, args.format, _columns(args), *policy)
     train, val = locate(args)
     stores = {file: prepare(file, encoder, args.skip_bad, timeout) for file in dict.fromkeys([*train, *val])}
     for store in stores.values():
@@ -167,6 +169,22 @@ def choose_template(choice: str, tokenizer: Tokenizer) -> str:
     if choice == "auto":
         return "the checkpoint's own" if tokenizer.own_template else "Alpaca style, since the checkpoint has none"
     return choice
+
+
+def with_arguments(source: str, items: list[str]) -> str:
+    """Return a chat template with other defaults for its variables, NAME=VALUE each; a value is JSON, or else text.
+
+    They are part of the template, so that every program that renders it has them.
+    """
+    defaults = ""
+    for item in items:
+        name, _, value = item.partition("=")
+        try:
+            literal = "none" if json.loads(value) is None else json.dumps(json.loads(value))
+        except ValueError:
+            literal = json.dumps(value)
+        defaults += f"{{%- if {name} is not defined %}}{{%- set {name} = {literal} %}}{{%- endif %}}"
+    return defaults + source
 
 
 def unknown_tokens(tokenizer: Tokenizer) -> list[str]:

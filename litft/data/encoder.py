@@ -78,6 +78,7 @@ class Encoder:
     columns: dict[str, str] = field(default_factory=dict)
     mask_prompt: bool = True
     last_only: bool = False
+    mask_reasoning: bool = False
 
     @cached_property
     def digest(self) -> str:
@@ -122,8 +123,9 @@ class Encoder:
         was_cut, previous_ids = False, []
         for ids, spans in self._tokenize(messages, example.tools):
             sample, last_complete, is_partial = np.array(ids, np.uint32), -1, False
-            for turn, start, end in spans:
-                sample[start:end] |= SUPERVISED if turn in supervised else np.uint32(0)
+            for turn, start, answer, end in spans:
+                first = answer if self.mask_reasoning else start
+                sample[first:end] |= SUPERVISED if turn in supervised else np.uint32(0)
                 if end <= self.limit + 1:
                     last_complete = turn
                     sample[start:end] |= IN_ANSWER
@@ -135,7 +137,7 @@ class Encoder:
             if len(ids) > self.limit + 1:
                 was_cut, sample = True, sample[: self.limit + 1]
             elif supervised:
-                encoded.ends.add(ids[spans[-1][2] - 1])
+                encoded.ends.add(ids[spans[-1][3] - 1])
             if (sample[1:] & SUPERVISED).any():
                 encoded.samples.append(sample)
                 encoded.turns.append(2 * last_complete + is_partial)
@@ -195,21 +197,21 @@ class Encoder:
 
     def _tokenize(
         self, messages: list[Message], tools: list | None
-    ) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
-        """Yield token ids with the spans of the assistant's turns in them, each (message index, start, end)."""
+    ) -> Iterator[tuple[list[int], list[tuple[int, int, int, int]]]]:
+        """Yield token ids with the spans of the assistant's turns in them: (message index, start, end of reasoning, end)."""
         for text, turns in assistant_turns(
             self.tokenizer.apply_chat_template, messages, tools, self.tokenizer.special_texts
         ):
             ids, boundaries = self.tokenizer.encode_with_boundaries(
-                text, [offset for turn in turns for offset in (turn.start, turn.end)]
+                text, [offset for turn in turns for offset in (turn.start, turn.answer, turn.end)]
             )
             if not ids:
                 raise ValueError("the chat template renders no text; pass another --data.template")
-            spans = [(turn.message, *boundaries[2 * n : 2 * n + 2]) for n, turn in enumerate(turns)]
-            index, start, end = spans[-1]
+            spans = [(turn.message, *boundaries[3 * n : 3 * n + 3]) for n, turn in enumerate(turns)]
+            index, start, answer, end = spans[-1]
             if ids[end - 1] not in self.tokenizer.special_ids:  # the template adds no end token: add one
                 ids = [*self.tokenizer.encode(turns[-1].text[: turns[-1].end], bos=False), self.tokenizer.stop_ids[-1]]
-                spans[-1] = (index, start, len(ids))
+                spans[-1] = (index, start, answer, len(ids))
             yield ids, spans
 
 

@@ -35,7 +35,8 @@ def inputs(by_row, delta):
         torch.randn(*shape, generator=generator)
         for shape in ((B, T, H, K), (B, T, H, K), (B, T, H, V), (B, T, H, K) if by_row else (B, T, H), (B, T, H))
     )
-    return q, k / k.norm(dim=-1, keepdim=True), v, -softplus(g), b.sigmoid() if delta else None
+    g = -softplus(g) / 20  # small decays, so that a token far back still counts
+    return q, k / k.norm(dim=-1, keepdim=True), v, g, b.sigmoid() if delta else None
 
 
 def documents():
