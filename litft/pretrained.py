@@ -23,7 +23,7 @@ from litft.checkpoints.stored_formats import METHODS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
-from litft.families import family, peft_rules, read_config, text_config
+from litft.families import LOOKALIKES, as_family, families, family, peft_rules, read_config, text_config
 from litft.methods import Method, read_method
 from litft.model.config import Config, read_object
 from litft.model.placement import UNSHARDED, WeightPlacement
@@ -187,8 +187,11 @@ class PretrainedFolder:
         return read_method(self.adapter, self) if self.adapter else None
 
 
-def resolve(folder: str | Path, base_dir: str | Path | None = None) -> PretrainedFolder:
-    """Identify a folder or a hub model; raise ValueError with a remedy if it cannot be opened."""
+def resolve(folder: str | Path, base_dir: str | Path | None = None, family: str | None = None) -> PretrainedFolder:
+    """Identify a folder or a hub model; raise ValueError with a remedy if it cannot be opened.
+
+    family: the model_type to read config.json as, instead of its own.
+    """
     folder = _local_folder(folder)
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; {_gguf_remedy([folder]) or 'name the folder that contains it'}")
@@ -199,11 +202,36 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None) -> Pretraine
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None
     base = _find_base(folder, base_dir) if adapter else folder
     hf = text_config(_read_config_json(base))
+    if family is None and str(hf.get("model_type")) not in families():
+        _refuse_unknown(base, hf)
+    hf = hf if family is None else as_family(hf, family)
     source = PretrainedFolder(folder, base, adapter, hf, read_config(hf))
     _check_quantization(base, hf.get("quantization_config") or {})
     if adapter:
         _check_fingerprint(source)
     return source
+
+
+def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
+    """Raise ValueError for an unknown model_type, naming the families whose networks have the same tensors."""
+    fitting = []
+    for family in LOOKALIKES:
+        try:
+            renamed = as_family(hf, family)
+            PretrainedFolder(base, base, None, renamed, read_config(renamed)).check()
+            fitting.append(family)
+        except (ValueError, TypeError):
+            continue
+    try:
+        read_config(hf)
+    except ValueError as error:
+        if not fitting:
+            raise
+        command = f"python scripts/convert_hf_checkpoint.py --family {fitting[0]} --checkpoint_dir {base} --out_dir ..."
+        remedy = (
+            f"its tensors have the names and shapes of {', '.join(fitting)}; if it is that network, convert it: {command}"
+        )
+        raise ValueError(f"{error}\n{remedy}") from None
 
 
 def _check_quantization(base: Path, settings: dict[str, Any]) -> None:

@@ -33,6 +33,10 @@ class WriteArgs:
 class ConvertArgs(WriteArgs):
     """Convert a model folder to safetensors of one dtype, and compare every written tensor with its source."""
 
+    family: str | None = None
+    """Read config.json as this model_type, such as llama, if the folder's own model_type is unknown but means the same
+    network. Names and shapes of all tensors must fit. The written folder has this model_type."""
+
     def problems(self) -> list[str]:
         """Return the problems of source and target."""
         missing = [] if self.checkpoint_dir else ["--checkpoint_dir is missing: name the model folder to convert"]

@@ -17,6 +17,7 @@ from litft.checkpoints.hub import hub_id
 from litft.checkpoints.weight_files import Checkpoint, LazyTensor
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
+from litft.families import unread_fields
 from litft.methods import Method, Values
 from litft.model.quantization import KINDS
 from litft.pretrained import PretrainedFolder, base_record, copy_files, copy_tokenizer, resolve
@@ -27,9 +28,11 @@ from litft.training.setup import Setup
 
 def convert(args: ConvertArgs) -> Path:
     """Rewrite a base model's folder as safetensors in one dtype, and compare the written tensors with the source."""
-    source = resolve(args.checkpoint_dir)
+    source = resolve(args.checkpoint_dir, family=args.family)
     if source.adapter:
         raise ValueError(f"{source.folder} is an adapter, not a model; merge it into its base with merge_lora")
+    if args.family and (fields := unread_fields(source.hf)):
+        print(f"litft reads no field of these names, which may mean another network: {', '.join(fields)}", file=sys.stderr)
     dtype = _dtype(source, args.precision)
 
     def fill(folder: Path) -> None:

@@ -163,6 +163,26 @@ def read_config(hf: dict[str, Any]) -> Config:
         raise ValueError(f"config.json lacks the field {missing}; is it the folder of a causal language model?") from None
 
 
+# families whose network others have under another model_type, as code in the model's repository
+LOOKALIKES = ("llama", "qwen2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "phi3", "gpt_neox", "gpt2")
+# fields of config.json that do not describe the network
+_NOT_THE_NETWORK = (
+    "architectures auto_map torch_dtype dtype transformers_version use_cache initializer_range bos_token_id eos_token_id "
+    "pad_token_id attention_dropout _name_or_path pretraining_tp hidden_dropout rope_theta"
+).split()
+
+
+def as_family(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
+    """Return config.json with another model_type, and without the code that transformers would run for its own."""
+    kept = {name: value for name, value in hf.items() if name not in ("auto_map", "architectures")}
+    return kept | {"model_type": model_type}
+
+
+def unread_fields(hf: dict[str, Any]) -> list[str]:
+    """Return the fields of config.json that no family reads."""
+    return sorted(name for name in hf if name not in _CHECKS and name not in _NOT_THE_NETWORK)
+
+
 def gguf_architectures() -> dict[str, str]:
     """Return llama.cpp's architecture of each model_type with GGUF support."""
     return {

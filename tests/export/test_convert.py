@@ -12,9 +12,9 @@ from parity import ROWS, draw, relative
 from safetensors.torch import load_file, save_file
 
 import litft
-from litft.args import ExportArgs
+from litft.args import ConvertArgs, ExportArgs
 from litft.checkpoints.weight_files import Checkpoint
-from litft.export.convert import export
+from litft.export.convert import convert, export
 from litft.pretrained import resolve
 
 TOKENS = draw(1, 20, seed=9)
@@ -240,7 +240,7 @@ def test_unsupported_sources_are_refused(tiny, tmp_path):
     config = (quantized / "config.json").read_text()
     (quantized / "config.json").write_text(re.sub("^{", '{"quantization_config": {"quant_method": "gptq"},', config))
     result = script(*command, "--checkpoint_dir", quantized, cwd=tmp_path, code=2)
-    assert "its weights are quantized (gptq)" in result.stderr
+    assert "its weights are quantized (gptq, None bits)" in result.stderr
     assert not (tmp_path / "out").exists()
     fp8 = shutil.copytree(tiny, tmp_path / "fp8")
     name = "model.layers.0.mlp.up_proj.weight"
@@ -261,3 +261,25 @@ def test_files_next_to_the_target_are_left_alone(tiny, tmp_path):
         assert litft.load(tmp_path / out)[1] is not None
     assert (tmp_path / "out.partial" / "mine").read_text() == "keep"
     assert (tmp_path / "link").is_symlink() and len(list(tmp_path.iterdir())) == 4
+
+
+def test_another_name_for_a_known_network_is_offered_and_converted(make_model, tmp_path, capsys):
+    """Remote code that is Llama under another name: offered, and read only when the family is named."""
+    reference, folder = make_model(transformers.LlamaConfig, tie_word_embeddings=True)
+    custom = tmp_path / "custom"
+    custom.mkdir()
+    (custom / "model.safetensors").symlink_to(folder / "model.safetensors")
+    hf = json.loads((folder / "config.json").read_text("utf-8"))
+    hf |= {"model_type": "mycompany", "auto_map": {"AutoModelForCausalLM": "modeling.Mine"}, "secret_sauce": 3}
+    (custom / "config.json").write_text(json.dumps(hf))
+    with pytest.raises(ValueError, match=r"'mycompany' is not supported.*\n.*names and shapes of llama.*--family llama"):
+        litft.load(custom)
+    out = convert(ConvertArgs(checkpoint_dir=str(custom), out_dir=str(tmp_path / "out"), family="llama"))
+    assert "secret_sauce" in capsys.readouterr().err
+    written = json.loads((out / "config.json").read_text("utf-8"))
+    assert written["model_type"] == "llama" and "auto_map" not in written
+    tokens = draw(1, 20, seed=1)
+    with torch.no_grad():
+        assert relative(litft.load(out)[0](tokens), reference(tokens).logits) <= 1e-5
+    with pytest.raises(ValueError, match="do not match its config.json"):
+        convert(ConvertArgs(checkpoint_dir=str(custom), out_dir=str(tmp_path / "other"), family="gpt2"))
