@@ -1,7 +1,6 @@
-"""Every variation of every family with every method: a plan from its config alone, a dry run, and two steps."""
+"""Every variation of every family with two methods: a plan from its config alone, a dry run, and two steps."""
 
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from shutil import copyfile
 
@@ -30,13 +29,13 @@ METHODS = {
     "adapter_v2": AdapterV2FinetuneArgs(),
 }
 VARIATIONS = [(family, variation) for family, (_, rows) in ROWS.items() for variation in rows]
-CASES = list(product(VARIATIONS, METHODS))
+# in turn, so that every family and every kind of network meets every method
+CASES = [(row, [*METHODS][(number + shift) % 4]) for number, row in enumerate(VARIATIONS) for shift in (0, 2)]
 
 
 def quick(number: int) -> bool:
-    """Whether a case is among the fast tests: every sixth variation, each with one method."""
-    variation, method = divmod(number, len(METHODS))
-    return variation % 6 == 0 and variation // 6 % len(METHODS) == method
+    """Whether a case is among the fast tests: every twelfth variation, with one method."""
+    return number % 22 == 0
 
 
 @pytest.fixture(scope="module")
