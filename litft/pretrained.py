@@ -215,11 +215,11 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None, family: str 
 def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:
     """Raise ValueError for an unknown model_type, naming the families whose networks have the same tensors."""
     fitting = []
-    for family in LOOKALIKES:
+    for model_type in LOOKALIKES:
         try:
-            renamed = as_family(hf, family)
+            renamed = as_family(hf, model_type)
             PretrainedFolder(base, base, None, renamed, read_config(renamed)).check()
-            fitting.append(family)
+            fitting.append(model_type)
         except (ValueError, TypeError):
             continue
     try:

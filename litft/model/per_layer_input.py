@@ -13,11 +13,21 @@ from litft.model.norm import Norm
 # B batch, T tokens, C channels, L layers, P size of a per-layer vector
 
 
+class SharedKeys:
+    """Keys and values (B, heads, T, D) for later layers, by the window of the layer that made them.
+
+    It is no dict, since FSDP copies the containers among a block's inputs, and a copy would not reach later blocks.
+    """
+
+    def __init__(self) -> None:
+        self.by_window: dict[int | None, tuple[Tensor, Tensor]] = {}
+
+
 class BlockExtra(NamedTuple):
     """What some architectures pass to a block besides the residual stream."""
 
     token_input: Tensor | None  # (B, T, P)
-    shared: dict[int | None, tuple[Tensor, Tensor]]  # keys and values for later layers, by window
+    shared: SharedKeys
 
 
 class PerLayerEmbedding(nn.Module):

@@ -18,7 +18,7 @@ from litft.model.mixers import make_mixer
 from litft.model.mlp import make_mlp
 from litft.model.norm import Norm, apply_norm, make_qk_norm
 from litft.model.packed_sequences import PackedSequences
-from litft.model.per_layer_input import BlockExtra, PerLayerEmbedding, TokenInput
+from litft.model.per_layer_input import BlockExtra, PerLayerEmbedding, SharedKeys, TokenInput
 from litft.model.positions import add_alibi, sinusoids
 from litft.model.rope import CosSin, RotaryEmbedding, rotate, rotate_interleaved
 
@@ -72,7 +72,7 @@ class Attention(nn.Module):
         if self.norm_after_rope:
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
         if self.kv_sharing == "store" and cache is None:
-            extra.shared[self.window] = k, v
+            extra.shared.by_window[self.window] = k, v
         y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2).flatten(2)
         y = self.o_proj(y if self.gate_proj is None else y * torch.sigmoid(self.gate_proj(x)))
         return scaled(y, self.out_scale)
@@ -89,7 +89,7 @@ class Attention(nn.Module):
         q = self.heads(apply_norm(self.q_norm, self.split(self.q_proj(x))))
         q, mask = self.rotate(q, cos_sin.cos, cos_sin.sin), None
         if cache is None:
-            k, v = extra.shared[self.window]
+            k, v = extra.shared.by_window[self.window]
         else:
             k, v, mask = cache.read(self.window)
         y = attend(q, k, v, documents, self.window, self.softcap, scale=self.scale, mask=mask)
@@ -339,7 +339,7 @@ class GPT(nn.Module):
         if self.per_layer is None and not shares:
             return [()] * len(self.blocks)
         inputs = [None] * len(self.blocks) if self.per_layer is None else self.per_layer(tokens, x).unbind()
-        shared: dict[int | None, tuple[Tensor, Tensor]] = {}
+        shared = SharedKeys()
         return [(BlockExtra(token_input, shared),) for token_input in inputs]
 
     def embed_tokens(self, tokens: Tensor, positions: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from litft.methods import Method
 from litft.model.device_type import device_type
 from litft.model.loss import CHUNK, summed_cross_entropy
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
-from litft.model.per_layer_input import BlockExtra
+from litft.model.per_layer_input import BlockExtra, SharedKeys
 from litft.model.transformer import GPT
 from litft.training.activation_checkpointing import Recomputed, is_recomputed
 from litft.training.compile import changes_scores, trains_first_block
@@ -295,11 +295,11 @@ def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple
     """Return the further argument of a block that is traced without the others: tensors like those that it would get."""
     if not extra:
         return ()
-    source, shared = model.config.layers[model.config.kv_source(index)], {}
+    source, shared = model.config.layers[model.config.kv_source(index)], SharedKeys()
     if model.config.layers[index].kv_sharing == "reuse":
         heads, *sizes = model.config.cache_shape(source)
         tensors = (torch.empty(*x.shape[:1], heads, x.size(1), size, dtype=x.dtype) for size in sizes)
-        shared[source.window] = tuple(tensor.requires_grad_(x.requires_grad) for tensor in tensors)
+        shared.by_window[source.window] = tuple(tensor.requires_grad_(x.requires_grad) for tensor in tensors)
     if (token_input := extra[0].token_input) is not None:
         token_input = _input(token_input.detach().requires_grad_(token_input.requires_grad))
     return (BlockExtra(token_input, shared),)
