@@ -51,4 +51,4 @@ def rules(config: Config) -> list[Rule]:
 
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of the experts."""
-    return mixtral.fused_experts(config, "model.layers.{}.mlp.experts.") if any(x.experts for x in config.layers) else []
+    return mixtral.fused_experts(config, "model.layers.{}.mlp.experts.")

@@ -25,10 +25,7 @@ def config(hf: dict[str, Any]) -> Config:
     if is_falcon:
         return _falcon_config(hf, base, mamba)
     attention = hf.get("attn_layer_indices") or ()
-    layers = tuple(
-        layer if index in attention else replace(layer, mixer=mamba, attention=False, rope=None)
-        for index, layer in enumerate(base.layers)
-    )
+    layers = tuple(layer if index in attention else layer.with_mixer(mamba) for index, layer in enumerate(base.layers))
     return replace(base, layers=layers)
 
 
@@ -104,7 +101,7 @@ def _pure_config(hf: dict[str, Any]) -> Config:
     )
     unused = dict(num_attention_heads=1, num_key_value_heads=1, intermediate_size=1, max_position_embeddings=1 << 20)
     base = llama.config({**hf, **unused, "head_dim": 2, "rms_norm_eps": eps})
-    layer = replace(base.layers[0], mixer=mamba, attention=False, mlp=False, rope=None)
+    layer = replace(base.layers[0].with_mixer(mamba), mlp=False)
     return replace(base, layers=(layer,) * len(base.layers), norm=NormConfig("rms", eps))
 
 

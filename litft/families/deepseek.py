@@ -41,6 +41,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         q_lora_rank=768,
         qk_nope_head_dim=64,
         qk_rope_head_dim=32,
+        v_head_dim=None,
         tie_word_embeddings=True,
         rms_norm_eps=1e-5,
         max_position_embeddings=32768,
@@ -70,8 +71,6 @@ def config(hf: dict[str, Any]) -> Config:
 def latent_config(hf: dict[str, Any]) -> LatentConfig:
     """Return the sizes of latent attention; the norms' epsilon is fixed in transformers."""
     value_dim = hf.get("v_head_dim", 128) or hf["hidden_size"] // hf["num_attention_heads"]
-    if hf["model_type"] == "minicpm3" and "v_head_dim" not in hf:
-        value_dim = hf["hidden_size"] // hf["num_attention_heads"]
     nope, rope = hf.get("qk_nope_head_dim", 128), hf.get("qk_rope_head_dim", 64)
     return LatentConfig(hf["kv_lora_rank"], hf["q_lora_rank"], nope, rope, value_dim, NormConfig("rms", 1e-6))
 
@@ -138,8 +137,7 @@ def rules(config: Config) -> list[Rule]:
 
 def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = BIAS) -> list[Rule]:
     """Return the rules of a mixture; shared: the names of the shared expert."""
-    has_experts = any(layer.experts for layer in config.layers)
-    stacks = mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", PROJECTIONS) if has_experts else []
+    stacks = mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", PROJECTIONS)
     return [*llama.rename_modules({"mlp.router": "mlp.gate"} | shared), bias, *stacks]
 
 
@@ -150,4 +148,4 @@ def drop_mtp(config: Config) -> list[Rule]:
 
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
-    return mixtral.peft_rules(config) if any(layer.experts for layer in config.layers) else []
+    return mixtral.peft_rules(config)

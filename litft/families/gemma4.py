@@ -109,16 +109,15 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which also match a multimodal checkpoint, without the tensors of its other towers."""
-    has_experts = any(layer.experts for layer in config.layers)
     moe = "blocks.{}.mlp.moe."
-    experts = mixtral.fused_experts(config, f"{LAYERS}experts.", prefix=f"{moe}experts.") if has_experts else []
+    experts = mixtral.fused_experts(config, f"{LAYERS}experts.", prefix=f"{moe}experts.")
     per_layer = {"per_layer.embed": "embed_tokens_per_layer", "per_layer.projection": "per_layer_model_projection"}
     per_layer |= {"per_layer.norm": "per_layer_projection_norm"}
     shared = llama.layers_with(config, lambda layer: layer.kv_sharing == "reuse", f"{MODEL}layers.")
     drops = [Drop(f"{shared}self_attn.{name}.weight") for name in ("k_proj", "v_proj", "k_norm")]
     return [
         *(drops if any(layer.kv_sharing == "reuse" for layer in config.layers) else []),
-        *(llama.rename_modules(MIXTURE, LAYERS) if has_experts else []),
+        *(llama.rename_modules(MIXTURE, LAYERS) if experts else []),
         *llama.rename_modules(NAMES, LAYERS),
         *llama.rename_modules({name: f"{MODEL}{hf_name}" for name, hf_name in per_layer.items()}, "", ""),
         Rename(f"{LAYERS}layer_scalar", "blocks.{}.layer_scale"),

@@ -20,7 +20,7 @@ def config(hf: dict[str, Any]) -> Config:
     attention = base.layers[0] if has_rope else replace(base.layers[0], rope=None)
     kinds = {"mamba": True, "linear_attention": True, "attention": False, "full_attention": False}
     is_mamba = llama.layer_kinds(hf, kinds, lambda index: True)
-    layers = tuple(replace(attention, mixer=mamba, attention=False, rope=None) if kind else attention for kind in is_mamba)
+    layers = tuple(attention.with_mixer(mamba) if kind else attention for kind in is_mamba)
     return replace(base, layers=layers)
 
 

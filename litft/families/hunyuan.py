@@ -46,8 +46,6 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, with other names of the norms and of the shared expert."""
     names = NORMS | {f"mlp.shared.{n}_proj": f"mlp.shared_mlp.{n}_proj" for n in ("gate", "up", "down")}
     common = [*llama.rename_modules(names), *llama.rules(config)]
-    if not config.layers[0].experts:
-        return common
     projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     router = Rename("model.layers.{}.mlp.gate.wg.weight", "blocks.{}.mlp.router.weight")
     return [router, *common, *mixtral.stacked_experts(config, "model.layers.{}.mlp.experts.{}.", projections)]
@@ -55,4 +53,4 @@ def rules(config: Config) -> list[Rule]:
 
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts."""
-    return mixtral.fused_experts(config, "model.layers.{}.mlp.experts.") if config.layers[0].experts else []
+    return mixtral.fused_experts(config, "model.layers.{}.mlp.experts.")

@@ -52,9 +52,9 @@ def config(hf: dict[str, Any]) -> Config:
         row_decay=True,
     )
     full = [index - 1 for index in linear.get("full_attn_layers", ())] or range(4, num_layers, 4)
-    is_linear = llama.layer_kinds(hf, {"full_attention": False, "linear_attention": True}, lambda n: n not in full)
+    is_linear = llama.linear_layers(hf, lambda n: n not in full)
     attention = replace(base.layers[0], latent=latent, rope=None)
-    layers = [replace(attention, latent=None, mixer=delta, attention=False) if kind else attention for kind in is_linear]
+    layers = [attention.with_mixer(delta) if kind else attention for kind in is_linear]
     return replace(base, mlp_bias=False, layers=deepseek.sparse_layers(hf, layers, deepseek.routed_experts(hf)))
 
 
@@ -65,7 +65,6 @@ def rules(config: Config) -> list[Rule]:
     convs = {"query": "q", "key": "k", "value": "v"}
     linear, mixer = llama.layers_with(config, lambda layer: layer.mixer), "blocks.{}.mixer."
     layers = f"{linear}self_attn."
-    has_experts = any(layer.experts for layer in config.layers)
     projections = {"gate": "w1", "up": "w3", "down": "w2"}
     return [
         *llama.rename_modules(NAMES, linear),
@@ -74,7 +73,7 @@ def rules(config: Config) -> list[Rule]:
         Squeeze(f"{layers}A_log", f"{mixer}log_rate", (0, 1, 3)),
         Rename(f"{layers}dt_bias", f"{mixer}decay_bias"),
         Rename(f"{MOE}gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
-        *(mixtral.stacked_experts(config, f"{MOE}experts.{{}}.", projections) if has_experts else []),
+        *mixtral.stacked_experts(config, f"{MOE}experts.{{}}.", projections),
         *llama.rules(config),
     ]
 

@@ -38,7 +38,7 @@ def config(hf: dict[str, Any]) -> Config:
     is_conv = llama.layer_kinds(
         hf, {"full_attention": False, "conv": True}, lambda index: attention is not None and index not in attention
     )
-    layers = [replace(base.layers[0], mixer=conv, attention=False, rope=None) if c else base.layers[0] for c in is_conv]
+    layers = [base.layers[0].with_mixer(conv) if c else base.layers[0] for c in is_conv]
     if is_mixture:
         experts = deepseek.routed_experts({**hf, "n_shared_experts": 0})
         experts = replace(experts, correction_bias=hf.get("use_expert_bias", True))
@@ -57,8 +57,8 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules, which rename."""
     names = NAMES | {f"mlp.{n}_proj": f"feed_forward.{hf_name}" for n, hf_name in PROJECTIONS.items()}
-    layers, experts = "model.layers.{}.", any(layer.experts for layer in config.layers)
-    stacks = mixtral.stacked_experts(config, f"{layers}feed_forward.experts.{{}}.", PROJECTIONS) if experts else []
+    layers = "model.layers.{}."
+    stacks = mixtral.stacked_experts(config, f"{layers}feed_forward.experts.{{}}.", PROJECTIONS)
     return [
         *llama.embedding_and_head(config, norm="embedding_norm"),
         *llama.rename_modules(names),
@@ -71,5 +71,4 @@ def rules(config: Config) -> list[Rule]:
 
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts."""
-    has_experts = any(layer.experts for layer in config.layers)
-    return mixtral.fused_experts(config, "model.layers.{}.feed_forward.experts.") if has_experts else []
+    return mixtral.fused_experts(config, "model.layers.{}.feed_forward.experts.")

@@ -47,6 +47,11 @@ def sliding_layers(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> lis
     return layer_kinds(hf, {"full_attention": False, "sliding_attention": True}, is_sliding)
 
 
+def linear_layers(hf: dict[str, Any], is_linear: Callable[[int], bool]) -> list[bool]:
+    """Return which layers have a recurrent mixer: from `layer_types`, or without it from the family's rule `is_linear`."""
+    return layer_kinds(hf, {"full_attention": False, "linear_attention": True}, is_linear)
+
+
 def layer_kinds(hf: dict[str, Any], supported: dict[str, bool], default: Callable[[int], bool]) -> list[bool]:
     """Return which layers are of a kind: from `layer_types` by the values in `supported`, or without it from `default`."""
     types, num_layers = hf.get("layer_types") or hf.get("layers_block_type"), hf["num_hidden_layers"]

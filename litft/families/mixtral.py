@@ -29,8 +29,13 @@ def rules(config: Config) -> list[Rule]:
 
 
 def stacked_experts(config: Config, hf_prefix: str, names: dict[str, str]) -> list[Rule]:
-    """Return rules for experts that are stored separately; names maps gate, up and down to the checkpoint's names."""
-    count = next(layer.experts.count for layer in config.layers if layer.experts)
+    """Return rules for experts that are stored separately. A dense model has none.
+
+    names: maps gate, up and down to the checkpoint's names.
+    """
+    count = next((layer.experts.count for layer in config.layers if layer.experts), 0)
+    if not count:
+        return []
     return [
         Stack(f"{hf_prefix}{hf_name}.weight", f"blocks.{{}}.mlp.experts.{name}_proj.weight", count)
         for name, hf_name in names.items()
@@ -44,8 +49,13 @@ def fused_experts(
     gate_up: str = "gate_up_proj",
     prefix: str = "blocks.{}.mlp.experts.",
 ) -> list[Rule]:
-    """Return rules for stacked experts with fused gate and up, as in transformers 5: (E, 2 I, C) and (E, C, I)."""
-    experts = next(layer.experts for layer in config.layers if layer.experts)
+    """Return rules for stacked experts with fused gate and up, as in transformers 5: (E, 2 I, C) and (E, C, I).
+
+    A dense model has none.
+    """
+    experts = next((layer.experts for layer in config.layers if layer.experts), None)
+    if experts is None:
+        return []
     gate_up_names = (f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight")
     return [
         Split(f"{hf_prefix}{gate_up}", gate_up_names, (experts.hidden_dim,) * 2),

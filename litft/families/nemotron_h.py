@@ -40,7 +40,7 @@ def config(hf: dict[str, Any]) -> Config:
     )
     layer = replace(base.layers[0], rope=None)
     layers = {
-        "linear_attention": replace(layer, mixer=mamba, attention=False, mlp=False),
+        "linear_attention": replace(layer.with_mixer(mamba), mlp=False),
         "full_attention": replace(layer, mlp=False),
         "mlp": replace(layer, attention=False),
     }

@@ -69,4 +69,4 @@ def rules(config: Config) -> list[Rule]:
 
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
-    return mixtral.peft_rules(config) if config.layers[0].experts else []
+    return mixtral.peft_rules(config)

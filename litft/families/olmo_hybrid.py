@@ -38,11 +38,9 @@ def config(hf: dict[str, Any]) -> Config:
         negative_eigenvalues=hf.get("linear_allow_neg_eigval", True),
     )
     attention = base.layers[0] if has_rope else replace(base.layers[0], rope=None)
-    linear = replace(attention, mixer=delta, attention=False, rope=None, norm_position="before")
+    linear = replace(attention.with_mixer(delta), norm_position="before")
     last = len(base.layers) - 1
-    is_linear = llama.layer_kinds(
-        hf, {"full_attention": False, "linear_attention": True}, lambda n: n % 4 != 3 and (n != last or last >= 3)
-    )
+    is_linear = llama.linear_layers(hf, lambda n: n % 4 != 3 and (n != last or last >= 3))
     layers = tuple(linear if kind else attention for kind in is_linear)
     base = replace(base, layers=layers, norm_position="after", mlp_bias=False)
     return replace(base, qk_norm=base.norm, qk_norm_over="all")

@@ -65,11 +65,10 @@ def rules(config: Config, model: str = "model.") -> list[Rule]:
     names = {"mlp.router": "mlp.gate", "mlp.shared_gate": "mlp.shared_expert_gate"}
     names |= {f"mlp.shared.{n}_proj": f"mlp.shared_expert.{n}_proj" for n in ("gate", "up", "down")}
     projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
-    has_experts = any(layer.experts for layer in config.layers)
-    stacks = mixtral.stacked_experts(config, f"{layers}mlp.experts.{{}}.", projections) if has_experts else []
+    stacks = mixtral.stacked_experts(config, f"{layers}mlp.experts.{{}}.", projections)
     return [*llama.rules(config, model), *llama.rename_modules(names, layers), *stacks]
 
 
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
-    return mixtral.peft_rules(config) if any(layer.experts for layer in config.layers) else []
+    return mixtral.peft_rules(config)

@@ -18,7 +18,6 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": dict(num_key_value_heads=4, num_experts=0),
     "qwen3_5_moe_text": dict(num_key_value_heads=2, num_experts=256, num_experts_per_tok=8, intermediate_size=1),
 }
-NAMES = {"out_proj": "out_proj", "norm": "norm"}
 MODEL = "{model.|model.language_model.}"
 
 
@@ -45,11 +44,9 @@ def config(hf: dict[str, Any]) -> Config:
         base.norm.eps,
     )
     interval, norm = hf.get("full_attention_interval", 4), replace(base.norm, offset=1.0)
-    is_linear = llama.layer_kinds(hf, {"full_attention": False, "linear_attention": True}, lambda n: (n + 1) % interval != 0)
+    is_linear = llama.linear_layers(hf, lambda n: (n + 1) % interval != 0)
     layers = tuple(
-        replace(layer, mixer=delta, attention=False, rope=None, experts=mixture)
-        if linear
-        else replace(layer, experts=mixture)
+        replace(layer.with_mixer(delta) if linear else layer, experts=mixture)
         for layer, linear, mixture in zip(base.layers, is_linear, experts, strict=True)
     )
     return replace(base, layers=layers, norm=norm, qk_norm=norm, attention_gate=True, mlp_bias=False)
@@ -81,7 +78,7 @@ def rules(config: Config) -> list[Rule]:
         Split(f"{linear}conv1d.weight", convs, widths, squeezed=1),
         Rename(f"{linear}A_log", f"{prefix}log_rate"),
         Rename(f"{linear}dt_bias", f"{prefix}decay_bias"),
-        *llama.rename_modules({f"mixer.{name}": hf_name for name, hf_name in NAMES.items()}, linear),
+        *llama.rename_modules({"mixer.out_proj": "out_proj", "mixer.norm": "norm"}, linear),
         *qwen2_moe.rules(config, MODEL),
         Drop("{model.visual.|mtp.}{*}"),
     ]

@@ -2,7 +2,7 @@
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -296,6 +296,10 @@ class LayerConfig:
     key_is_value: bool = False  # values are the keys before norm and rotation
     # later layers reuse the keys and values of the last layer before them with the same window
     kv_sharing: Literal["none", "store", "reuse"] = "none"
+
+    def with_mixer(self, mixer: "MixerConfig") -> "LayerConfig":
+        """Return this layer with a recurrent mixer in place of its attention."""
+        return replace(self, mixer=mixer, attention=False, rope=None, latent=None)
 
 
 @dataclass(frozen=True)

@@ -245,7 +245,7 @@ class ExpertStack(nn.Module):
         self.activation = None if config.gated else activation(config)
         sizes = experts.count, config.dim, experts.hidden_dim, experts.bias
         self.gate_proj = ExpertLinear(*sizes) if config.gated else None
-        self.up_proj = ExpertLinear(experts.count, config.dim, experts.hidden_dim, experts.bias)
+        self.up_proj = ExpertLinear(*sizes)
         self.down_proj = ExpertLinear(experts.count, experts.hidden_dim, config.dim, experts.bias)
 
     def forward(self, x: Tensor, grouping: Grouping) -> Tensor:
