@@ -297,7 +297,7 @@ class LayerConfig:
     # later layers reuse the keys and values of the last layer before them with the same window
     kv_sharing: Literal["none", "store", "reuse"] = "none"
 
-    def with_mixer(self, mixer: "MixerConfig") -> "LayerConfig":
+    def with_mixer(self, mixer: MixerConfig) -> "LayerConfig":
         """Return this layer with a recurrent mixer in place of its attention."""
         return replace(self, mixer=mixer, attention=False, rope=None, latent=None)
 
