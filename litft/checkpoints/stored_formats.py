@@ -55,12 +55,10 @@ def find_stored_weights(metas: dict[str, Tensor | str], settings: dict[str, Any]
 def _fp8_weights(metas: dict[str, Tensor | str], block: Iterable[int]) -> Iterable[tuple[str, StoredWeight]]:
     for name, meta in metas.items():
         if isinstance(meta, Tensor) and meta.dtype in FP8 and name.endswith(".weight"):
-            suffix = next(
-                (s for s in ("weight_scale_inv", "weight_scale") if f"{name.removesuffix('weight')}{s}" in metas), None
-            )
+            stem = name.removesuffix("weight")
+            suffix = next((s for s in ("weight_scale_inv", "weight_scale") if f"{stem}{s}" in metas), None)
             if suffix is None:
                 raise ValueError(f"{name} is stored in FP8, but its scale is missing; download the folder again")
-            stem = name.removesuffix("weight")
             unused = {s: f"{stem}{s}" for s in ("input_scale", "activation_scale") if f"{stem}{s}" in metas}
             parts = {"weight": name, "scale": f"{stem}{suffix}", **unused}
             dequantize = partial(_call, dequantize_fp8, block=tuple(block))
@@ -74,7 +72,7 @@ def _call(function: Callable[..., Tensor], tensors: dict[str, Tensor], **setting
 def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, ...], **unused: Tensor) -> Tensor:
     """Return weight (O, I) in bf16. scale: one number, one a row (O, 1), or one for each block of (block[0], block[1])."""
     scale = scale.float()
-    if (scale.dim() == 2 and scale.shape[1] > 1) or (scale.dim() == 2 and scale.shape[0] not in (1, weight.size(0))):
+    if scale.dim() == 2 and (scale.shape[1] > 1 or scale.shape[0] not in (1, weight.size(0))):
         rows, columns = weight.shape
         scale = scale.repeat_interleave(block[0], 0)[:rows].repeat_interleave(block[1], 1)[:, :columns]
     return (weight.float() * scale).bfloat16()

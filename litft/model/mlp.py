@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from litft.model.config import Config, ExpertsConfig, LayerConfig, NormConfig
 from litft.model.linear import Linear
-from litft.model.norm import Norm
+from litft.model.norm import Norm, scaled
 
 # B batch, T tokens, C channels, E experts, N rows: B x T x top_k, one per token and selected expert
 
@@ -107,8 +107,8 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.projections(x)
-        y = self.down_proj(self.gated(gate if self.gate_scale == 1 else gate * self.gate_scale, up))
-        return y if self.out_scale == 1 else y * self.out_scale
+        y = self.down_proj(self.gated(scaled(gate, self.gate_scale), up))
+        return scaled(y, self.out_scale)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up; overridden where one matrix computes both."""
@@ -302,7 +302,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             shared_output = self.shared(flat)
             y = y + (shared_output if self.shared_gate is None else shared_output * torch.sigmoid(self.shared_gate(flat)))
-        return (y if self.config.output_scale == 1 else y * self.config.output_scale).view_as(x)
+        return scaled(y, self.config.output_scale).view_as(x)
 
 
 class ScaledMoE(MoE):
@@ -317,8 +317,8 @@ class ScaledMoE(MoE):
 
     def select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         """See MoE."""
-        scaled = self.router_norm(flat) * self.router_scale.to(flat.dtype) * flat.size(-1) ** -0.5
-        weights, chosen = route(self.router(scaled), self.config)
+        inputs = self.router_norm(flat) * self.router_scale.to(flat.dtype) * flat.size(-1) ** -0.5
+        weights, chosen = route(self.router(inputs), self.config)
         return weights * self.expert_scale.to(weights.dtype)[chosen], chosen
 
     def expert_inputs(self, flat: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, computed in fp32, and the norms of queries and keys."""
+"""RMSNorm and LayerNorm, computed in fp32, the norms of queries and keys, and constant scales."""
 
 import math
 
@@ -49,6 +49,11 @@ class Norm(nn.Module):
 def apply_norm(norm: Norm | None, x: Tensor) -> Tensor:
     """Apply a norm, if the architecture has one here; otherwise return x."""
     return x if norm is None else norm(x)
+
+
+def scaled(x: Tensor, scale: float) -> Tensor:
+    """Return x * scale, or x itself if scale is 1."""
+    return x if scale == 1 else x * scale
 
 
 def make_qk_norm(config: Config, heads: int, head_dim: int) -> Norm | None:

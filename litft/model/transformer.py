@@ -16,7 +16,7 @@ from litft.model.linear import Linear
 from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy
 from litft.model.mixers import make_mixer
 from litft.model.mlp import make_mlp
-from litft.model.norm import Norm, apply_norm, make_qk_norm
+from litft.model.norm import Norm, apply_norm, make_qk_norm, scaled
 from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra, PerLayerEmbedding, SharedKeys, TokenInput
 from litft.model.positions import add_alibi, sinusoids
@@ -192,11 +192,6 @@ def make_attention(config: Config, layer: LayerConfig) -> nn.Module | None:
     if not layer.attention:
         return None
     return (LatentAttention if layer.latent else Attention)(config, layer)
-
-
-def scaled(x: Tensor, scale: float) -> Tensor:
-    """Return x * scale, or x itself if scale is 1."""
-    return x if scale == 1 else x * scale
 
 
 class PostNormBlock(Block):

@@ -9,6 +9,7 @@ from litft.model.kv_cache import LayerCache
 from litft.model.linear import Linear
 from litft.model.mixers.mixer import CausalConv, GatedNorm, Mixer
 from litft.model.mixers.recurrence import CHUNK, recurrence
+from litft.model.norm import scaled
 from litft.model.packed_sequences import PackedSequences
 
 # B batch, T tokens, C channels, H heads, D head dim, G groups, S state dim
@@ -40,7 +41,7 @@ class Mamba2(Mixer):
     def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
         """See Mixer."""
         mamba = self.mamba
-        gate, conv, step = self.projections(x if mamba.input_scale == 1 else x * mamba.input_scale)
+        gate, conv, step = self.projections(scaled(x, mamba.input_scale))
         v, k, q = F.silu(self.conv(conv, documents, cache)).split(self.widths, dim=-1)
         v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
         k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
@@ -52,7 +53,7 @@ class Mamba2(Mixer):
             cache.store(1, state)
         y = (y + self.skip.float()[:, None] * v).flatten(2).to(x.dtype)
         y = self.out_proj(y * F.silu(gate) if self.norm is None else self.norm(y, gate))
-        return y if mamba.output_scale == 1 else y * mamba.output_scale
+        return scaled(y, mamba.output_scale)
 
     def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate, input of the convolution and step sizes, scaled as in Falcon-H1's muP."""
