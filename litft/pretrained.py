@@ -3,9 +3,7 @@
 import copy
 import hashlib
 import itertools
-import json
 import os
-import shutil
 import warnings
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ import torch
 from litft import run_dir
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, untransposed
-from litft.checkpoints.hub import TOKENIZER_FILES, HubId, downloaded_from, fetch, hub_id
+from litft.checkpoints.hub import HubId, downloaded_from, fetch, hub_id
 from litft.checkpoints.stored_formats import METHODS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
 from litft.data.tokenizer import Tokenizer
@@ -40,7 +38,7 @@ class PretrainedFolder:
     folder: Path  # of the model or adapter; has the tokenizer
     base: Path  # of the base model; has config.json and the weights
     adapter: Path | None
-    hf: dict[str, Any]  # contents of config.json
+    hf: dict[str, Any]  # contents of config.json; the language model's part of a multimodal one
     config: Config
 
     @property
@@ -48,6 +46,12 @@ class PretrainedFolder:
         """The display name: the folder's name, or the run's name for the result of a run."""
         folder = self.folder.resolve()
         return folder.parent.name if folder.name in ("final", "best") else folder.name
+
+    @property
+    def multimodal(self) -> dict[str, Any] | None:
+        """The whole config.json if the base is a multimodal model, of which `hf` describes the language model."""
+        content = read_object(path) if (path := self.base / "config.json").is_file() else {}
+        return content if "text_config" in content else None
 
     @property
     def rules(self) -> list[Rule]:
@@ -378,22 +382,3 @@ def base_record(source: PretrainedFolder, folder: Path) -> dict[str, Any]:
     }
     repo = downloaded_from(source.base) or HubId(str(base))
     return {"base_model_name_or_path": repo.name, "revision": repo.revision, "litft": record}
-
-
-def copy_files(source: Path, folder: Path) -> None:
-    """Copy tokenizer, chat template and generation config unchanged."""
-    for name in TOKENIZER_FILES:
-        if (path := source / name).is_file():
-            shutil.copyfile(path, folder / name)
-
-
-def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
-    """Write the tokenizer with the chat template and stop tokens used in training to a model folder."""
-    copy_files(tokenizer.folder, folder)
-    tokenizer.save_added(folder)
-    (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
-    path = folder / "generation_config.json"
-    settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-    stops = tokenizer.stop_ids
-    settings["eos_token_id"] = stops[0] if len(stops) == 1 else stops
-    path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")

@@ -1,15 +1,20 @@
-"""Write a model folder: the tensors of the base model, merged with a method's values one at a time."""
+"""Write a model folder: the tensors of the base model, merged with a method's values one at a time; tokenizer files."""
 
 import json
+import shutil
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from litft.checkpoints.conversion import Rule, TensorMapping, mappings_to_hf
+from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from litft.checkpoints.weight_files import LazyTensor, check_weights, write_weights
+from litft.data.tokenizer import Tokenizer
 from litft.families import family
 from litft.methods import Method, Values
 from litft.model.config import Config
@@ -86,23 +91,79 @@ def model_entries(
 
 
 def write_result(
-    folder: Path | None, source: PretrainedFolder, dtype: torch.dtype, result: Result | None, shard_gb: float
+    folder: Path | None,
+    source: PretrainedFolder,
+    dtype: torch.dtype,
+    result: Result | None,
+    shard_gb: float,
+    whole: PretrainedFolder | None = None,
 ) -> list[LazyTensor]:
     """Write weights and config.json of the base, merged with `result` if given; return the tensors written.
 
     folder: None on ranks that only join the all-gathers of sharded tensors, in the same order as the writing rank.
+    whole: the multimodal model that the language model belongs to. Its other tensors and its processor are written, too.
     """
     entries = model_entries(source, dtype, result)
+    if whole:
+        entries = _with_other_parts(entries, whole)
     write_weights(folder, entries, int(shard_gb * 1e9))
     if folder is None:
         return entries
-    hf = {**source.hf, "torch_dtype": str(dtype).removeprefix("torch.")}
-    for name in ("dtype", "quantization_config"):  # transformers 5 reads dtype first; written weights are not quantized
-        hf.pop(name, None)
-    before, after = source.config, result.config(source.config) if result else source.config
-    if after.vocab_size != before.vocab_size:
-        hf["vocab_size"] = after.vocab_size
-    if after.tied != before.tied:
-        hf["tie_word_embeddings"] = after.tied
+    after = result.config(source.config) if result else source.config
+    hf = whole.multimodal if whole else source.hf
+    hf = _written_config(hf, source.config, after) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    if whole:
+        hf["text_config"] = _written_config(hf["text_config"], source.config, after)
+        copy_files(whole.base, folder, PROCESSOR_FILES)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
     return entries
+
+
+def _written_config(hf: dict[str, Any], before: Config, after: Config) -> dict[str, Any]:
+    """Return config.json for unquantized weights, with the new vocabulary size and tying of the embedding."""
+    written = dict(hf)
+    for name in ("dtype", "torch_dtype", "quantization_config"):  # transformers 5 reads dtype first
+        written.pop(name, None)
+    if after.vocab_size != before.vocab_size:
+        written["vocab_size"] = after.vocab_size
+    if after.tied != before.tied:
+        written["tie_word_embeddings"] = after.tied
+    return written
+
+
+def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> list[LazyTensor]:
+    """Return the language model's tensors under the names of the multimodal checkpoint, and its other tensors unchanged.
+
+    Raise ValueError for a quantized checkpoint: its other tensors may be quantized, too.
+    """
+    if whole.checkpoint.is_quantized or whole.hf.get("quantization_config"):
+        raise ValueError(f"--multimodal: the weights of {whole.base} are quantized; use the unquantized model as --base_dir")
+    stored = {mapping.targets: mapping.sources for mapping in whole.checked_mappings}
+    names = {}
+    for mapping in mappings_to_hf(whole.rules, [name for targets in stored for name in targets]):
+        names |= zip(mapping.targets, stored[mapping.sources], strict=True)
+    renamed = [entry._replace(name=names.get(entry.name, entry.name)) for entry in entries]
+    language_model = {name for sources in stored.values() for name in sources} | {entry.name for entry in renamed}
+    # a tied head may be stored a second time, with the values before training
+    others = [name for name in whole.checkpoint.names if name not in language_model and not name.endswith("lm_head.weight")]
+    read = whole.checkpoint.read
+    return renamed + [LazyTensor(name, whole.checkpoint.meta(name), partial(read, name)) for name in others]
+
+
+def copy_files(source: Path, folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> None:
+    """Copy files unchanged if they exist; by default tokenizer, chat template and generation config."""
+    for name in names:
+        if (path := source / name).is_file():
+            shutil.copyfile(path, folder / name)
+
+
+def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the tokenizer with the chat template and stop tokens used in training to a model folder."""
+    copy_files(tokenizer.folder, folder)
+    tokenizer.save_added(folder)
+    (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
+    path = folder / "generation_config.json"
+    settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    stops = tokenizer.stop_ids
+    settings["eos_token_id"] = stops[0] if len(stops) == 1 else stops
+    path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")

@@ -53,6 +53,9 @@ class MergeArgs(WriteArgs):
     """The folder of the base model, if it has moved. Default: the path stored with the adapter."""
     dequantized_base: bool = False
     """Merge into the dequantized weights that the adapter was trained on (--quantize), not into the original weights."""
+    multimodal: bool = False
+    """If the base is a multimodal model: write all of it, with the tensors outside of the language model unchanged. false:
+    write the language model alone. For a fully fine-tuned model, --base_dir names the multimodal folder."""
 
 
 @dataclass
@@ -67,8 +70,9 @@ class ExportArgs(MergeArgs):
     def problems(self) -> list[str]:
         """Return the problems of the target, and of flags that only apply to merging."""
         problems = super().problems()
-        if not self.merge and (self.dequantized_base or self.precision != "auto"):
-            problems.append("--merge false writes the adapter unchanged: leave --dequantized_base and --precision out")
+        if not self.merge and (self.dequantized_base or self.multimodal or self.precision != "auto"):
+            flags = "--dequantized_base, --multimodal and --precision"
+            problems.append(f"--merge false writes the adapter unchanged: leave {flags} out")
         return problems
 
 

@@ -21,6 +21,8 @@ TOKENIZER_FILES = (
     "tokenizer.json tokenizer.model tokenizer_config.json special_tokens_map.json added_tokens.json vocab.json merges.txt "
     "chat_template.jinja generation_config.json"
 ).split()
+# how a multimodal model prepares images, video and sound
+PROCESSOR_FILES = "processor_config.json preprocessor_config.json video_preprocessor_config.json chat_template.json".split()
 _ID = re.compile(rf"({HUB_NAME.pattern})(?:@((?!.*\.\.)\w[\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LICENSE_FILE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*|README\.md", re.IGNORECASE)  # terms of use
@@ -53,7 +55,7 @@ def hub_id(text: str | Path) -> HubId | None:
 
 def files_to_transfer(names: list[str]) -> list[str]:
     """Select the files that litft reads, plus the license files; weights come last and in one format only."""
-    supported = {"config.json", "adapter_config.json", *TOKENIZER_FILES}
+    supported = {"config.json", "adapter_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES}
     small_files = [name for name in names if name in supported or _LICENSE_FILE.fullmatch(name)]
     for stem in WEIGHTS[:2]:
         base, extension = stem.split(".")

@@ -20,8 +20,8 @@ from litft.distributed.devices import DTYPES
 from litft.families import unread_fields
 from litft.methods import Method, Values
 from litft.model.quantization import KINDS
-from litft.pretrained import PretrainedFolder, base_record, copy_files, copy_tokenizer, resolve
-from litft.save_pretrained import Result, write_result
+from litft.pretrained import PretrainedFolder, base_record, resolve
+from litft.save_pretrained import Result, copy_files, copy_tokenizer, write_result
 from litft.training import run_checkpoints
 from litft.training.setup import Setup
 
@@ -136,15 +136,28 @@ def _export(
     args: MergeArgs, path: Path, source: PretrainedFolder, result: Result | None, tokenizer: Tokenizer | None = None
 ) -> Path:
     dtype, tokenizer = _dtype(source, args.precision), tokenizer or source.tokenizer()
+    whole = _whole_model(source, args.base_dir) if args.multimodal else None
 
     def fill(folder: Path) -> None:
-        write_result(folder, source, dtype, result, args.shard_gb)
+        write_result(folder, source, dtype, result, args.shard_gb, whole)
         if tokenizer:
             copy_tokenizer(tokenizer, folder)
 
     out = write_folder(args.out_dir, fill)
     print(f"exported {path} to {out} ({'merged into' if result else 'as'} {source.base}, {dtype})", file=sys.stderr)
     return out
+
+
+def _whole_model(source: PretrainedFolder, base_dir: str | None) -> PretrainedFolder:
+    """Return the multimodal model around the exported language model; raise ValueError if it is not known."""
+    whole = source if source.multimodal or base_dir is None else resolve(base_dir)
+    if whole.multimodal is None:
+        raise ValueError(
+            f"--multimodal: {whole.base} has a language model only; pass the multimodal folder it comes from as --base_dir"
+        )
+    if whole.config.model_type != source.config.model_type:
+        raise ValueError(f"--multimodal: {whole.base} is a {whole.config.model_type}, not a {source.config.model_type}")
+    return whole
 
 
 def _read_step(

@@ -128,6 +128,9 @@ def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float
     chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
     what = f"{setup.source.folder} in {settings.precision if setup.quantize == 'none' else setup.quantize}"
     yield f"{what}: {plan.title_line(setup.method.title)}"
+    if whole := setup.source.multimodal:
+        yield f"the base is multimodal ({whole['model_type']}): only its language model is trained and saved"
+        yield "convert_to_hf and merge_lora write the whole model with --multimodal true"
     if settings.strategy != "single":
         size = num_shards(setup.args, settings.strategy)
         yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"

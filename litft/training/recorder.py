@@ -24,8 +24,8 @@ from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import HostGroup
 from litft.model.placement import full_tensor
 from litft.model.transformer import GPT
-from litft.pretrained import base_record, copy_tokenizer
-from litft.save_pretrained import Result, write_result
+from litft.pretrained import base_record
+from litft.save_pretrained import Result, copy_tokenizer, write_result
 from litft.training import run_checkpoints
 from litft.training.auto_settings import Settings
 from litft.training.dry_run import data_lines, plan_lines

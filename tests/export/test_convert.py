@@ -9,6 +9,7 @@ import torch
 import transformers
 from conftest import script
 from parity import ROWS, draw, relative
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 
 import litft
@@ -53,7 +54,7 @@ def test_bin_shards_in_mixed_dtypes_become_one_dtype(tiny, tmp_path):
     script("scripts/convert_hf_checkpoint.py", *flags, cwd=tmp_path, code=2)
 
 
-TEXT = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
+TEXT = dict(vocab_size=640, hidden_size=32, intermediate_size=56, num_hidden_layers=3, num_attention_heads=4)
 TEXT |= dict(num_key_value_heads=2, head_dim=16, sliding_window=6, max_position_embeddings=64)
 QUERIES = dict(rope_type="yarn", rope_theta=1e4, factor=4.0, original_max_position_embeddings=8, llama_4_scaling_beta=0.3)
 WRAPPED = {
@@ -67,11 +68,10 @@ WRAPPED = {
 }
 
 
-@pytest.mark.parametrize("name", WRAPPED)
 @torch.no_grad()
-def test_the_language_model_of_a_multimodal_folder(name, tmp_path):
-    """With the published tensor names, with those of transformers 5, and as the converted text model."""
-    text, values, architecture = WRAPPED[name]
+def multimodal_model(name, folder):
+    """Save a model of `WRAPPED` with random weights; return it."""
+    text, values, _ = WRAPPED[name]
     name = name.partition(",")[0]
     vision = dict(
         hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14
@@ -81,24 +81,70 @@ def test_the_language_model_of_a_multimodal_folder(name, tmp_path):
     reference = model_class(config_class(text_config=text, vision_config=vision, **values)).eval()
     for parameter in reference.parameters():
         parameter.add_(0.3 * torch.randn(parameter.shape))
-    reference.save_pretrained(tmp_path / "model")
+    reference.save_pretrained(folder)
+    return reference
+
+
+def as_published(tensors):
+    """Rename the tensors of a multimodal model from transformers 5's names to those of published checkpoints."""
+    for name in list(tensors):
+        tensor = tensors.pop(name)
+        name = name.replace("model.language_model.", "language_model.model.").replace("model.vision", "vision")
+        name = name.replace("model.multi_modal", "multi_modal")
+        tensors["language_model.lm_head.weight" if name.endswith("lm_head.weight") else name] = tensor
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+@torch.no_grad()
+def test_the_language_model_of_a_multimodal_folder(name, tmp_path):
+    """With the published tensor names, with those of transformers 5, and as the converted text model."""
+    reference = multimodal_model(name, tmp_path / "model")
     expected = reference(TOKENS).logits
     assert relative(litft.load(tmp_path / "model")[0](TOKENS), expected) <= 1e-5
-
-    def as_published(tensors):
-        for name in list(tensors):
-            tensor = tensors.pop(name)
-            name = name.replace("model.language_model.", "language_model.model.").replace("model.vision", "vision")
-            name = name.replace("model.multi_modal", "multi_modal")
-            tensors["language_model.lm_head.weight" if name.endswith("lm_head.weight") else name] = tensor
-
     rewrite_tensors(tmp_path / "model", as_published)
     assert any(name.startswith("language_model.model.layers") for name in Checkpoint(tmp_path / "model").names)
     script("scripts/convert_hf_checkpoint.py", "--checkpoint_dir", "model", "--out_dir", "text", cwd=tmp_path)
     for folder in ("model", "text"):
         assert relative(litft.load(tmp_path / folder)[0](TOKENS), expected) <= 1e-5
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text")
-    assert type(model).__name__ == architecture and relative(model(TOKENS).logits, expected) <= 1e-5
+    assert type(model).__name__ == WRAPPED[name][2] and relative(model(TOKENS).logits, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("published", [False, True])
+@torch.no_grad()
+def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
+    """An adapter is merged into the language model; names, vision tensors and processor files stay as they were."""
+    multimodal_model("Gemma3", tmp_path / "base")
+    (tmp_path / "base" / "preprocessor_config.json").write_text('{"size": 28}')
+    if published:
+        rewrite_tensors(tmp_path / "base", as_published)
+    script("scripts/convert_hf_checkpoint.py", "--checkpoint_dir", "base", "--out_dir", "text", cwd=tmp_path)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+    model = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj", "down_proj"])).eval()
+    for name, parameter in model.named_parameters():
+        parameter.add_(0.3 * torch.randn(parameter.shape) if "lora_B" in name else 0)
+    model.save_pretrained(tmp_path / "adapter")
+    shutil.copy(tiny / "tokenizer.model", tmp_path / "base")
+    (tmp_path / "data.json").write_text(json.dumps([{"instruction": "a", "output": "b"}] * 9))
+    dry = ["--checkpoint_dir", "base", "--data.path", "data.json", "--data.max_seq_length", "60", "--dry_run"]
+    result = script("finetune/lora.py", *dry, "--data.template", "chatml", cwd=tmp_path)
+    assert "(gemma3): only its language model is trained" in result.stdout
+    flags = ["--base_dir", "base", "--multimodal", "true"]
+    script("scripts/merge_lora.py", "--checkpoint_dir", "adapter", "--out_dir", "whole", *flags, cwd=tmp_path)
+    before, after = Checkpoint(tmp_path / "base"), Checkpoint(tmp_path / "whole")
+    assert before.names == after.names and (tmp_path / "whole" / "preprocessor_config.json").is_file()
+    changed = [name for name in before.names if not torch.equal(before.read(name), after.read(name))]
+    assert len(changed) == 6 and not any("vision" in name for name in changed)
+    merged = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "whole")
+    assert relative(merged(TOKENS).logits, model(TOKENS).logits) <= 1e-5
+    # a language model alone, as full fine-tuning writes it, goes back into its multimodal folder
+    script("scripts/convert_to_hf.py", "--checkpoint_dir", "text", "--out_dir", "again", *flags, cwd=tmp_path)
+    again = Checkpoint(tmp_path / "again")
+    assert again.names == before.names and all(torch.equal(before.read(name), again.read(name)) for name in before.names)
+    result = script(
+        "scripts/convert_to_hf.py", "--checkpoint_dir", "text", "--out_dir", "no", *flags[2:], cwd=tmp_path, code=2
+    )
+    assert "pass the multimodal folder it comes from as --base_dir" in result.stderr
 
 
 @torch.no_grad()

@@ -40,6 +40,8 @@ def losses(run):
 @pytest.mark.parametrize("way", [pytest.param(way, marks=[pytest.mark.quick] if way in QUICK else []) for way in WAYS])
 def test_a_run_from_the_command_line(way, tmp_path):
     """Training, validation, sample answers, a checkpoint and the result; then its chat answers."""
+    if PRETENDED and way == "full paged":
+        pytest.skip("the pretended driver has no cudaMallocManaged, which paged optimizer states need")
     method = way.split()[0]
     script(f"finetune/{method}.py", *FLAGS, *WAYS[way].split(), "--out_dir", "run", cwd=tmp_path)
     assert len(losses(tmp_path / "run")) >= 1 and (tmp_path / "run" / "final").is_dir()
