@@ -315,6 +315,31 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             ),
         },
     ),
+    "llama4_text": (
+        "Llama4TextConfig",
+        {
+            "chunks, NoPE, experts": dict(
+                head_dim=8,
+                attention_chunk_size=7,
+                no_rope_layers=[1, 0, 1],
+                moe_layers=[0, 2],
+                num_local_experts=5,
+                num_experts_per_tok=2,
+                intermediate_size_mlp=40,
+                floor_scale=6,
+                rope_parameters=dict(rope_theta=500.0, **LLAMA3),
+            ),
+            "no norm of keys": dict(
+                head_dim=8,
+                use_qk_norm=False,
+                attn_temperature_tuning=False,
+                no_rope_layer_interval=2,
+                interleave_moe_layer_step=2,
+                num_local_experts=4,
+                intermediate_size_mlp=40,
+            ),
+        },
+    ),
     "internlm3": ("InternLM3Config", {"biases": dict(head_dim=8, attention_bias=True, mlp_bias=True)}),
     "deepseek_v2": (
         "DeepseekV2Config",

@@ -38,19 +38,19 @@ _SIZES = (
     "n_head n_positions shared_expert_intermediate_size num_experts_per_tok "
     "decoder_sparse_step query_pre_attn_scalar no_rope_layer_interval d_model ffn_dim attention_heads n_heads "
     "num_heads max_seq_len window_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-    "global_attn_every_n_layers moe_layer_interval"
+    "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step floor_scale intermediate_size_mlp"
 ).split()
 # one Python object each, hence a low maximum
 _COUNTS = "num_hidden_layers n_layer n_layers num_layers n_routed_experts moe_num_experts".split()
 _SIZES_OR_NULL = (
     "intermediate_size num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
     "rotary_dim num_ln_in_parallel_attn n_group topk_group q_lora_rank v_head_dim prefix_dense_intermediate_size "
-    "moe_intermediate_size top_k_experts global_head_dim num_global_key_value_heads"
+    "moe_intermediate_size top_k_experts global_head_dim num_global_key_value_heads attention_chunk_size"
 ).split()
 _POSITIVE = (
     "rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon rotary_emb_base rotary_pct "
     "rope_local_base_freq embedding_multiplier residual_multiplier logits_scaling "
-    "swiglu_alpha swiglu_limit norm_eps routed_scaling_factor route_scale"
+    "swiglu_alpha swiglu_limit norm_eps routed_scaling_factor route_scale attn_scale"
 ).split()
 _POSITIVE_OR_NULL = (
     "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier logit_scale rms_norm_eps"
@@ -59,11 +59,11 @@ _FLAGS = (
     "attention_bias mlp_bias tie_word_embeddings use_bias use_qkv_bias qkv_bias bias use_sliding_window qk_layernorm "
     "use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx "
     "attention_out_bias use_post_norm enable_bias do_layer_norm_before layer_norm_elementwise_affine scale_embedding "
-    "mup_enabled lm_head_bias"
+    "mup_enabled lm_head_bias attn_temperature_tuning"
 ).split()
 _FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn use_bidirectional_attention".split()
 _TEXTS = "hidden_act model_type activation_function activation".split()
-_LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers".split()
+_LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers moe_layers".split()
 _LARGEST = 10**9  # a larger size means a broken file, and would run out of memory before any error message
 
 

@@ -16,12 +16,7 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' SmolLM3Config."""
     hf = {"num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True, **hf}
     base = llama.config(hf, rope_theta=2e6)
-    interval = hf.get("no_rope_layer_interval", 4)
-    uses_rope = hf.get("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(len(base.layers))]
-    if len(uses_rope) != len(base.layers) or any(value not in (0, 1) for value in uses_rope):
-        raise ValueError(
-            f"config.json: no_rope_layers must list {len(base.layers)} values of 0 or 1, found {uses_rope!r:.300}"
-        )
+    uses_rope = layers_with_rope(hf)
     if not hf.get("use_sliding_window", False):
         hf["sliding_window"] = None
     windows = llama.layer_windows(hf, lambda index: not uses_rope[index])
@@ -30,3 +25,12 @@ def config(hf: dict[str, Any]) -> Config:
         for layer, window, has_rope in zip(base.layers, windows, uses_rope, strict=True)
     )
     return replace(base, layers=layers)
+
+
+def layers_with_rope(hf: dict[str, Any]) -> list[int]:
+    """Return 1 for each layer with RoPE and 0 for the others; `no_rope_layers` has these values, despite its name."""
+    interval, num_layers = hf.get("no_rope_layer_interval", 4), hf["num_hidden_layers"]
+    uses_rope = hf.get("no_rope_layers") or [int((n + 1) % interval != 0) for n in range(num_layers)]
+    if len(uses_rope) != num_layers or any(value not in (0, 1) for value in uses_rope):
+        raise ValueError(f"config.json: no_rope_layers must list {num_layers} values of 0 or 1, found {uses_rope!r:.300}")
+    return uses_rope

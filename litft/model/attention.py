@@ -10,6 +10,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from litft.model.attention_cpu import attend_documents, eager_attend_documents
 from litft.model.attention_eager import attention_mask, eager_attention
+from litft.model.config import Chunk
 from litft.model.device_type import device_type, is_planned
 from litft.model.kv_cache import LayerCache
 from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
@@ -26,7 +27,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     documents: PackedSequences | None = None,
-    window: int | None = None,
+    window: int | Chunk | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
     cache: LayerCache | None = None,
@@ -35,7 +36,8 @@ def attend(
 ) -> Tensor:
     """Compute causal attention of q (B, H, T, D) over k (B, K, S, D) and v (B, K, S, V); return (B, H, T, V).
 
-    documents: a query sees only keys of its own document. window: a query sees at most this many keys, including its own.
+    documents: a query sees only keys of its own document. window: a query sees at most this many keys, including its own;
+    chunks are documents, as from `PackedSequences.of_chunks`, except in the cache.
     softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). sinks: (H,) logits that are included
     in each softmax and have no value vector (gpt-oss). cache: k and v are first added to it, and the queries are the tokens
     of this call. scale: multiplies the scores; None means 1 / sqrt(D). mask: of a cache that the caller has updated.
@@ -46,6 +48,9 @@ def attend(
         k, v, mask = cache.update(k, v, window)
     if mask is not None:
         return _masked_attention(q, k, v, mask, softcap, sinks, scale)
+    if isinstance(window, Chunk):
+        start = (k.size(2) - 1) // window.size * window.size if q.size(2) == 1 else 0
+        k, v, window = k[:, :, start:], v[:, :, start:], None
     if q.size(2) == 1 and window is not None:  # decode step: the newest token sees the last keys, so no mask is needed
         k, v, window = k[:, :, -window:], v[:, :, -window:], None
     square, on_cpu = q.size(2) == k.size(2), device_type(q) == "cpu"

@@ -31,7 +31,9 @@ class RopeConfig:
     beta_slow: float = 1.0  # yarn
     truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
     reversed: bool = False  # nanochat rotates by the negative angles
-    query_beta: float = 0.0  # Ministral 3: queries at position p are multiplied by 1 + beta log(1 + floor(p / context))
+    # Ministral 3 and Llama 4: queries at position p are multiplied by 1 + beta log(1 + floor((p + offset) / context))
+    query_beta: float = 0.0
+    query_offset: int = 0
     short_factor: tuple[float, ...] = ()  # longrope: one factor per frequency
     long_factor: tuple[float, ...] = ()
 
@@ -274,6 +276,13 @@ class ShortConvConfig:
         return ((self.width - 1, self.dim),)
 
 
+@dataclass(frozen=True)
+class Chunk:
+    """Chunked attention (Llama 4): a document is divided into chunks, and a query sees only keys of its own chunk."""
+
+    size: int  # in tokens
+
+
 MixerConfig = DeltaNetConfig | Mamba2Config | ShortConvConfig
 
 
@@ -282,7 +291,8 @@ class LayerConfig:
     """The values that may differ between layers."""
 
     rope: RopeConfig | None = None  # None: no rotation in this layer (NoPE, arXiv 2305.19466, or learned positions)
-    window: int | None = None  # sliding window: a query sees at most this many keys, including its own
+    # sliding window: a query sees at most this many keys, including its own; or chunks; None: all keys before it
+    window: int | Chunk | None = None
     experts: ExpertsConfig | None = None  # None: one dense MLP
     attention_scale: float | None = None  # multiplies q k^T; None: 1 / sqrt(head_dim)
     hidden_dim: int | None = None  # of the dense MLP; None: the config's
@@ -291,6 +301,7 @@ class LayerConfig:
     attention: bool = True  # False: the layer has only the mixer, or only the MLP
     mlp: bool = True
     norm_position: str | None = None  # None: the config's
+    qk_norm: bool = True  # whether queries and keys have the config's norm
     head_dim: int | None = None  # None: the config's
     n_kv_heads: int | None = None  # None: the config's
     key_is_value: bool = False  # values are the keys before norm and rotation

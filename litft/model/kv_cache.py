@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from litft.model.config import Config
+from litft.model.config import Chunk, Config
 
 # B batch, K key/value heads, S capacity in tokens, D head dim, T tokens of a call
 
@@ -24,7 +24,7 @@ class Call(NamedTuple):
     start: int
     end: int  # the keys before it are attended to
     positions: Tensor | None  # (B, T); None: start to end in every row
-    masks: dict[int | None, Tensor | None]  # by window; empty: the attention kernel needs no mask tensor
+    masks: dict[int | Chunk | None, Tensor | None]  # by window; empty: the attention kernel needs no mask tensor
     active: Tensor | None = None  # (B,), rows whose states change; None: all
 
 
@@ -41,7 +41,7 @@ class LayerCache:
             state = torch.where(active, state, self.states[number].to(state.dtype))
         self.states[number].copy_(state)
 
-    def update(self, keys: Tensor, values: Tensor, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def update(self, keys: Tensor, values: Tensor, window: int | Chunk | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Store (B, K, T, D); return all keys and values to attend to, (B, K, S, D), and a mask if one is needed."""
         start, end, positions, *_ = self.cache.call
         if positions is None:
@@ -52,7 +52,7 @@ class LayerCache:
             self.values.scatter_(2, index[..., : values.size(3)], values)
         return self.read(window)
 
-    def read(self, window: int | None) -> tuple[Tensor, Tensor, Tensor | None]:
+    def read(self, window: int | Chunk | None) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return all keys and values, and a mask if one is needed, after another layer has stored those of this call."""
         mask = self.cache.call.masks.get(window)
         end = self.cache.call.end
@@ -157,7 +157,7 @@ class KVCache:
             raise ValueError(
                 f"the KV cache has a capacity of {self.capacity} tokens, but {end} are needed; create a larger one"
             )
-        masks: dict[int | None, Tensor | None] = {}
+        masks: dict[int | Chunk | None, Tensor | None] = {}
         if positions is not None or (count > 1 and start):
             key_positions = self.key_positions if positions is not None else None
             if key_positions is None:
@@ -174,8 +174,10 @@ class KVCache:
             self.length = self.call.end
 
 
-def causal_mask(positions: Tensor, key_positions: Tensor, window: int | None) -> Tensor:
+def causal_mask(positions: Tensor, key_positions: Tensor, window: int | Chunk | None) -> Tensor:
     """Return which keys, at positions (N,), the tokens at positions (B, T) see: booleans (B, 1, T, N)."""
     query_positions = positions[:, None, :, None]
     mask = key_positions <= query_positions
+    if isinstance(window, Chunk):
+        return mask & (key_positions // window.size == query_positions // window.size)
     return mask if window is None else mask & (key_positions > query_positions - window)

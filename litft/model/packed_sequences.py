@@ -23,6 +23,14 @@ class PackedSequences(NamedTuple):
         cu_seqlens = F.pad(is_start.nonzero()[:, 0], (0, 1), value=ids.numel())
         return cls(ids, cu_seqlens.to(torch.int32))
 
+    @classmethod
+    def of_chunks(cls, ids: Tensor, size: int) -> "PackedSequences":
+        """Build from document ids (B, T) divided into chunks of `size` tokens. On a GPU, the host waits for their number."""
+        index = torch.arange(ids.size(1), device=ids.device)
+        is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+        positions = index - torch.where(is_start, index, 0).cummax(dim=1).values
+        return cls.of(ids * (ids.size(1) // size + 1) + positions // size)
+
     def with_masks(self, windows: Iterable[int | None]) -> "PackedSequences":
         """Return a copy with a FlexAttention block mask for each window; built on the device without a sync."""
         batch, length = self.ids.shape

@@ -101,7 +101,8 @@ class RotaryEmbedding(nn.Module):
     def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         if not self.rope.query_beta:
             return None
-        full_contexts = torch.floor(positions[:, None, :, None] / self.rope.original_max_positions)
+        positions = positions[:, None, :, None] + self.rope.query_offset
+        full_contexts = torch.floor(positions / self.rope.original_max_positions)
         return (1 + self.rope.query_beta * torch.log(1 + full_contexts)).to(dtype)
 
     def _dynamic(self, max_length: Tensor) -> Tensor:

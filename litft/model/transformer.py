@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model.attention import attend
-from litft.model.config import Config, LayerConfig
+from litft.model.config import Chunk, Config, LayerConfig
 from litft.model.kv_cache import KVCache, LayerCache
 from litft.model.latent_attention import LatentAttention
 from litft.model.linear import Linear
@@ -41,8 +41,8 @@ class Attention(nn.Module):
         self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias) if has_values else None
         self.o_proj = Linear(width, config.dim, bias=config.o_bias)
         self.gate_proj = Linear(config.dim, width, bias=False) if config.attention_gate else None
-        self.q_norm = make_qk_norm(config, config.n_heads, self.head_dim)
-        self.k_norm = make_qk_norm(config, kv_heads, self.head_dim) if has_kv else None
+        self.q_norm = make_qk_norm(config, config.n_heads, self.head_dim) if layer.qk_norm else None
+        self.k_norm = make_qk_norm(config, kv_heads, self.head_dim) if layer.qk_norm and has_kv else None
         self.v_norm = Norm(config.value_norm, self.head_dim) if config.value_norm and has_kv else None
         self.norm_after_rope, self.out_scale = config.qk_norm_after_rope, config.attention_out_scale
         # on the host until the weights are allocated, since nothing fills it from a file
@@ -67,7 +67,7 @@ class Attention(nn.Module):
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
         q, k, v = self.heads(q), self.heads(k), self.heads(apply_norm(self.v_norm, v))
         if cos_sin is not None:
-            q, k = self.apply_rotary(q, k, cos_sin)
+            q, k = self.apply_rotary(q, k, cos_sin) if cos_sin.cos.size(-1) else (q, k)
             q = q if cos_sin.query_scale is None else q * cos_sin.query_scale
         if self.norm_after_rope:
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
@@ -309,10 +309,10 @@ class GPT(nn.Module):
         if self.training and self.neftune_alpha:
             x = add_neftune_noise(x, self.neftune_alpha, targets, document_ids)
         cos_sin, extras = self.cos_sin(positions, cache, x.dtype), self.block_extras(tokens, x)
-        documents = self.prepare_documents(documents, tokens)
+        documents = self.layer_documents(self.prepare_documents(documents, tokens), tokens)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
             layer_cache = cache.layers[index] if cache else None
-            x = block(x, cos_sin[rotary] if rotary is not None else None, documents, layer_cache, *extras[index])
+            x = block(x, cos_sin[rotary] if rotary is not None else None, documents[index], layer_cache, *extras[index])
         if cache is not None:
             cache.end()
         if logits_to_keep is not None:
@@ -327,6 +327,14 @@ class GPT(nn.Module):
     def prepare_documents(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
         """Return the documents to pass to the blocks; overridden for compiled blocks."""
         return documents
+
+    def layer_documents(self, documents: PackedSequences | None, tokens: Tensor) -> list[PackedSequences | None]:
+        """Return the documents of each block: those of tokens (B, T), or their chunks for a block with chunked attention."""
+        windows = [layer.window for layer in self.config.layers]
+        chunks = {window for window in windows if isinstance(window, Chunk) and window.size < tokens.size(1)}
+        rows = torch.zeros_like(tokens) if documents is None else documents.ids
+        chunked = {chunk: PackedSequences.of_chunks(rows, chunk.size) for chunk in chunks}
+        return [chunked.get(window, documents) for window in windows]
 
     def block_extras(self, tokens: Tensor, x: Tensor) -> list[tuple[BlockExtra, ...]]:
         """Return the further argument of each block for tokens (B, T) with embedding x; an empty tuple if it has none."""

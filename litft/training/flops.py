@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from litft.data.encoder import Sample
+from litft.model.config import Chunk
 from litft.model.mlp import ExpertLinear, MoE
 from litft.model.transformer import GPT
 
@@ -128,7 +129,10 @@ def _linears(model: GPT) -> Iterable[tuple[nn.Module, float]]:
             yield from ((linear, active) for linear in module.experts.children())
 
 
-def _attention_pairs(tokens: np.ndarray, window: int | None) -> np.ndarray:
+def _attention_pairs(tokens: np.ndarray, window: int | Chunk | None) -> np.ndarray:
     """Return the number of (query, key) pairs of causal attention over sequences of `tokens` tokens."""
+    if isinstance(window, Chunk):
+        count, last = np.divmod(tokens, window.size)
+        return (count * window.size * (window.size + 1) + last * (last + 1)) / 2
     span = np.minimum(window, tokens) if window else tokens
     return span * (span + 1) / 2 + (tokens - span) * span

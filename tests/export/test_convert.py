@@ -147,6 +147,36 @@ def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
     assert "pass the multimodal folder it comes from as --base_dir" in result.stderr
 
 
+SMALL = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4)
+SMALL |= dict(num_key_value_heads=2, head_dim=8, pad_token_id=0)
+TOWER = dict(hidden_size=16, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, patch_size=14)
+PROJECTOR = dict(
+    image_size=28, vision_output_dim=16, projector_input_dim=16, projector_output_dim=16, pixel_shuffle_ratio=0.5
+)
+LINEAR = dict(linear_key_head_dim=6, linear_value_head_dim=10, linear_num_key_heads=2, linear_num_value_heads=4)
+OTHERS = {
+    "Llama4": (dict(intermediate_size_mlp=40, num_local_experts=4), TOWER | PROJECTOR),
+    "Qwen3_5": (LINEAR, dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, num_position_embeddings=16)),
+    "Gemma4": (dict(global_head_dim=12, hidden_size_per_layer_input=10, vocab_size_per_layer_input=96), TOWER),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@torch.no_grad()
+def test_a_multimodal_folder_is_read_and_written_unchanged(name, tmp_path):
+    text, vision = OTHERS[name]
+    config_class, model_class = (getattr(transformers, f"{name}{end}") for end in ("Config", "ForConditionalGeneration"))
+    torch.manual_seed(0)
+    reference = model_class(config_class(text_config=SMALL | text, vision_config=vision)).eval()
+    for parameter in reference.parameters():
+        parameter.add_(0.1 * torch.randn(parameter.shape))
+    reference.save_pretrained(tmp_path / "base")
+    assert relative(litft.load(tmp_path / "base")[0](TOKENS), reference(TOKENS).logits) <= 1e-5
+    export(ExportArgs(checkpoint_dir=str(tmp_path / "base"), out_dir=str(tmp_path / "whole"), multimodal=True))
+    before, after = Checkpoint(tmp_path / "base"), Checkpoint(tmp_path / "whole")
+    assert before.names == after.names and all(torch.equal(before.read(name), after.read(name)) for name in before.names)
+
+
 @torch.no_grad()
 def test_mxfp4_is_dequantized_as_transformers_does(make_model, tmp_path):
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
