@@ -23,7 +23,8 @@ from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.families import LOOKALIKES, as_family, families, family, peft_rules, read_config, text_config
 from litft.methods import Method, read_method
-from litft.model.config import Config, read_object
+from litft.model.config import Config
+from litft.model.config_file import read_object
 from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.quantization import KINDS, quantize_modules
 from litft.model.transformer import GPT, default_dtype

@@ -30,8 +30,9 @@ LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in
 # within a component, a file imports only files to its left
 ORDER = """
 args: checks sampling methods processes data finetune plan inference serving evaluation export hub parser
-model: config linear norm device_type loss rope positions mlp per_layer_input kv_cache packed_sequences attention_eager
- attention_cpu attention latent_attention mixers transformer placement quantization
+model: config_file rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
+ packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
+ quantization
 checkpoints: conversion stored_formats weight_files adapter_reader peft_targets peft_format hub
 methods: mixins new_tokens base full llama_adapter lora_modules lora
 data: chat_template digests tokenizer_backends tokenizer formats readers encoder sources

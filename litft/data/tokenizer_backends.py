@@ -8,7 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from litft.model.config import read_object
+from litft.model.config_file import read_object
 
 # with more boundaries, sentencepiece's are computed from the lengths of pieces: exact unless the model rewrites characters
 MANY_BOUNDARIES = 64

@@ -11,7 +11,7 @@ from litft.args.parser import finetune_args
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.hub import HubId, downloaded_from, fetch, files_to_transfer, hub_id, import_hub, translate_hub_errors
 from litft.export.model_card import CardInfo, licence_of, model_card
-from litft.model.config import read_object
+from litft.model.config_file import read_object
 from litft.pretrained import PretrainedFolder, resolve
 
 CARD = "README.md"

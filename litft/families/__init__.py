@@ -22,7 +22,8 @@ from types import ModuleType
 from typing import Any
 
 from litft.checkpoints.conversion import Rule
-from litft.model.config import Config, is_positive
+from litft.model.config import Config
+from litft.model.config_file import is_positive
 
 
 @cache
@@ -38,12 +39,13 @@ _SIZES = (
     "n_head n_positions shared_expert_intermediate_size num_experts_per_tok "
     "decoder_sparse_step query_pre_attn_scalar no_rope_layer_interval d_model ffn_dim attention_heads n_heads "
     "num_heads max_seq_len window_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-    "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step floor_scale intermediate_size_mlp"
+    "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step floor_scale "
+    "intermediate_size_mlp altup_num_inputs laurel_rank"
 ).split()
 # one Python object each, hence a low maximum
 _COUNTS = "num_hidden_layers n_layer n_layers num_layers n_routed_experts moe_num_experts".split()
 _SIZES_OR_NULL = (
-    "intermediate_size num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
+    "num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
     "rotary_dim num_ln_in_parallel_attn n_group topk_group q_lora_rank v_head_dim prefix_dense_intermediate_size "
     "moe_intermediate_size top_k_experts global_head_dim num_global_key_value_heads attention_chunk_size"
 ).split()
@@ -59,11 +61,11 @@ _FLAGS = (
     "attention_bias mlp_bias tie_word_embeddings use_bias use_qkv_bias qkv_bias bias use_sliding_window qk_layernorm "
     "use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx "
     "attention_out_bias use_post_norm enable_bias do_layer_norm_before layer_norm_elementwise_affine scale_embedding "
-    "mup_enabled lm_head_bias attn_temperature_tuning"
+    "mup_enabled lm_head_bias attn_temperature_tuning altup_correct_scale"
 ).split()
 _FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn use_bidirectional_attention".split()
 _TEXTS = "hidden_act model_type activation_function activation".split()
-_LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers moe_layers".split()
+_LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers moe_layers activation_sparsity_pattern".split()
 _LARGEST = 10**9  # a larger size means a broken file, and would run out of memory before any error message
 
 
@@ -91,6 +93,10 @@ def _is(expected_type: type) -> Callable[[Any], bool]:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_SIZES, (_is_size, "a whole number of at least 1")),
     **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number of at least 1, or null")),
+    "intermediate_size": (  # Gemma 3n lists one number a layer
+        lambda value: _or_null(_is_size)(value) or (isinstance(value, list) and all(map(_is_size, value))),
+        "a whole number of at least 1, or null",
+    ),
     "sliding_window": (_or_null(_is_size_or_0), "a whole number, or null"),
     "max_window_layers": (_is_size_or_0, "a whole number"),
     "sliding_window_pattern": (

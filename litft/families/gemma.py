@@ -6,7 +6,8 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rename, Rule, Shift
 from litft.families import llama
-from litft.model.config import Config, NormConfig, RopeConfig
+from litft.model.config import Config, NormConfig
+from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("gemma", "gemma2", "vaultgemma", "gemma3_text", "gemma3")
 GGUF = {
@@ -59,7 +60,7 @@ def config(hf: dict[str, Any]) -> Config:
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % pattern != 0)
     scale = hf["query_pre_attn_scalar"] ** -0.5
     window = hf["sliding_window"] or None
-    ropes = _ropes(hf, base.head_dim) if is_gemma3 else (base.layers[0].rope,) * 2
+    ropes = ropes_of_types(hf, base.head_dim) if is_gemma3 else (base.layers[0].rope,) * 2
     layers = tuple(
         replace(base.layers[0], window=window if slides else None, rope=ropes[slides], attention_scale=scale)
         for slides in sliding
@@ -74,8 +75,8 @@ def config(hf: dict[str, Any]) -> Config:
     )
 
 
-def _ropes(hf: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
-    """Return Gemma 3's RoPE of layers with full attention and of those with a window; only the first is scaled."""
+def ropes_of_types(hf: dict[str, Any], head_dim: int) -> tuple[RopeConfig, RopeConfig]:
+    """Return Gemma 3's RoPE of layers with full attention, and that of layers with a window; only the first is scaled."""
     nested = llama.ropes_by_type(hf)
     full = {**(nested.get("full_attention") or {}), **(hf.get("rope_scaling") or {})}
     full.setdefault("rope_theta", hf.get("rope_theta", 1e6))

@@ -6,7 +6,8 @@ from typing import Any
 
 from litft.checkpoints.conversion import Drop, Rename, Rule
 from litft.families import gemma, llama, mixtral
-from litft.model.config import Config, ExpertsConfig, LayerConfig, RopeConfig
+from litft.model.config import Config, ExpertsConfig, LayerConfig
+from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("gemma4_text", "gemma4")
 
@@ -82,12 +83,10 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
         experts = ExpertsConfig(
             hf["num_experts"], hf["top_k_experts"], hf["moe_intermediate_size"], renormalize=True, beside_dense=True
         )
-    first_shared = num_layers - hf.get("num_kv_shared_layers", 0)
+    sharing = kv_sharing(sliding, num_layers - hf.get("num_kv_shared_layers", 0))
     layers = []
     for index, slides in enumerate(sliding):
         head_dim = base.head_dim if slides else wide
-        shared = index >= first_shared
-        is_source = first_shared < num_layers and slides not in sliding[index + 1 : first_shared]
         rope = RopeConfig.from_hf(
             {**hf, "rope_parameters": nested["sliding_attention" if slides else "full_attention"]}, head_dim
         )
@@ -97,14 +96,22 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
                 window=hf["sliding_window"] if slides else None,
                 experts=experts,
                 attention_scale=1.0,
-                hidden_dim=2 * base.hidden_dim if shared and hf.get("use_double_wide_mlp") else None,
+                hidden_dim=2 * base.hidden_dim if sharing[index] == "reuse" and hf.get("use_double_wide_mlp") else None,
                 head_dim=None if slides else head_dim,
                 n_kv_heads=None if slides else global_kv_heads,
                 key_is_value=key_is_value and not slides,
-                kv_sharing="reuse" if shared else "store" if is_source else "none",
+                kv_sharing=sharing[index],
             )
         )
     return tuple(layers)
+
+
+def kv_sharing(sliding: list[bool], first_shared: int) -> list[str]:
+    """Return each layer's `kv_sharing`: from `first_shared` on, layers reuse what the last one of their kind stores."""
+    if first_shared == len(sliding):
+        return ["none"] * len(sliding)
+    is_source = (slides not in sliding[index + 1 : first_shared] for index, slides in enumerate(sliding[:first_shared]))
+    return ["store" if stores else "none" for stores in is_source] + ["reuse"] * (len(sliding) - first_shared)
 
 
 def rules(config: Config) -> list[Rule]:

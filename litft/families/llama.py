@@ -4,7 +4,8 @@ from collections.abc import Callable
 from typing import Any
 
 from litft.checkpoints.conversion import Drop, Interleave, Rename, Rule
-from litft.model.config import Config, LayerConfig, NormConfig, RopeConfig
+from litft.model.config import Config, LayerConfig, NormConfig
+from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("llama",)
 GGUF = {"llama": ("llama", "LlamaForCausalLM")}
@@ -22,6 +23,8 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float
     head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
     if hf["intermediate_size"] is None:
         raise KeyError("intermediate_size")
+    if isinstance(hf["intermediate_size"], list):
+        raise ValueError("config.json: intermediate_size must be one number for all layers of this model_type, found a list")
     layer = LayerConfig(rope=RopeConfig.from_hf(hf, head_dim, rope_theta, rope_fraction))
     return Config(
         model_type=hf["model_type"],

@@ -5,7 +5,8 @@ from typing import Any
 
 from litft.checkpoints.conversion import Drop, Rename, Rule, Split
 from litft.families import llama, smollm3
-from litft.model.config import Chunk, Config, ExpertsConfig, NormConfig, RopeConfig
+from litft.model.config import Chunk, Config, ExpertsConfig, NormConfig
+from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("llama4_text", "llama4")
 MODEL = "{model.|language_model.model.}"

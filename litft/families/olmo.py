@@ -8,7 +8,8 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rename, Rule
 from litft.families import llama, mixtral
-from litft.model.config import Config, ExpertsConfig, NormConfig, RopeConfig
+from litft.model.config import Config, ExpertsConfig, NormConfig
+from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("olmo", "olmo2", "olmo3", "olmoe", "flex_olmo")
 

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from litft.methods.mixins import TrainedWeight, mixin_class
+from litft.model.blocks import Attention
 from litft.model.linear import Linear
 from litft.model.mlp import GatedMLP
-from litft.model.transformer import GPT, Attention
+from litft.model.transformer import GPT
 
 SHARED_INPUTS = {Attention: ("q_proj", "k_proj", "v_proj"), GatedMLP: ("gate_proj", "up_proj")}
 

@@ -25,7 +25,7 @@ from litft.inference.generation import Completion, Request, generate_completions
 from litft.inference.speculative import Drafter, DraftModel, PromptLookup
 from litft.inference.tp_decoding import TensorParallelDecoder, make_tp_decoder
 from litft.methods import disabled
-from litft.model.config import read_object
+from litft.model.config_file import read_object
 from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.transformer import GPT
 from litft.pretrained import PretrainedFolder, load_models, resolve

@@ -1,6 +1,7 @@
 """The feed-forward part of a block: a dense MLP, gated or plain, or a mixture of gated experts."""
 
 from collections.abc import Callable
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import torch
@@ -107,12 +108,32 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up = self.projections(x)
-        y = self.down_proj(self.gated(scaled(gate, self.gate_scale), up))
+        y = self.down_proj(self.activate(scaled(gate, self.gate_scale), up))
         return scaled(y, self.out_scale)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """Return the hidden values (B, T, I) from gate and up."""
+        return self.gated(gate, up)
 
     def projections(self, x: Tensor) -> tuple[Tensor, ...]:
         """Return gate and up; overridden where one matrix computes both."""
         return self.gate_proj(x), self.up_proj(x)
+
+
+class SparseMLP(GatedMLP):
+    """Gated feed-forward layer of which only the largest gate values count (Gemma 3n; arXiv 2506.06644).
+
+    Of values with a normal distribution, the share `sparsity` is below the threshold that is subtracted.
+    """
+
+    def __init__(self, config: Config, hidden_dim: int, sparsity: float) -> None:
+        super().__init__(config, hidden_dim)
+        self.deviations = NormalDist().inv_cdf(sparsity)
+
+    def activate(self, gate: Tensor, up: Tensor) -> Tensor:
+        """See GatedMLP."""
+        threshold = gate.mean(-1, keepdim=True) + gate.std(-1, keepdim=True, unbiased=False) * self.deviations
+        return self.gated(F.relu(gate - threshold), up)
 
 
 class PlainMLP(nn.Module):
@@ -343,4 +364,6 @@ def make_mlp(config: Config, layer: LayerConfig) -> nn.Module:
     """Build the feed-forward part of one layer."""
     if layer.experts is not None:
         return DenseBesideExperts(config, layer) if layer.experts.beside_dense else MoE(config, layer.experts)
+    if layer.sparsity:
+        return SparseMLP(config, layer.hidden_dim or config.hidden_dim, layer.sparsity)
     return (GatedMLP if config.gated else PlainMLP)(config, layer.hidden_dim or config.hidden_dim)

@@ -64,4 +64,8 @@ class TokenInput(nn.Module):
 
     def forward(self, x: Tensor, token_input: Tensor) -> Tensor:
         """Return x (B, T, C) plus what the vectors (B, T, P) contribute."""
-        return x + self.norm(self.projection(self.activation(self.input_gate(x)) * token_input))
+        return x + self.contribution(x, token_input)
+
+    def contribution(self, x: Tensor, token_input: Tensor) -> Tensor:
+        """Return what the vectors (B, T, P) contribute, gated by x (B, T, C)."""
+        return self.norm(self.projection(self.activation(self.input_gate(x)) * token_input))

@@ -28,6 +28,8 @@ KINDS = ("nf4", "nf4-dq", "fp4", "fp4-dq", "int8")
 # names of a layer's other tensors, next to `weight` and `bias`, in folders saved with bitsandbytes
 STATISTICS = ("weight.absmax", "weight.quant_map", "weight.nested_absmax", "weight.nested_quant_map", "SCB", "weight_format")
 STATES = ("weight.quant_state.bitsandbytes__nf4", "weight.quant_state.bitsandbytes__fp4")
+# name suffixes of Linears that stay in full precision: routers, and the coefficients of Gemma 3n's streams, a few rows each
+UNQUANTIZED = (*ROUTERS, ".altup.modality", ".altup.prediction", ".altup.correction")
 BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # weights per scale
 
 # E experts, N rows
@@ -274,7 +276,7 @@ def is_quantizable(name: str, model: nn.Module) -> bool:
     True for weights of Linears and experts, but not for those of the routers and the head.
     """
     owner, _, leaf = name.rpartition(".")
-    if leaf != "weight" or owner == "lm_head" or owner.endswith(ROUTERS):
+    if leaf != "weight" or owner == "lm_head" or owner.endswith(UNQUANTIZED):
         return False
     return isinstance(model.get_submodule(owner), (nn.Linear, ExpertLinear))
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from litft.model.config import RopeConfig
+from litft.model.rope_config import RopeConfig
 
 # B batch, T tokens, H heads, D head dim
 

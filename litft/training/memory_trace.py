@@ -220,7 +220,8 @@ def trace_blocks(
     on_device: activations stay on the device; otherwise those of at most two blocks do, and the others are offloaded.
     """
     traces = _traces(model, shape, dtype, optimizer, shards, compiled)
-    on_device |= shape.rows * shape.tokens * model.config.dim * dtype.itemsize < MIN_OFFLOAD_BYTES  # too small to offload
+    input_bytes = shape.rows * shape.tokens * model.config.stream_dim * dtype.itemsize
+    on_device |= input_bytes < MIN_OFFLOAD_BYTES  # too small to offload
     total, largest = sum(trace.saved for trace in traces), max(trace.saved for trace in traces)
     activations = alive = total if on_device else min(total, 2 * largest)
     before = accumulate((trace.saved for trace in traces), initial=0)
@@ -252,7 +253,7 @@ def _traces(
         masks = dict.fromkeys(layer.window for layer in model.config.layers) if compiled and changes_scores(model) else None
         ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int32)
         documents = PackedSequences(ids, row_cu_seqlens(shape.rows, shape.tokens, ids.device), masks)
-    embeddings = ("embed", "per_layer.")
+    embeddings = ("embed", "per_layer.", "streams.expansions.")
     embedding_parameters = [p for name, p in model.named_parameters() if name.startswith(embeddings)]
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
     extras: list[tuple] = []
@@ -260,11 +261,11 @@ def _traces(
     def embed(ids: Tensor) -> Tensor:
         x = model.embed_tokens(ids, positions)
         extras[:] = model.block_extras(ids, x)
-        return x
+        return x if model.streams is None else model.streams.expand(x)
 
     traces = [_trace(embed, tokens, embedding_parameters, shape.accumulated, optimizer)]
     has_grad = traces[0].has_grad or (compiled and trains_first_block(model))
-    x = torch.empty(shape.rows, shape.tokens, model.config.dim, dtype=dtype, requires_grad=has_grad)
+    x = torch.empty(shape.rows, shape.tokens, model.config.stream_dim, dtype=dtype, requires_grad=has_grad)
     by_kind: dict[tuple, Trace] = {}
     # compiled blocks with norms before and after save two tensors less: the residual stream follows from the norms' inputs
     # (measured with scripts/plan_accuracy.py)
@@ -287,8 +288,8 @@ def _traces(
         trace = by_kind[key]
         traces.append(trace._replace(saved=max(0, trace.saved - recomputed_by_compiler)))
         x = x.detach().requires_grad_(traces[-1].has_grad)
-    final = [] if model.norm is None else [_trace(model.norm, x, [*model.norm.parameters()], shape.accumulated, optimizer)]
-    return [*traces, *final]
+    parameters = [p for name, p in model.named_parameters() if name.startswith(("norm.", "streams.reductions."))]
+    return [*traces, _trace(model.final_norm, x, parameters, shape.accumulated, optimizer)]
 
 
 def _extra_alone(model: GPT, index: int, x: Tensor, *extra: BlockExtra) -> tuple[BlockExtra, ...]:

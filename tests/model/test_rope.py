@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from litft.model.config import RopeConfig
 from litft.model.rope import RotaryEmbedding, _rotate_compiled, inverse_frequencies
+from litft.model.rope_config import RopeConfig
 
 
 def test_casting_the_model_keeps_the_frequencies_in_fp32():

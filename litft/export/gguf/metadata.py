@@ -10,8 +10,9 @@ from torch import Tensor
 from litft.checkpoints.conversion import mappings_to_hf
 from litft.export.gguf.files import GgufFile
 from litft.families import gguf_architectures, gguf_config, gguf_rules, read_config
-from litft.model.config import Config, RopeConfig
+from litft.model.config import Config
 from litft.model.rope import inverse_frequencies
+from litft.model.rope_config import RopeConfig
 from litft.model.transformer import GPT
 
 # GGUF keys, without the architecture's name in front, and their fields in config.json

@@ -1,0 +1,97 @@
+"""Gemma 3n (Google, 2025), the language model: four residual streams, per-layer embeddings, shared keys, sparse MLPs."""
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.conversion import Rename, Rule
+from litft.families import gemma, gemma4, llama
+from litft.model.config import AltUpConfig, Config
+
+MODEL_TYPES = ("gemma3n_text", "gemma3n")
+DEFAULTS = dict(
+    vocab_size=262400,
+    hidden_size=2048,
+    intermediate_size=16384,
+    num_hidden_layers=35,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=256,
+    max_position_embeddings=32768,
+    tie_word_embeddings=True,
+    hidden_activation="gelu_pytorch_tanh",
+    sliding_window=512,
+    num_kv_shared_layers=15,
+)
+NAMES = {
+    "altup.modality": "altup.modality_router",
+    "altup.norm": "altup.router_norm",
+    "altup.prediction": "altup.prediction_coefs",
+    "altup.correction": "altup.correction_coefs",
+    "laurel.left": "laurel.linear_left",
+    "laurel.right": "laurel.linear_right",
+    "laurel.norm": "laurel.post_laurel_norm",
+}
+
+
+def text_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the config.json of the text model if `hf` is a multimodal model's, otherwise `hf`."""
+    return llama.text_model_config(hf, "gemma3n_text", "Gemma3nForCausalLM") if hf["model_type"] == "gemma3n" else hf
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' Gemma3nTextConfig."""
+    hf = {**DEFAULTS, **hf}
+    count, widths, sparsity = hf["num_hidden_layers"], hf["intermediate_size"], hf.get("activation_sparsity_pattern")
+    widths = widths if isinstance(widths, list) else [widths] * count
+    sparse = 10 if count > 10 else 0
+    sparsity = [0.95] * sparse + [0.0] * (count - sparse) if sparsity is None else sparsity
+    if len(widths) != count or len(sparsity) != count:
+        raise ValueError(f"config.json: intermediate_size and activation_sparsity_pattern must list {count} values each")
+    if not all(isinstance(share, float | int) and 0 <= share < 1 for share in sparsity):
+        raise ValueError(f"config.json: activation_sparsity_pattern must list shares in [0, 1), found {sparsity!r:.200}")
+    plain = {"rope_parameters": None, "rope_scaling": None, "hidden_act": hf["hidden_activation"]}
+    base = llama.config({**hf, **plain, "intermediate_size": widths[0]})
+    sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 5 != 0)
+    ropes, first_shared = gemma.ropes_of_types(hf, base.head_dim), count - hf["num_kv_shared_layers"]
+    sharing = gemma4.kv_sharing(sliding, first_shared)
+    layers = tuple(
+        replace(
+            layer,
+            rope=ropes[sliding[n]],
+            window=hf["sliding_window"] if sliding[n] else None,
+            attention_scale=1.0,
+            hidden_dim=widths[n],
+            sparsity=sparsity[n],
+            kv_sharing=sharing[n],
+        )
+        for n, layer in enumerate(base.layers)
+    )
+    if not hf.get("altup_correct_scale", True):
+        raise ValueError("config.json: altup_correct_scale false is not supported; no published model has it")
+    streams, active = hf.get("altup_num_inputs", 4), hf.get("altup_active_idx", 0)
+    return replace(
+        base,
+        layers=layers,
+        norm_position="both",
+        mlp_bias=False,
+        embed_scale=math.sqrt(base.dim),
+        qk_norm=base.norm,
+        value_norm=replace(base.norm, weight=False),
+        logit_softcap=hf.get("final_logit_softcapping", 30.0),
+        per_layer_dim=hf.get("hidden_size_per_layer_input", 256),
+        per_layer_vocab_size=hf.get("vocab_size_per_layer_input", 262144),
+        altup=AltUpConfig(streams, active, hf.get("laurel_rank", 64)),
+    )
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return Gemma 4's rules, with those of the residual streams."""
+    model, layers = gemma4.MODEL, gemma4.LAYERS
+    streams = {"expansions": "altup_projections", "reductions": "altup_unembed_projections"}
+    return [
+        *(Rename(f"{model}{hf_name}.{{}}.weight", f"streams.{name}.{{}}.weight") for name, hf_name in streams.items()),
+        *llama.rename_modules(NAMES, layers),
+        Rename(f"{layers}altup.correct_output_scale", "blocks.{}.altup.output_scale"),
+        *gemma4.rules(config),
+    ]

@@ -1,0 +1,212 @@
+"""Softmax attention as a layer, and the blocks of the network. Differences are values of `Config`, applied when built."""
+
+import torch
+from torch import Tensor, nn
+
+from litft.model.attention import attend
+from litft.model.config import Config, LayerConfig
+from litft.model.kv_cache import LayerCache
+from litft.model.latent_attention import LatentAttention
+from litft.model.linear import Linear
+from litft.model.mixers import make_mixer
+from litft.model.mlp import make_mlp
+from litft.model.norm import Norm, apply_norm, make_qk_norm, scaled
+from litft.model.packed_sequences import PackedSequences
+from litft.model.per_layer_input import BlockExtra, TokenInput
+from litft.model.positions import add_alibi
+from litft.model.rope import CosSin, rotate, rotate_interleaved
+
+# B batch, T tokens, C channels, H query heads, K key/value heads, D head dim
+
+
+class Attention(nn.Module):
+    """Self-attention with grouped key/value heads (arXiv 2305.13245)."""
+
+    def __init__(self, config: Config, layer: LayerConfig) -> None:
+        super().__init__()
+        self.head_dim, self.window, self.scale = layer.head_dim or config.head_dim, layer.window, layer.attention_scale
+        self.kv_sharing, kv_heads = layer.kv_sharing, layer.n_kv_heads or config.n_kv_heads
+        self.softcap, self.clip = config.attention_softcap, config.qkv_clip
+        self.rotate = rotate_interleaved if config.rope_interleaved else rotate
+        width, kv_width, has_kv = config.n_heads * self.head_dim, kv_heads * self.head_dim, layer.kv_sharing != "reuse"
+        self.q_proj = Linear(config.dim, width, bias=config.qkv_bias)
+        self.k_proj = Linear(config.dim, kv_width, bias=config.qkv_bias) if has_kv else None
+        has_values = has_kv and not layer.key_is_value
+        self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias) if has_values else None
+        self.o_proj = Linear(width, config.dim, bias=config.o_bias)
+        self.gate_proj = Linear(config.dim, width, bias=False) if config.attention_gate else None
+        self.q_norm = make_qk_norm(config, config.n_heads, self.head_dim) if layer.qk_norm else None
+        self.k_norm = make_qk_norm(config, kv_heads, self.head_dim) if layer.qk_norm and has_kv else None
+        self.v_norm = Norm(config.value_norm, self.head_dim) if config.value_norm and has_kv else None
+        self.norm_after_rope, self.out_scale = config.qk_norm_after_rope, config.attention_out_scale
+        # on the host until the weights are allocated, since nothing fills it from a file
+        slopes = torch.tensor(config.alibi, dtype=torch.float32, device="cpu") if config.alibi else None
+        self.register_buffer("alibi_slopes", slopes, persistent=False)
+        if config.alibi and self.scale is None:
+            self.scale = config.head_dim**-0.5  # of the head without ALiBi's entries
+        self.sinks = nn.Parameter(torch.zeros(config.n_heads)) if config.sinks else None
+
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        extra: BlockExtra | None = None,
+    ) -> Tensor:
+        if self.kv_sharing == "reuse":
+            return self.reuse(x, cos_sin, documents, cache, extra)
+        q, k, v = map(self.split, self.projections(x))
+        if not self.norm_after_rope:
+            q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        q, k, v = self.heads(q), self.heads(k), self.heads(apply_norm(self.v_norm, v))
+        if cos_sin is not None:
+            q, k = self.apply_rotary(q, k, cos_sin) if cos_sin.cos.size(-1) else (q, k)
+            q = q if cos_sin.query_scale is None else q * cos_sin.query_scale
+        if self.norm_after_rope:
+            q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
+        if self.kv_sharing == "store" and cache is None:
+            extra.shared.by_window[self.window] = k, v
+        y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2).flatten(2)
+        y = self.o_proj(y if self.gate_proj is None else y * torch.sigmoid(self.gate_proj(x)))
+        return scaled(y, self.out_scale)
+
+    def reuse(
+        self,
+        x: Tensor,
+        cos_sin: CosSin,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        extra: BlockExtra,
+    ) -> Tensor:
+        """Attend to the keys and values of an earlier layer."""
+        q = self.heads(apply_norm(self.q_norm, self.split(self.q_proj(x))))
+        q, mask = self.rotate(q, cos_sin.cos, cos_sin.sin), None
+        if cache is None:
+            k, v = extra.shared.by_window[self.window]
+        else:
+            k, v, mask = cache.read(self.window)
+        y = attend(q, k, v, documents, self.window, self.softcap, scale=self.scale, mask=mask)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def apply_rotary(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, ...]:
+        """Rotate queries and keys; in a decode step both at once, since each operation adds latency."""
+        if q.size(2) > 1:
+            return self.rotate(q, cos_sin.cos, cos_sin.sin), self.rotate(k, cos_sin.cos, cos_sin.sin)
+        heads = (q.size(1), k.size(1))
+        return self.rotate(torch.cat((q, k), 1), cos_sin.cos, cos_sin.sin).split_with_sizes(heads, 1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
+        """Return the attention output (B, H, T, D)."""
+        if self.alibi_slopes is not None:
+            positions = torch.arange(q.size(2), device=q.device)[None] if cache is None else cache.positions(q.device)
+            q, k = add_alibi(q, k, positions, self.alibi_slopes, self.scale)
+        return attend(q, k, v, documents, self.window, self.softcap, self.sinks, cache, self.scale)
+
+    def add_attended(self, q: Tensor, y: Tensor) -> Tensor:
+        """Return the attention output y (B, H, T, D); overridden where queries attend to more, such as a prefix."""
+        return y
+
+    def projections(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values of x (B, T, C), (B, T, heads * D); overridden where one matrix computes all."""
+        k = self.k_proj(x)
+        return self.q_proj(x), k, k if self.v_proj is None else self.v_proj(x)
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Return unrotated keys and values (B, K, T, D) of x (B, T, C)."""
+        k = self.split(self.k_proj(x))
+        v = k if self.v_proj is None else self.split(self.v_proj(x))
+        return self.heads(apply_norm(self.k_norm, k)), self.heads(apply_norm(self.v_norm, v))
+
+    def split(self, x: Tensor) -> Tensor:
+        """(B, T, heads * D) -> (B, T, heads, D)"""
+        return x.view(*x.shape[:-1], -1, self.head_dim)
+
+    def heads(self, x: Tensor) -> Tensor:
+        """(B, T, heads, D) -> (B, heads, T, D), clamped if the architecture has a clip value"""
+        return (x if self.clip is None else x.clamp(-self.clip, self.clip)).transpose(1, 2)
+
+
+class Block(nn.Module):
+    """Attention, then MLP or experts, each added to the residual stream, with norms before, after, or both."""
+
+    def __init__(self, config: Config, layer: LayerConfig) -> None:
+        super().__init__()
+        norm_position = layer.norm_position or config.norm_position
+        before, after = norm_position in ("before", "both"), norm_position != "before"
+        self.scale = config.residual_scale
+        mixes, beside_dense = bool(layer.attention or layer.mixer), bool(layer.experts and layer.experts.beside_dense)
+        has_mlp_norm = before and not config.shared_norm and not beside_dense  # which has norms of its own
+        self.attention_norm = Norm(config.norm, config.dim) if before and mixes else None
+        self.attention = make_attention(config, layer)
+        self.mixer = make_mixer(config, layer)
+        self.attention_post_norm = Norm(config.norm, config.dim) if after and mixes else None
+        self.mlp_norm = Norm(config.norm, config.dim) if has_mlp_norm and layer.mlp else None
+        self.mlp = make_mlp(config, layer) if layer.mlp else None
+        self.mlp_post_norm = Norm(config.norm, config.dim) if after and layer.mlp else None
+        self.token_input = TokenInput(config) if config.per_layer_dim else None
+        self.layer_scale = nn.Parameter(torch.ones(1)) if config.layer_scale else None
+
+    def forward(
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        extra: BlockExtra | None = None,
+    ) -> Tensor:
+        if self.attention is not None or self.mixer is not None:
+            y = self.mix(apply_norm(self.attention_norm, x), cos_sin, documents, cache, extra)
+            x = x + scaled(apply_norm(self.attention_post_norm, y), self.scale)
+        if self.mlp is not None:
+            y = self.mlp(apply_norm(self.mlp_norm, x))
+            x = x + scaled(apply_norm(self.mlp_post_norm, y), self.scale)
+        if self.token_input is not None:
+            x = self.token_input(x, extra.token_input)
+        return x if self.layer_scale is None else x * self.layer_scale.detach()
+
+    def mix(
+        self,
+        x: Tensor,
+        cos_sin: CosSin | None,
+        documents: PackedSequences | None,
+        cache: LayerCache | None,
+        extra: BlockExtra | None,
+    ) -> Tensor:
+        """Return what attention, a recurrent mixer, or the sum of both computes from x (B, T, C)."""
+        extras = () if extra is None else (extra,)
+        if self.mixer is None:
+            return self.attention(x, cos_sin, documents, cache, *extras)
+        y = self.mixer(x, documents, cache)
+        return y if self.attention is None else y + self.attention(x, cos_sin, documents, cache, *extras)
+
+
+def make_attention(config: Config, layer: LayerConfig) -> nn.Module | None:
+    """Build the attention of a layer, or return None if it has none."""
+    if not layer.attention:
+        return None
+    return (LatentAttention if layer.latent else Attention)(config, layer)
+
+
+class PostNormBlock(Block):
+    """Attention, then MLP, with a norm of each sum, as in the original transformer."""
+
+    def forward(
+        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
+        x = self.attention_post_norm(x + self.attention(x, cos_sin, documents, cache))
+        return self.mlp_post_norm(x + self.mlp(x))
+
+
+class ParallelBlock(Block):
+    """Attention and MLP in parallel on the same input, as in GPT-J; with `shared_norm` both use one norm."""
+
+    def __init__(self, config: Config, layer: LayerConfig) -> None:
+        super().__init__(config, layer)
+        self.shared_norm = config.shared_norm
+
+    def forward(
+        self, x: Tensor, cos_sin: CosSin | None, documents: PackedSequences | None, cache: LayerCache | None
+    ) -> Tensor:
+        y = self.attention_norm(x)
+        return x + self.attention(y, cos_sin, documents, cache) + self.mlp(y if self.shared_norm else self.mlp_norm(x))

@@ -1,0 +1,130 @@
+"""`RopeConfig`: a rotary position embedding, read from a checkpoint's config.json. Does not import torch."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from litft.model.config_file import is_positive
+
+ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding (Su et al., arXiv 2104.09864) and its scaling beyond the original context.
+
+    `rope_type` is one of ROPE_TYPES: default, linear (arXiv 2306.15595), dynamic NTK, llama3 (Llama 3.1), yarn (arXiv
+    2309.00071), longrope (arXiv 2402.13753). Fields that a type does not use keep their defaults.
+    """
+
+    theta: float
+    dim: int  # number of entries of a head that are rotated
+    fraction: float = 1.0  # proportional: the share of them whose frequencies are not zero
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_positions: int = 2048  # context length in tokens before scaling
+    attention_factor: float = 1.0  # multiplies cos and sin
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn: round the bounds of the ramp to whole dimensions
+    reversed: bool = False  # nanochat rotates by the negative angles
+    # Ministral 3 and Llama 4: queries at position p are multiplied by 1 + beta log(1 + floor((p + offset) / context))
+    query_beta: float = 0.0
+    query_offset: int = 0
+    short_factor: tuple[float, ...] = ()  # longrope: one factor per frequency
+    long_factor: tuple[float, ...] = ()
+
+    @classmethod
+    def from_hf(
+        cls, hf: dict[str, Any], head_dim: int, theta: float = 10000.0, fraction: float | None = None
+    ) -> "RopeConfig":
+        """Read `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (older versions).
+
+        theta, fraction: the family's defaults for what the file does not specify. fraction is the share of a head that is
+        rotated; None means all of it. Raises ValueError for an unsupported rope type or missing or invalid parameters.
+        """
+        scaling = {k: v for k, v in (hf.get("rope_parameters") or hf.get("rope_scaling") or {}).items() if v is not None}
+        rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+        if fraction is not None or rope_type != "default":
+            fraction = scaling.get("partial_rotary_factor", hf.get("partial_rotary_factor") or fraction)
+        fraction = 1.0 if fraction is None else fraction
+        if not (is_positive(fraction) and fraction <= 1):
+            raise ValueError(f"config.json: partial_rotary_factor must be in (0, 1], found {fraction!r}")
+        dim = head_dim if rope_type == "proportional" else int(head_dim * fraction)
+        if rope_type not in ROPE_TYPES:
+            raise ValueError(f"config.json: rope type {rope_type!r} is not supported; known: {', '.join(ROPE_TYPES)}")
+        required = {"linear": ["factor"], "dynamic": ["factor"], "longrope": ["short_factor", "long_factor"]}.get(
+            rope_type, []
+        )
+        if rope_type in ("llama3", "yarn"):
+            required = ["factor"] + ["original_max_position_embeddings"] * (rope_type == "llama3")
+        if missing := [name for name in required if name not in scaling]:
+            raise ValueError(f"config.json: rope type {rope_type!r} needs {', '.join(missing)} in its rope parameters")
+        _check_rope(scaling, dim)
+        max_positions = hf.get("max_position_embeddings", 2048)
+        original_max_positions = hf.get("original_max_position_embeddings") or scaling.get(
+            "original_max_position_embeddings"
+        )
+        # as in transformers, the ratio of the two context lengths replaces a missing factor, and for longrope any factor
+        ratio = max_positions / (original_max_positions or max_positions)
+        factor = scaling.get("factor", ratio if original_max_positions else 1.0)
+        if rope_type == "longrope" and hf.get("original_max_position_embeddings"):
+            factor = ratio
+        type_specific = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "truncate")
+        return cls(
+            theta=float(scaling.get("rope_theta", hf.get("rope_theta") or theta)),
+            dim=dim,
+            fraction=float(fraction) if rope_type == "proportional" else 1.0,
+            rope_type=rope_type,
+            factor=float(factor),
+            original_max_positions=int(
+                max_positions if rope_type in ("default", "linear", "dynamic") else original_max_positions or max_positions
+            ),
+            attention_factor=_attention_factor(rope_type, scaling, float(factor), original_max_positions or max_positions),
+            short_factor=tuple(scaling.get("short_factor", ())),
+            long_factor=tuple(scaling.get("long_factor", ())),
+            query_beta=float(scaling.get("llama_4_scaling_beta", 0.0)),
+            **{name: scaling[name] for name in type_specific if name in scaling},
+        )
+
+
+def _check_rope(scaling: dict[str, Any], dim: int) -> None:
+    """Raise ValueError with every rope parameter that would make an angle undefined."""
+    fields = "factor rope_theta low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim"
+    fields += " llama_4_scaling_beta"
+    problems = [f"{n} {scaling[n]!r}" for n in fields.split() if n in scaling and not is_positive(scaling[n])]
+    original_max_positions = scaling.get("original_max_position_embeddings", 2)
+    if not (isinstance(original_max_positions, int) and original_max_positions >= 2):
+        problems.append(f"original_max_position_embeddings {original_max_positions!r}")
+    if not isinstance(scaling.get("truncate", True), bool):
+        problems.append(f"truncate {scaling['truncate']!r}")
+    if scaling.get("rope_theta", 2) == 1 or scaling.get("low_freq_factor", 1) == scaling.get("high_freq_factor", 4):
+        problems.append("rope_theta 1 or low_freq_factor equal to high_freq_factor")
+    for name in ("short_factor", "long_factor"):
+        factors = scaling.get(name, [1] * (dim // 2))
+        if not (isinstance(factors, list) and len(factors) == dim // 2 and all(map(is_positive, factors))):
+            problems.append(f"{name} (must be {dim // 2} numbers above 0)")
+    if dim % 2:
+        problems.append(f"{dim} rotated entries (must be even)")
+    if dim < 4 and "dynamic" in (scaling.get("rope_type"), scaling.get("type")):
+        problems.append(f"rope type dynamic with {dim} rotated entries (needs at least 4)")
+    if problems:
+        raise ValueError(f"config.json: invalid rope parameters: {', '.join(problems)}; download the file again")
+
+
+def _attention_factor(rope_type: str, scaling: dict[str, Any], factor: float, original_max_positions: int) -> float:
+    """Return the factor by which yarn (section 3.4 of the paper) and longrope multiply cos and sin; 1 for other types."""
+    if rope_type not in ("yarn", "longrope"):
+        return 1.0
+    if "attention_factor" in scaling:
+        return float(scaling["attention_factor"])
+    if factor <= 1:
+        return 1.0
+    if rope_type == "longrope":
+        return math.sqrt(1 + math.log(factor) / math.log(original_max_positions))
+    mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+    if mscale and all_dim:
+        return (0.1 * mscale * math.log(factor) + 1) / (0.1 * all_dim * math.log(factor) + 1)
+    return 0.1 * math.log(factor) + 1
