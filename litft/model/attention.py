@@ -37,7 +37,7 @@ def attend(
     """Compute causal attention of q (B, H, T, D) over k (B, K, S, D) and v (B, K, S, V); return (B, H, T, V).
 
     documents: a query sees only keys of its own document. window: a query sees at most this many keys, including its own;
-    chunks are documents, as from `PackedSequences.of_chunks`, except in the cache.
+    chunks are documents, as from `PackedSequences.chunked`, except in the cache.
     softcap: scores become softcap * tanh(score / softcap) (Gemma 2, arXiv 2408.00118). sinks: (H,) logits that are included
     in each softmax and have no value vector (gpt-oss). cache: k and v are first added to it, and the queries are the tokens
     of this call. scale: multiplies the scores; None means 1 / sqrt(D). mask: of a cache that the caller has updated.

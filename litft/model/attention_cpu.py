@@ -89,7 +89,8 @@ def _group_by_length(bounds: tuple[int, ...], heads: int) -> list[list[tuple[int
     """Group documents of similar length, the longest first; return (length, start) of each document by group."""
     grouped: list[list[tuple[int, int]]] = []
     area = 0  # scores per head of the last group's documents, without padding
-    for start, end in sorted(pairwise(bounds), key=lambda ends: (ends[0] - ends[1], ends[0])):
+    filled = (ends for ends in pairwise(bounds) if ends[0] < ends[1])
+    for start, end in sorted(filled, key=lambda ends: (ends[0] - ends[1], ends[0])):
         length, area = end - start, area + (end - start) ** 2
         count, padded_length = (len(grouped[-1]) + 1, grouped[-1][0][0]) if grouped else (1, length)
         fits = (

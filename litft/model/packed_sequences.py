@@ -24,12 +24,28 @@ class PackedSequences(NamedTuple):
         return cls(ids, cu_seqlens.to(torch.int32))
 
     @classmethod
-    def of_chunks(cls, ids: Tensor, size: int) -> "PackedSequences":
-        """Build from document ids (B, T) divided into chunks of `size` tokens. On a GPU, the host waits for their number."""
-        index = torch.arange(ids.size(1), device=ids.device)
+    def rows(cls, rows: int, length: int, device: torch.device) -> "PackedSequences":
+        """Build for a batch in which each row is one document."""
+        ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
+        return cls(ids, row_cu_seqlens(rows, length, device))
+
+    def chunked(self, size: int) -> "PackedSequences":
+        """Return the chunks of `size` tokens that the documents consist of.
+
+        Their number depends on the data, and a GPU's host would wait for it. So there are as many as there can be, and
+        the last ones are empty.
+        """
+        ids, (batch, length) = self.ids, self.ids.shape
+        index = torch.arange(length, device=ids.device)
         is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
         positions = index - torch.where(is_start, index, 0).cummax(dim=1).values
-        return cls.of(ids * (ids.size(1) // size + 1) + positions // size)
+        is_start = (positions % size == 0).flatten()
+        limit = self.cu_seqlens.numel() - 1 + batch * length // size
+        numbers = torch.where(is_start, is_start.cumsum(0) - 1, limit)
+        starts = torch.full((limit + 1,), ids.numel(), dtype=torch.int32, device=ids.device)
+        starts.scatter_(0, numbers, torch.arange(ids.numel(), dtype=torch.int32, device=ids.device))
+        starts[limit:].fill_(ids.numel())  # where tokens within a chunk have written theirs
+        return PackedSequences(ids * (length // size + 1) + positions // size, starts)
 
     def with_masks(self, windows: Iterable[int | None]) -> "PackedSequences":
         """Return a copy with a FlexAttention block mask for each window; built on the device without a sync."""

@@ -145,8 +145,8 @@ class GPT(nn.Module):
         """Return the documents of each block: those of tokens (B, T), or their chunks for a block with chunked attention."""
         windows = [layer.window for layer in self.config.layers]
         chunks = {window for window in windows if isinstance(window, Chunk) and window.size < tokens.size(1)}
-        rows = torch.zeros_like(tokens) if documents is None else documents.ids
-        chunked = {chunk: PackedSequences.of_chunks(rows, chunk.size) for chunk in chunks}
+        whole = documents or (PackedSequences.rows(*tokens.shape, tokens.device) if chunks else None)
+        chunked = {chunk: whole.chunked(chunk.size) for chunk in chunks}
         return [chunked.get(window, documents) for window in windows]
 
     def block_extras(self, tokens: Tensor, x: Tensor) -> list[tuple[BlockExtra, ...]]:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from litft.methods.mixins import mixin_class
 from litft.model.kv_cache import KVCache
-from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
+from litft.model.packed_sequences import PackedSequences
 from litft.model.rope import CosSin
 from litft.model.transformer import GPT
 
@@ -38,7 +38,7 @@ class Compiled(nn.Module):
         if not (changes_scores(self) and tokens.is_cuda and torch.is_grad_enabled() and is_compiled(self)):
             return documents
         if documents is None:  # each row is one document
-            documents = PackedSequences(torch.zeros_like(tokens), row_cu_seqlens(*tokens.shape, tokens.device))
+            documents = PackedSequences.rows(*tokens.shape, tokens.device)
         return documents.with_masks({layer.window for layer in self.config.layers})
 
 

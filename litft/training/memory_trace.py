@@ -20,7 +20,7 @@ from litft.args import TrainArgs
 from litft.methods import Method
 from litft.model.device_type import device_type
 from litft.model.loss import CHUNK, summed_cross_entropy
-from litft.model.packed_sequences import PackedSequences, row_cu_seqlens
+from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra, SharedKeys
 from litft.model.transformer import GPT
 from litft.training.activation_checkpointing import Recomputed, is_recomputed
@@ -251,8 +251,7 @@ def _traces(
     documents = None
     if device_type(positions) == "cuda":  # on a CPU, how packed rows are attended to depends on the documents
         masks = dict.fromkeys(layer.window for layer in model.config.layers) if compiled and changes_scores(model) else None
-        ids = torch.zeros(shape.rows, shape.tokens, dtype=torch.int32)
-        documents = PackedSequences(ids, row_cu_seqlens(shape.rows, shape.tokens, ids.device), masks)
+        documents = PackedSequences.rows(shape.rows, shape.tokens, positions.device)._replace(masks=masks)
     embeddings = ("embed", "per_layer.", "streams.expansions.")
     embedding_parameters = [p for name, p in model.named_parameters() if name.startswith(embeddings)]
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)

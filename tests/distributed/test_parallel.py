@@ -129,7 +129,7 @@ SHARDED = {
     "deepseek_v3": ("groups, correction", {}),
     "qwen3_5_text": ("delta nets", {}),
     "falcon_h1": ("side by side", {}),
-    "gemma4_text": ("per-layer embeddings, shared keys", dict(vocab_size_per_layer_input=512)),
+    "gemma3n_text": ("four streams, shared keys", dict(vocab_size_per_layer_input=512)),
 }
 
 
