@@ -15,6 +15,7 @@ from conftest import ENV, FORKS, ROOT, script
 from hub import Hub
 from parity import ROWS
 
+from litft.families import families
 from litft.pretrained import DEMO
 
 RECORDS = [
@@ -257,16 +258,18 @@ def test_plan_accuracy_script_measures_and_resumes(tiny, tmp_path):
 @pytest.mark.slow
 def test_the_family_guide_quotes_the_code():
     printed = run_guide("add_a_family.md", ROOT, {})
-    assert "passed" in printed[0] and "| `ernie4_5` |" in printed[0]
+    assert "passed" in printed[0] and "| `exaone4` |" in printed[0]
     guide = (ROOT / "tutorials" / "add_a_family.md").read_text("utf-8")
-    assert (ROOT / "litft" / "families" / "ernie4_5.py").read_text("utf-8") in guide
-    row = re.search(r"```text\n(    \"ernie4_5.*?)```", guide, re.DOTALL)[1]
+    assert (ROOT / "litft" / "families" / "exaone4.py").read_text("utf-8") in guide
+    row = re.search(r"```text\n(    \"exaone4.*?)```", guide, re.DOTALL)[1]
     assert row in (ROOT / "tests" / "parity.py").read_text("utf-8")
 
 
 def test_the_readmes_table_has_every_family():
-    listed = re.findall(r"^\| `([\w-]+)` \|.*e-0[5678]", (ROOT / "README.md").read_text("utf-8"), re.MULTILINE)
+    readme = (ROOT / "README.md").read_text("utf-8")
+    listed = re.findall(r"^\| `([\w-]+)` \|.*e-0[5678]", readme, re.MULTILINE)
     assert listed == list(ROWS)
+    assert f"\n{len(families())} model types are supported" in readme
 
 
 def test_the_test_command_is_the_same_everywhere():

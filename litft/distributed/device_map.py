@@ -76,7 +76,9 @@ class PlacedBlock(nn.Module):
         x = x.to(self.input_device)
         extra = tuple(e._replace(token_input=e.token_input.to(x.device)) if e.token_input is not None else e for e in extra)
         if cos_sin is not None:
-            cos_sin = CosSin(*(table if table is None else table.to(self.input_device) for table in cos_sin))
+            cos_sin = CosSin(*(table if table is None else table.to(x.device) for table in cos_sin))
+        if documents is not None:
+            documents = PackedSequences(documents.ids.to(x.device), documents.cu_seqlens.to(x.device))
         x = super().forward(x, cos_sin, documents, cache, *extra)
         return x if self.output_device is None else x.to(self.output_device)
 

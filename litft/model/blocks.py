@@ -86,6 +86,8 @@ class Attention(nn.Module):
             k, v = extra.shared.by_window[self.window]
         else:
             k, v, mask = cache.read(self.window)
+        # the earlier layer may be on another device
+        k, v, mask = k.to(q.device), v.to(q.device), mask if mask is None else mask.to(q.device)
         y = attend(q, k, v, documents, self.window, self.softcap, scale=self.scale, mask=mask)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 

@@ -26,14 +26,24 @@ def test_each_device_gets_the_layers_that_fit(free, layers, ends, counts):
     assert fit_layers(free, layers, ends) == counts
 
 
+SPREAD = {
+    "gemma2": "soft caps, windows",
+    "gemma3n_text": "four streams, shared keys",
+    "llama4_text": "chunks, NoPE, experts",
+    "qwen3_5_text": "delta nets",
+    "deepseek_v3": "groups, correction",
+}
+
+
 @pytest.mark.skipif(
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this version of torch cannot simulate devices",
 )
-def test_activations_move_between_devices(make_model):
-    """Two simulated devices that refuse to be mixed, and the CPU, give bitwise the same logits."""
-    config_class, variations = ROWS["gemma2"]
-    folder = make_model(getattr(transformers, config_class), **variations["soft caps, windows"])[1]
+@pytest.mark.parametrize("family", SPREAD)
+def test_activations_move_between_devices(make_model, family):
+    """Two simulated devices that refuse to be mixed, and the CPU, give the same logits as one CPU."""
+    config_class, variations = ROWS[family]
+    folder = make_model(getattr(transformers, config_class), **variations[SPREAD[family]])[1]
     done = script("tests/elsewhere.py", folder, cwd=folder)
     assert "as it should: " in done.stdout
 

@@ -186,7 +186,7 @@ def test_all_blocks_share_one_graph(tiny):
     sizes = {name.removeprefix("L['inputs']") for graph in counts.symbols for name in graph}
     tables = {f"[1].{table}.size()[{dim}]" for table in ("cos", "sin") for dim in (0, 2)}
     others = {f"[0].size()[{dim}]" for dim in range(3)} | {"[2].cu_seqlens.size()[0]", "L['logits'].size()[0]"}
-    assert sizes == tables | others
+    assert sizes - {f"[2].ids.size()[{dim}]" for dim in (0, 1)} == tables | others  # torch 2.11 lists the ids, too
 
 
 def test_compiled_blocks_below_the_first_trained_one_need_no_gradient(tiny):
