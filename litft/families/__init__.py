@@ -8,7 +8,8 @@ A family file defines:
 - optional `text_config(hf)`: return the language model's part of a multimodal config.json.
 - optional `peft_rules(config)`: rules for modules that PEFT names differently from the checkpoint, such as stacked experts.
 - optional, for GGUF: `GGUF`, which maps a model_type to llama.cpp's architecture and transformers' class,
-  `gguf_rules(config)`, and `gguf_config(hf)`, which adds fields of config.json that are not in GGUF metadata.
+  `gguf_rules(config)`, and `gguf_config(hf)`, which adds fields of config.json that are not in GGUF metadata. For metadata
+  of this family alone, `GGUF_FIELDS` maps its keys to fields of config.json, and `gguf_metadata(config)` returns its values.
 
 The helper functions in llama.py cover most of this. A new field of config.json is also added to the lists below.
 tutorials/add_a_family.md has an example.
@@ -202,6 +203,18 @@ def gguf_rules(config: Config) -> list[Rule]:
         reason = f"GGUF files of {config.model_type!r} are not supported"
         raise ValueError(f"{reason}; supported: {', '.join(sorted(supported))}")
     return family(config.model_type).gguf_rules(config)
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the GGUF metadata that only this family has, by key."""
+    module = family(config.model_type)
+    return module.gguf_metadata(config) if hasattr(module, "gguf_metadata") else {}
+
+
+def gguf_fields(architecture: str) -> dict[str, str]:
+    """Return the fields of config.json for GGUF metadata that only families of this architecture have."""
+    modules = {family(model_type) for model_type, name in gguf_architectures().items() if name == architecture}
+    return {key: field for module in modules for key, field in getattr(module, "GGUF_FIELDS", {}).items()}
 
 
 def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:

@@ -4,12 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from litft.families import llama
-from litft.families.olmo import rules
+from litft.families.olmo import gguf_rules, rules
 from litft.model.config import Config, LayerConfig
 
-__all__ = ["MODEL_TYPES", "config", "rules"]
+__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("exaone4",)
+GGUF = {"exaone4": ("exaone4", "Exaone4ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -32,3 +33,9 @@ def layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
 
     windows = llama.layer_windows(hf, is_sliding)
     return tuple(replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None) for window in windows)
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Add that all layers have full attention, unless the file states a window."""
+    full = {"sliding_window": None, "layer_types": ["full_attention"] * hf["num_hidden_layers"]}
+    return hf if hf.get("sliding_window") else hf | full

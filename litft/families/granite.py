@@ -5,9 +5,19 @@ from typing import Any
 
 from litft.checkpoints.conversion import Rename, Rule, Split
 from litft.families import llama, mixtral
+from litft.families.llama import gguf_rules
 from litft.model.config import Config, ExpertsConfig
 
+__all__ = ["GGUF", "GGUF_FIELDS", "MODEL_TYPES", "config", "gguf_metadata", "gguf_rules", "peft_rules", "rules"]
+
 MODEL_TYPES = ("granite", "hyperclovax", "granitemoe", "granitemoeshared")
+GGUF = {"granite": ("granite", "GraniteForCausalLM")}
+GGUF_FIELDS = {
+    "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier",
+    "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling",
+}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -50,6 +60,12 @@ def rules(config: Config) -> list[Rule]:
         Rename(f"{shared_prefix}output_linear.weight", "blocks.{}.mlp.shared.down_proj.weight"),
         *mixtral.fused_experts(config, moe_prefix, "output_linear.weight", "input_linear.weight"),
     ]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the scales."""
+    scales = config.layers[0].attention_scale, config.embed_scale, config.residual_scale, 1 / config.logit_scale
+    return dict(zip(GGUF_FIELDS, scales, strict=True))
 
 
 def peft_rules(config: Config) -> list[Rule]:

@@ -8,6 +8,8 @@ from litft.families import deepseek, llama, mixtral
 from litft.model.config import Config, NormConfig, ShortConvConfig
 
 MODEL_TYPES = ("lfm2", "lfm2_moe")
+GGUF = {"lfm2": ("lfm2", "Lfm2ForCausalLM")}
+GGUF_FIELDS = {"attention.head_count_kv": "num_key_value_heads", "shortconv.l_cache": "conv_L_cache"}
 
 NAMES = llama.ATTENTION | {
     "attention.o_proj": "self_attn.out_proj",
@@ -67,6 +69,29 @@ def rules(config: Config) -> list[Rule]:
         Rename(f"{layers}feed_forward.expert_bias", "blocks.{}.mlp.correction_bias"),
         *stacks,
     ]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    mixer = {f"mixer.{name}": f"shortconv.{name}" for name in ("in_proj", "out_proj", "conv")}
+    names = llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | mixer
+    return [*llama.rename_modules({"norm": "token_embd_norm"}, "", ""), *llama.gguf_names(config, names)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the number of key heads of each layer, 0 for convolutions, and their width."""
+    width = next(layer.mixer.width for layer in config.layers if layer.mixer)
+    heads = [0 if layer.mixer else config.n_kv_heads for layer in config.layers]
+    return dict(zip(GGUF_FIELDS, (heads, width), strict=True))
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Add the kinds of layers, and other names of fields."""
+    heads = hf["num_key_value_heads"]
+    heads = heads if isinstance(heads, list) else [heads] * hf["num_hidden_layers"]
+    kinds = ["full_attention" if count else "conv" for count in heads]
+    adjusted = dict(block_auto_adjust_ff_dim=False, norm_eps=hf["rms_norm_eps"], tie_embedding=hf["tie_word_embeddings"])
+    return hf | adjusted | {"layer_types": kinds, "num_key_value_heads": max(heads)}
 
 
 def peft_rules(config: Config) -> list[Rule]:

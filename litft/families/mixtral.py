@@ -63,6 +63,12 @@ def fused_experts(
     ]
 
 
+def gguf_expert_rules() -> list[Rule]:
+    """Return the rules for llama.cpp's names of the router and the stacked experts."""
+    experts = {f"ffn_{n}_exps": f"mlp.experts.{n}_proj" for n in ("gate", "up", "down")} | {"ffn_gate_inp": "mlp.router"}
+    return [Rename(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight") for gguf_name, name in experts.items()]
+
+
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router, which are transformers' names in memory."""
     router = Rename("model.layers.{}.mlp.gate.weight", "blocks.{}.mlp.router.weight")

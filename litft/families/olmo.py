@@ -12,6 +12,7 @@ from litft.model.config import Config, ExpertsConfig, NormConfig
 from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("olmo", "olmo2", "olmo3", "olmoe", "flex_olmo")
+GGUF = {"olmo2": ("olmo2", "Olmo2ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -71,3 +72,9 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
     return mixtral.peft_rules(config)
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    names = {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
+    return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | names)

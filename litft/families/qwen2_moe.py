@@ -8,6 +8,12 @@ from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
+GGUF = {"qwen3_moe": ("qwen3moe", "Qwen3MoeForCausalLM")}
+GGUF_FIELDS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
 
 DEFAULTS = {
     "qwen2_moe": dict(
@@ -67,6 +73,22 @@ def rules(config: Config, model: str = "model.") -> list[Rule]:
     projections = {name: f"{name}_proj" for name in ("gate", "up", "down")}
     stacks = mixtral.stacked_experts(config, f"{layers}mlp.experts.{{}}.", projections)
     return [*llama.rules(config, model), *llama.rename_modules(names, layers), *stacks]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names; experts are stacked."""
+    return [*mixtral.gguf_expert_rules(), *llama.gguf_names(config)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of the experts."""
+    experts = next(layer.experts for layer in config.layers if layer.experts)
+    return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k, experts.hidden_dim), strict=True))
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Add what llama.cpp does without asking."""
+    return hf | {"norm_topk_prob": True}
 
 
 def peft_rules(config: Config) -> list[Rule]:

@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+from litft.checkpoints.conversion import Rule
 from litft.families import llama
 from litft.families.llama import rules
 from litft.model.config import Config
 
-__all__ = ["MODEL_TYPES", "config", "rules"]
+__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("seed_oss", "internlm3", "helium")
+GGUF = {"seed_oss": ("seed_oss", "SeedOssForCausalLM")}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "seed_oss": dict(num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, attention_bias=True),
@@ -28,3 +30,9 @@ def config(hf: dict[str, Any]) -> Config:
     if model_type == "seed_oss":
         return replace(base, o_bias=hf.get("attention_out_bias", False))
     return replace(base, rope_interleaved=True, o_bias=False) if model_type == "helium" else base
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names of Seed-OSS."""
+    norms = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"}
+    return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP | norms)

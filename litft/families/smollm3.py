@@ -4,12 +4,13 @@ from dataclasses import replace
 from typing import Any
 
 from litft.families import llama
-from litft.families.llama import rules
+from litft.families.llama import gguf_rules, rules
 from litft.model.config import Config
 
-__all__ = ["MODEL_TYPES", "config", "rules"]
+__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("smollm3",)
+GGUF = {"smollm3": ("smollm3", "SmolLM3ForCausalLM")}  # llama.cpp skips RoPE in every fourth layer
 
 
 def config(hf: dict[str, Any]) -> Config:

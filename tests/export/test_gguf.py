@@ -65,6 +65,29 @@ MODELS = {
         ),
     ),
     "gpt2": ("GPT2Config", dict(max_position_embeddings=1024)),
+    "smollm3": ("SmolLM3Config", dict(num_hidden_layers=5, tie_word_embeddings=True)),
+    "seed_oss": ("SeedOssConfig", dict(head_dim=16)),
+    "olmo2": ("Olmo2Config", {}),
+    "granite": (
+        "GraniteConfig",
+        dict(attention_multiplier=0.2, embedding_multiplier=1.5, residual_multiplier=0.5, logits_scaling=2.0),
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        dict(head_dim=16, num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
+    ),
+    "exaone4": (
+        "Exaone4Config",
+        dict(
+            sliding_window=None,
+            layer_types=["full_attention"] * 3,
+            rope_parameters=dict(rope_theta=5e2, original_max_position_embeddings=32, **LLAMA3),
+        ),
+    ),
+    "lfm2": (
+        "Lfm2Config",
+        dict(block_auto_adjust_ff_dim=False, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    ),
 }
 # transformers' reader ignores parts of the other models
 READ_BY_TRANSFORMERS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
@@ -158,7 +181,7 @@ REFUSED = {
         "Gemma2Config",
         dict(attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA),
     ),
-    "not supported; supported: gemma,": ("CohereConfig", {}),
+    "not supported; supported: exaone4, gemma,": ("CohereConfig", {}),
     "have no separate head": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
 }
 
@@ -523,7 +546,7 @@ def test_damaged_files_are_reported(change, shared, tmp_path):
 
 
 INVALID_METADATA = {
-    "is not supported; supported: gemma,": {"general.architecture": "mamba"},
+    "is not supported; supported: exaone4, gemma,": {"general.architecture": "mamba"},
     "contains no model but 'adapter'": {"general.type": "adapter"},
     "its tokenizer type 'bert' is not supported": {"tokenizer.ggml.model": "bert"},
     "occurs more than once": {"tokenizer.ggml.tokens": ["a"] * 512},

@@ -121,7 +121,7 @@ def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> s
     name = f"model-{outtype.upper()}.gguf"
     writer = _writer(architecture.name, trained, outtype)
     for key, value in architecture.metadata.items():
-        adders = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32}
+        adders = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
         adders[type(value)](f"{architecture.name}.{key}", value)
     add_tokenizer(writer, tokenizer, config.vocab_size)
     entries = model_entries(source, torch.float32, result, gguf_rules(config))

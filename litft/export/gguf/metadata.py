@@ -9,7 +9,7 @@ from torch import Tensor
 
 from litft.checkpoints.conversion import mappings_to_hf
 from litft.export.gguf.files import GgufFile
-from litft.families import gguf_architectures, gguf_config, gguf_rules, read_config
+from litft.families import gguf_architectures, gguf_config, gguf_fields, gguf_metadata, gguf_rules, read_config
 from litft.model.config import Config
 from litft.model.rope import inverse_frequencies
 from litft.model.rope_config import RopeConfig
@@ -39,7 +39,7 @@ FLOAT_KEYS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scalin
 REQUIRED_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of all models so far
-READS_FACTORS = ("llama", "phi3")  # architectures for which llama.cpp reads these tensors
+READS_FACTORS = ("llama", "phi3", "exaone4")  # architectures for which llama.cpp reads these tensors
 SUPPORTS_WINDOWS = ("gemma2", "gemma3")  # llama.cpp ignores the sliding window of all others
 DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
 
@@ -59,13 +59,16 @@ class GgufArchitecture:
     def to_hf(self) -> dict[str, Any]:
         """Return the content of config.json; raise ValueError for architectures that litft does not support."""
         self._check()
-        hf = {name: self.metadata[key] for key, name in FIELDS.items() if key in self.metadata}
-        if self.metadata.get("expert_count"):
+        fields = FIELDS | gguf_fields(self.name)
+        hf = {name: self.metadata[key] for key, name in fields.items() if key in self.metadata}
+        if self.metadata.get("expert_count") and "expert_count" not in fields:
             raise ValueError(f"{self.name} with experts is not supported; use a dense model")
         hf |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
         if self.name == "llama":
             hf["attention_bias"] = "blk.0.attn_output.bias" in self.tensor_names
             hf["mlp_bias"] = "blk.0.ffn_up.bias" in self.tensor_names
+        elif self.name == "seed_oss":
+            hf["attention_bias"] = "blk.0.attn_q.bias" in self.tensor_names
         return gguf_config(self.name, hf | self._rope_fields(hf))
 
     def _check(self) -> None:
@@ -76,12 +79,15 @@ class GgufArchitecture:
             missing.append(FLOAT_KEYS[0])
         if missing:
             raise ValueError(f"{name}.{', '.join(missing)}: missing from the metadata; download the file again")
-        for key in (*FIELDS, *OTHER_KEYS, *FLOAT_KEYS):
+        own_keys = gguf_fields(name)  # whose values may be floats
+        for key in (*FIELDS, *OTHER_KEYS, *FLOAT_KEYS, *own_keys):
             value = metadata.get(key, 1)
+            if isinstance(value, list) and key in own_keys and all(isinstance(item, int) for item in value):
+                continue  # one value a layer
             if isinstance(value, list):
                 raise ValueError(f"{name}.{key} differs between layers, which is not supported; use another model")
             is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
-            is_valid = is_count or (key in FLOAT_KEYS and isinstance(value, float) and math.isfinite(value))
+            is_valid = is_count or (key in (*FLOAT_KEYS, *own_keys) and isinstance(value, float) and math.isfinite(value))
             if not is_valid or (value == 0 and key in REQUIRED_KEYS):
                 raise ValueError(f"{name}.{key} has the invalid value {value!r}; download the file again")
         lengths = [metadata.get(f"attention.{kind}_length") for kind in ("key", "value")]
@@ -177,8 +183,9 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
         parameters = [name for name, _ in GPT(config).named_parameters()]
     tensor_names = frozenset(name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets)
     name = gguf_architectures()[config.model_type]
-    rope = next((layer.rope for layer in config.layers if layer.window is None), config.layers[0].rope)
-    metadata, factors = _metadata(config, rope), _factors(rope)
+    attention = [layer for layer in config.layers if layer.attention]
+    rope = next((layer.rope for layer in attention if layer.window is None), attention[0].rope)
+    metadata, factors = _metadata(config, rope) | gguf_metadata(config), _factors(rope)
     architecture = GgufArchitecture(name, metadata, tensor_names, config.vocab_size, config.tied, factors)
     unsupported = _differences(config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS)
     if unsupported := unsupported + ["rope"] * (bool(factors) and name not in READS_FACTORS):
