@@ -1,7 +1,8 @@
 """Compare memory plans with training steps for random flags and data: python tests/plan_pairs.py --count 200
 
-Each pair is the first layers of a model of shared/configs with its tokenizer, a file of shared/data and random flags. The
-plan is the one a run prints at its start; the steps are measured by torch's MemTracker on fake tensors.
+Each pair is the first layers of a model of shared/configs with its tokenizer, a file of shared/data and random flags.
+`--networks` takes networks of other kinds instead, with the sizes of small published models. The plan is the one a run
+prints at its start; the steps are measured by torch's MemTracker on fake tensors.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 from shutil import copyfile
 
 import torch
+import transformers
 from tracked import tracked_peak
 
 from litft.args import (
@@ -48,6 +50,30 @@ MODELS = {  # a model of shared/configs: its tokenizer
     "qwen3-30b-a3b": "qwen2.5",
     "tinyllama-1.1b": "tinyllama-1.1b-chat",
 }
+# networks of other kinds: transformers' class, the sizes, and how many layers have all kinds
+QWEN = dict(vocab_size=151936, hidden_size=1024, num_attention_heads=8, num_key_value_heads=2, head_dim=128)
+NETWORKS = {
+    "latent attention": ("DeepseekV3Config", dict(QWEN, moe_intermediate_size=512, n_routed_experts=16, n_group=4), 4),
+    "gated delta net": ("Qwen3_5TextConfig", dict(QWEN, intermediate_size=3584, num_hidden_layers=8), 4),
+    "kimi delta attention": (
+        "KimiLinearConfig",
+        dict(QWEN, moe_intermediate_size=512, num_experts=16, kv_lora_rank=256, qk_nope_head_dim=64, qk_rope_head_dim=32),
+        4,
+    ),
+    "mamba-2": (
+        "FalconH1Config",
+        dict(QWEN, intermediate_size=2048, mamba_d_ssm=1536, mamba_n_heads=24, mamba_d_head=64, mamba_d_state=128),
+        2,
+    ),
+    "short convolution": ("Lfm2Config", dict(QWEN, intermediate_size=4608), 4),
+    "streams": ("Gemma3nTextConfig", dict(QWEN, intermediate_size=4096, num_hidden_layers=6, num_kv_shared_layers=1), 6),
+    "chunks, weighted inputs": (
+        "Llama4TextConfig",
+        dict(QWEN, intermediate_size=1024, intermediate_size_mlp=2048, num_local_experts=8, attention_chunk_size=256),
+        4,
+    ),
+    "per-layer embeddings": ("Gemma4TextConfig", dict(QWEN, intermediate_size=4096), 6),
+}
 FILES = [
     "alpaca_2k.json",
     "gsm8k_500.jsonl",
@@ -59,10 +85,11 @@ FILES = [
 OPTIMIZERS = ["adamw", "adamw", "adamw", "sgd", "adafactor", "muon", "schedule_free"]
 
 
-def random_pair(rng: random.Random) -> tuple[str, int, str, FinetuneArgs]:
+def random_pair(rng: random.Random, networks: bool = False) -> tuple[str, int, str, FinetuneArgs]:
     """Return a model, its number of layers, its tokenizer and the flags of a run."""
-    model = rng.choice(sorted(MODELS))
+    model = rng.choice(sorted(NETWORKS if networks else MODELS))
     layers = rng.choice([1, 2, 3]) if model != "qwen3-30b-a3b" else 1
+    layers = NETWORKS[model][2] if networks else layers
     kind = rng.choice([LoRAFinetuneArgs, LoRAFinetuneArgs, FullFinetuneArgs, AdapterFinetuneArgs, AdapterV2FinetuneArgs])
     size = rng.choice([1, 2, 4, 8, 16, 32])
     in_backward = kind is FullFinetuneArgs and rng.random() < 0.3
@@ -99,16 +126,20 @@ def random_pair(rng: random.Random) -> tuple[str, int, str, FinetuneArgs]:
         args["adapter"] = AdapterV2Args(prompt_length=rng.choice([0, 10]), start_layer=0)
     if kind is AdapterFinetuneArgs:
         args["adapter"] = AdapterArgs(prompt_length=rng.choice([1, 10, 100]), start_layer=0)
-    return model, layers, MODELS[model], kind(**args)
+    return model, layers, MODELS.get(model, "qwen2.5"), kind(**args)
 
 
 def compare(model: str, layers: int, tokenizer: str, args: FinetuneArgs, work: Path) -> tuple[int, int, str]:
     """Return the planned peak, the measured peak and a description; raise ValueError if the flags are invalid."""
     folder = work / model
     folder.mkdir(exist_ok=True)
-    config = json.loads((SHARED / "configs" / model / "config.json").read_text("utf-8"))
-    config.pop("quantization_config", None)  # packed weights do not run on fake tensors
-    (folder / "config.json").write_text(json.dumps(config))
+    if model in NETWORKS:
+        config_class, sizes, _ = NETWORKS[model]
+        getattr(transformers, config_class)(**sizes).save_pretrained(folder)
+    else:
+        config = json.loads((SHARED / "configs" / model / "config.json").read_text("utf-8"))
+        config.pop("quantization_config", None)  # packed weights do not run on fake tensors
+        (folder / "config.json").write_text(json.dumps(config))
     for path in (SHARED / "tokenizers" / tokenizer).iterdir():
         if path.suffix == ".gz":
             (folder / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
@@ -149,12 +180,13 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first pair")
+    parser.add_argument("--networks", action="store_true", help="networks of other kinds than those of shared/configs")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     deviations = []
     with tempfile.TemporaryDirectory() as work:
         for number in range(args.first, args.first + args.count):
-            pair = random_pair(random.Random(args.seed * 1_000_003 + number))
+            pair = random_pair(random.Random(args.seed * 1_000_003 + number), args.networks)
             try:
                 planned, expected, description = compare(*pair, Path(work))
             except ValueError as error:

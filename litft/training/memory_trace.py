@@ -252,17 +252,21 @@ def _traces(
     if device_type(positions) == "cuda":  # on a CPU, how packed rows are attended to depends on the documents
         masks = dict.fromkeys(layer.window for layer in model.config.layers) if compiled and changes_scores(model) else None
         documents = PackedSequences.rows(shape.rows, shape.tokens, positions.device)._replace(masks=masks)
-    embeddings = ("embed", "per_layer.", "streams.expansions.")
-    embedding_parameters = [p for name, p in model.named_parameters() if name.startswith(embeddings)]
+    embedding_parameters = [p for n, p in model.named_parameters() if n.startswith(("embed", "streams.expansions."))]
     tokens = torch.zeros(shape.rows, shape.tokens, dtype=torch.int64)
-    extras: list[tuple] = []
 
     def embed(ids: Tensor) -> Tensor:
         x = model.embed_tokens(ids, positions)
-        extras[:] = model.block_extras(ids, x)
         return x if model.streams is None else model.streams.expand(x)
 
     traces = [_trace(embed, tokens, embedding_parameters, shape.accumulated, optimizer)]
+    embedding = torch.empty(*tokens.shape, model.config.dim, dtype=dtype, requires_grad=traces[0].has_grad)
+    extras = model.block_extras(tokens, embedding)
+    if (per_layer := model.per_layer) is not None:
+        parameters = [*per_layer.parameters()]
+        trace = _trace(lambda x: per_layer(tokens, x), embedding, parameters, shape.accumulated, optimizer)
+        vectors = extras[0][0].token_input.nbytes * len(model.blocks)  # all blocks' are alive until the first block is done
+        traces.append(trace._replace(saved=trace.saved + vectors))
     has_grad = traces[0].has_grad or (compiled and trains_first_block(model))
     x = torch.empty(shape.rows, shape.tokens, model.config.stream_dim, dtype=dtype, requires_grad=has_grad)
     by_kind: dict[tuple, Trace] = {}
