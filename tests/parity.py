@@ -698,7 +698,7 @@ def redraw(model: torch.nn.Module, seed: int = 0) -> None:
         )
         for parameter in (*model.parameters(), *biases):
             noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.dim() == 1:
+            if parameter.dim() <= 1:
                 parameter += 0.3 * noise
             else:
                 parameter.copy_(1.5 / parameter.size(-1) ** 0.5 * noise)
