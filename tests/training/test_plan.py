@@ -171,6 +171,16 @@ def test_memory_of_random_flags_and_data(shared, number, tmp_path):
     assert -0.01 <= planned / expected - 1 <= 0.05, description
 
 
+# streams with steps in the backward pass, KDA, Mamba-2, a gated delta net
+@pytest.mark.parametrize("number", [9, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 5, 14))])
+@pytest.mark.filterwarnings("ignore")
+def test_memory_of_networks_of_other_kinds(shared, number, tmp_path):
+    """The plan is within 3 % of two steps of the run."""
+    pair = plan_pairs.random_pair(random.Random(number), networks=True)
+    planned, expected, description = plan_pairs.compare(*pair, tmp_path)
+    assert planned == pytest.approx(expected, rel=0.03), description
+
+
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.filterwarnings("ignore")
 def test_memory_of_large_micro_batches_of_a_parallel_block(shared, layers):
