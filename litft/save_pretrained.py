@@ -111,9 +111,10 @@ def write_result(
         return entries
     after = result.config(source.config) if result else source.config
     hf = whole.multimodal if whole else source.hf
-    hf = _written_config(hf, source.config, after) | {"torch_dtype": str(dtype).removeprefix("torch.")}
+    before = whole.config if whole else source.config
+    hf = _written_config(hf, before, after) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     if whole:
-        hf["text_config"] = _written_config(hf["text_config"], source.config, after)
+        hf["text_config"] = _written_config(hf["text_config"], before, after)
         copy_files(whole.base, folder, PROCESSOR_FILES)
     (folder / "config.json").write_text(json.dumps(hf, indent=2) + "\n", "utf-8")
     return entries

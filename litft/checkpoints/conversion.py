@@ -37,6 +37,7 @@ class Rename(_SingleTensorRule):
     hf_name: str
     name: str
     transposed: bool = False
+    known_to_peft: bool = True  # whether transformers' class of experts has `is_transposed`, which PEFT reads
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
         """Convert [Hugging Face tensor] to [litft tensor]."""
@@ -68,6 +69,7 @@ class Split(_SingleTensorRule):
     groups: int = 1
     transposed: bool = False
     squeezed: int | None = None
+    known_to_peft: bool = True  # as in Rename
 
     def split_rows(self, rows: Tensor) -> list[Tensor]:
         """Split (..., groups * sum(sizes), I) into one (..., groups * size, I) per Linear."""

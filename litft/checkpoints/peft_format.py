@@ -153,6 +153,8 @@ def _peft_keys(targets: Iterable[PeftTarget]) -> list[tuple[str, PeftTarget]]:
 def _target_modules(adapted: list[str], adaptable: list[str]) -> list[str]:
     """Return PEFT's target_modules: the last parts of the names if they select the same modules, else full names."""
     last_names = {name.rpartition(".")[2] for name in adapted}
+    if any(name.isdigit() for name in last_names):  # numbers also match whole layers
+        return sorted(adapted)
     matched = {name for name in adaptable if name.rpartition(".")[2] in last_names}
     return sorted(last_names) if matched == set(adapted) else sorted(adapted)
 
@@ -311,6 +313,7 @@ def _problem(target: PeftTarget, parts: dict[str, Tensor], model: nn.Module) -> 
         in_features, out_features = linears[0].num_embeddings, linears[0].embedding_dim
     else:
         in_features, out_features = linears[0].in_features, sum(linear.out_features for linear in linears)
+    in_features, out_features = (out_features, in_features) if target.swapped else (in_features, out_features)
     a, b, m = parts["a"], parts["b"], parts.get("m")
     if a.dim() != 2 or b.dim() != 2:
         return f"should have two matrices, found {tuple(a.shape)} and {tuple(b.shape)}"

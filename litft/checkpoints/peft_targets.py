@@ -39,16 +39,17 @@ class PeftTarget:
     rule: Rename | Split | Interleave
     experts: int = 0  # number of stacked experts; 0: a module
     embedding: bool = False
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether transformers stores it as an nn.Parameter without a module: stacked experts and their router."""
-        return self.experts > 0 or self.linears[0].endswith(".router")
+    is_parameter: bool = False  # whether PEFT adapts it as a parameter, rather than as a module
 
     @property
     def config_name(self) -> str:
         """The name in PEFT's target_modules or target_parameters and in its rank and alpha patterns."""
         return f"{self.name}.weight" if self.is_parameter and not self.experts else self.name
+
+    @property
+    def swapped(self) -> bool:
+        """Whether PEFT takes experts that are stored as (E, in, out) for (E, out, in), and so A for B."""
+        return bool(self.experts) and getattr(self.rule, "transposed", False) and not self.rule.known_to_peft
 
     def fuse(self, factors: dict[str, LoraWeights]) -> LoraWeights:
         """Combine the factors of the Linears (some may have none) into one pair in PEFT's layout."""
@@ -69,6 +70,7 @@ class PeftTarget:
         b = self.rule.join_rows(blocks)
         m = None if loras[0].m is None else self.rule.join_rows([lora.m[..., None] for lora in loras]).squeeze(-1)
         if self.experts:
+            a, b = (b.mT, a.mT) if self.swapped else (a, b)
             a, b = a.flatten(0, 1), b.permute(1, 2, 0).flatten(1)  # (E R, in), (out, R E)
         return LoraWeights(a.contiguous(), b.contiguous(), scale, m)
 
@@ -84,6 +86,7 @@ class PeftTarget:
         if self.experts:
             a = a.unflatten(0, (self.experts, -1))
             b = b.unflatten(1, (-1, self.experts)).permute(2, 0, 1)
+            a, b = (b.mT, a.mT) if self.swapped else (a, b)
         if isinstance(self.rule, Rename):
             return {self.linears[0]: LoraWeights(a, b, scale, m)}
         magnitudes = (
@@ -105,11 +108,14 @@ def adaptable_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def peft_targets(model: nn.Module, rules: list[Rule]) -> dict[str, PeftTarget]:
     """Return the target of each adaptable module, by litft name; `rules`: PEFT's names first, then the checkpoint's."""
-    targets = {}
+    targets, has_experts = {}, any(isinstance(module, ExpertLinear) for module in model.modules())
     for name, module in adaptable_modules(model).items():
         rule, numbers = rule_of(rules, f"{name}.weight")
         linears = tuple(weight_name.removesuffix(".weight") for weight_name in tensor_names(rule, numbers))
         experts = module.count if isinstance(module, ExpertLinear) else 0
-        embedding = isinstance(module, nn.Embedding)
-        targets[name] = PeftTarget(hf_tensor_name(rule, numbers).removesuffix(".weight"), linears, rule, experts, embedding)
+        embedding, hf_name = isinstance(module, nn.Embedding), hf_tensor_name(rule, numbers).removesuffix(".weight")
+        # routers are parameters in transformers; PEFT takes modules with the names of MLPs for experts, and drops them
+        is_mlp = has_experts and hf_name.rpartition(".")[2] in ("gate_proj", "up_proj", "down_proj")
+        is_parameter = experts > 0 or name.endswith(".router") or is_mlp
+        targets[name] = PeftTarget(hf_name, linears, rule, experts, embedding, is_parameter)
     return targets

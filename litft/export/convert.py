@@ -4,6 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,8 +156,12 @@ def _whole_model(source: PretrainedFolder, base_dir: str | None) -> PretrainedFo
         raise ValueError(
             f"--multimodal: {whole.base} has a language model only; pass the multimodal folder it comes from as --base_dir"
         )
-    if whole.config.model_type != source.config.model_type:
-        raise ValueError(f"--multimodal: {whole.base} is a {whole.config.model_type}, not a {source.config.model_type}")
+    own, others = source.config, whole.config
+    names = [field.name for field in fields(own) if getattr(own, field.name) != getattr(others, field.name)]
+    if names := [name for name in names if name not in ("vocab_size", "tied")]:
+        raise ValueError(
+            f"--multimodal: the language model of {whole.base} is another one than {source.base} ({', '.join(names)} differ)"
+        )
     return whole
 
 

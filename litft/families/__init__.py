@@ -41,7 +41,9 @@ _SIZES = (
     "decoder_sparse_step query_pre_attn_scalar no_rope_layer_interval d_model ffn_dim attention_heads n_heads "
     "num_heads max_seq_len window_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
     "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step floor_scale "
-    "intermediate_size_mlp altup_num_inputs laurel_rank"
+    "intermediate_size_mlp altup_num_inputs laurel_rank vocab_size_per_layer_input linear_num_value_heads "
+    "linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim mamba_n_heads mamba_d_head "
+    "mamba_d_state mamba_n_groups mamba_d_conv mamba_num_heads mamba_head_dim ssm_state_size conv_L_cache block_multiple_of"
 ).split()
 # one Python object each, hence a low maximum
 _COUNTS = "num_hidden_layers n_layer n_layers num_layers n_routed_experts moe_num_experts".split()
@@ -62,7 +64,8 @@ _FLAGS = (
     "attention_bias mlp_bias tie_word_embeddings use_bias use_qkv_bias qkv_bias bias use_sliding_window qk_layernorm "
     "use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx "
     "attention_out_bias use_post_norm enable_bias do_layer_norm_before layer_norm_elementwise_affine scale_embedding "
-    "mup_enabled lm_head_bias attn_temperature_tuning altup_correct_scale"
+    "mup_enabled lm_head_bias attn_temperature_tuning altup_correct_scale attention_k_eq_v use_double_wide_mlp "
+    "enable_moe_block"
 ).split()
 _FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn use_bidirectional_attention".split()
 _TEXTS = "hidden_act model_type activation_function activation".split()
@@ -99,7 +102,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
         "a whole number of at least 1, or null",
     ),
     "sliding_window": (_or_null(_is_size_or_0), "a whole number, or null"),
-    "max_window_layers": (_is_size_or_0, "a whole number"),
+    **dict.fromkeys(("max_window_layers", "num_kv_shared_layers", "altup_active_idx"), (_is_size_or_0, "a whole number")),
+    "hidden_size_per_layer_input": (_or_null(_is_size_or_0), "a whole number, or null"),
     "sliding_window_pattern": (
         lambda value: _is_size_or_0(value) or isinstance(value, str | None),
         "a whole number or text",

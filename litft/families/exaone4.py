@@ -3,8 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from litft.checkpoints.conversion import Rule
 from litft.families import llama
-from litft.families.olmo import gguf_rules, rules
+from litft.families.olmo import gguf_rules as olmo_gguf_rules
+from litft.families.olmo import rules
 from litft.model.config import Config, LayerConfig
 
 __all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_config", "gguf_rules", "rules"]
@@ -33,6 +35,13 @@ def layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
 
     windows = llama.layer_windows(hf, is_sliding)
     return tuple(replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None) for window in windows)
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return OLMo's rules; raise ValueError for windows, which llama.cpp knows from the number of layers."""
+    if any(layer.window for layer in config.layers):
+        raise ValueError("GGUF files of exaone4 with sliding windows are not supported; keep the Hugging Face folder")
+    return olmo_gguf_rules(config)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -54,12 +54,12 @@ def config(hf: dict[str, Any]) -> Config:
     base = llama.config({**hf, **plain, "intermediate_size": widths[0]})
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 5 != 0)
     ropes, first_shared = gemma.ropes_of_types(hf, base.head_dim), count - hf["num_kv_shared_layers"]
-    sharing = gemma4.kv_sharing(sliding, first_shared)
+    sharing, window = gemma4.kv_sharing(sliding, first_shared), gemma4.window_size(hf)
     layers = tuple(
         replace(
             layer,
             rope=ropes[sliding[n]],
-            window=hf["sliding_window"] if sliding[n] else None,
+            window=window if sliding[n] else None,
             attention_scale=1.0,
             hidden_dim=widths[n],
             sparsity=sparsity[n],
@@ -70,6 +70,10 @@ def config(hf: dict[str, Any]) -> Config:
     if not hf.get("altup_correct_scale", True):
         raise ValueError("config.json: altup_correct_scale false is not supported; no published model has it")
     streams, active = hf.get("altup_num_inputs", 4), hf.get("altup_active_idx", 0)
+    if not hf.get("hidden_size_per_layer_input", 256):
+        raise ValueError("config.json: hidden_size_per_layer_input must be a whole number of at least 1 for this model_type")
+    if active >= streams:
+        raise ValueError(f"config.json: altup_active_idx {active} must be below altup_num_inputs {streams}")
     return replace(
         base,
         layers=layers,

@@ -72,7 +72,7 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     """Return the layers; those of full attention have wider heads, and the last ones share the others' keys and values."""
     num_layers, nested = len(base.layers), {**ROPES, **llama.ropes_by_type(hf)}
     sliding = llama.sliding_layers(hf, lambda index: (index + 1) % 6 != 0)
-    sliding[-1] = False
+    sliding[-1], window = False, window_size(hf)
     key_is_value, experts, wide = hf.get("attention_k_eq_v", False), None, hf.get("global_head_dim", 512)
     if (overrides := hf.get("per_layer_config")) and False in sliding:  # as transformers writes it
         wide = next(iter(overrides.values())).get("head_dim", base.head_dim)
@@ -93,7 +93,7 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
         layers.append(
             LayerConfig(
                 rope=rope,
-                window=hf["sliding_window"] if slides else None,
+                window=window if slides else None,
                 experts=experts,
                 attention_scale=1.0,
                 hidden_dim=2 * base.hidden_dim if sharing[index] == "reuse" and hf.get("use_double_wide_mlp") else None,
@@ -106,8 +106,18 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
     return tuple(layers)
 
 
+def window_size(hf: dict[str, Any]) -> int:
+    """Return the sliding window; raise ValueError if there is none."""
+    if not hf["sliding_window"]:
+        raise ValueError(f"config.json: sliding_window must be a whole number of at least 1, found {hf['sliding_window']!r}")
+    return hf["sliding_window"]
+
+
 def kv_sharing(sliding: list[bool], first_shared: int) -> list[str]:
     """Return each layer's `kv_sharing`: from `first_shared` on, layers reuse what the last one of their kind stores."""
+    if not (0 < first_shared <= len(sliding) and set(sliding[first_shared:]) <= set(sliding[:first_shared])):
+        shared = len(sliding) - first_shared
+        raise ValueError(f"config.json: num_kv_shared_layers {shared}: each kind of layer must first occur in another layer")
     if first_shared == len(sliding):
         return ["none"] * len(sliding)
     is_source = (slides not in sliding[index + 1 : first_shared] for index, slides in enumerate(sliding[:first_shared]))

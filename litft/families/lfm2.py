@@ -80,7 +80,7 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the number of key heads of each layer, 0 for convolutions, and their width."""
-    width = next(layer.mixer.width for layer in config.layers if layer.mixer)
+    width = next((layer.mixer.width for layer in config.layers if layer.mixer), 3)
     heads = [0 if layer.mixer else config.n_kv_heads for layer in config.layers]
     return dict(zip(GGUF_FIELDS, (heads, width), strict=True))
 

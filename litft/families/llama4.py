@@ -34,6 +34,8 @@ def config(hf: dict[str, Any]) -> Config:
     step = hf.get("interleave_moe_layer_step", 1)
     sparse = hf.get("moe_layers")
     sparse = range(step - 1, len(base.layers), step) if sparse is None else sparse
+    if not all(type(n) is int and 0 <= n < len(base.layers) for n in sparse):
+        raise ValueError(f"config.json: moe_layers must list numbers of layers, found {sparse!r:.200}")
     layers = tuple(
         replace(
             layer,
@@ -44,7 +46,7 @@ def config(hf: dict[str, Any]) -> Config:
         )
         for n, layer in enumerate(base.layers)
     )
-    qk_norm = NormConfig("rms", base.norm.eps, weight=False) if hf.get("use_qk_norm", True) else None
+    qk_norm = NormConfig("rms", base.norm.eps, weight=False) if hf.get("use_qk_norm") is not False else None
     dense = dict(hidden_dim=hf.get("intermediate_size_mlp", 16384), rope_interleaved=True, mlp_bias=False)
     return replace(base, layers=layers, qk_norm=qk_norm, qk_norm_after_rope=True, **dense)
 
@@ -59,7 +61,7 @@ def rules(config: Config) -> list[Rule]:
     return [
         *llama.rename_modules({**dense, "router": "router", **shared}, hf_prefix, prefix),
         *llama.rules(config, MODEL, "{|language_model.}lm_head"),
-        Split(f"{hf_prefix}experts.gate_up_proj", gate_up, (width, width), transposed=True),
-        Rename(f"{hf_prefix}experts.down_proj", f"{prefix}experts.down_proj.weight", transposed=True),
+        Split(f"{hf_prefix}experts.gate_up_proj", gate_up, (width, width), transposed=True, known_to_peft=False),
+        Rename(f"{hf_prefix}experts.down_proj", f"{prefix}experts.down_proj.weight", transposed=True, known_to_peft=False),
         Drop("{vision_model|multi_modal_projector}.{*}"),
     ]

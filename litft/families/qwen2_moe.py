@@ -82,7 +82,11 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts."""
-    experts = next(layer.experts for layer in config.layers if layer.experts)
+    experts = next((layer.experts for layer in config.layers if layer.experts), None)
+    if experts is None:
+        raise ValueError(
+            "llama.cpp's architecture qwen3moe needs experts, but this model has none; keep the Hugging Face folder"
+        )
     return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k, experts.hidden_dim), strict=True))
 
 

@@ -16,6 +16,7 @@ from litft.methods.base import BaseFolder, Method, Values, match_patterns, patte
 from litft.methods.lora_modules import LEAVES, lora_class, norm_ratios
 from litft.methods.mixins import train_parameters
 from litft.methods.new_tokens import ROWS
+from litft.model.mixers.mamba2 import Mamba2
 from litft.model.mlp import ROUTERS
 from litft.model.quantization import KINDS, is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
@@ -203,8 +204,13 @@ def merged_weight(weight: Tensor, factors: LoraWeights) -> Tensor:
 
 
 def is_inner_linear(model: nn.Module, name: str) -> bool:
-    """Return whether `all-linear` selects a module: all Linears, also of experts, except the head and routers."""
-    return not isinstance(model.get_submodule(name), nn.Embedding) and name != "lm_head" and not name.endswith(ROUTERS)
+    """Return whether `all-linear` selects a module: all Linears, also of experts, except the head and routers.
+
+    Output projections of Mamba mixers are left out, too: their CUDA kernels read the weight, so PEFT refuses to adapt them.
+    """
+    if isinstance(model.get_submodule(name), nn.Embedding) or name == "lm_head" or name.endswith(ROUTERS):
+        return False
+    return not (name.endswith(".mixer.out_proj") and isinstance(model.get_submodule(name.removesuffix(".out_proj")), Mamba2))
 
 
 def _by_pattern(patterns: list[str], name: str, hf_name: str, default: float) -> float:

@@ -110,4 +110,5 @@ class Streams(nn.Module):
 def _with_magnitude(x: Tensor, like: Tensor) -> Tensor:
     """Scale each vector of x to the root mean square of `like`."""
     target, actual = (y.square().mean(-1, keepdim=True) for y in (like, x))
-    return x * target.sqrt() / actual.clamp(min=1e-5).sqrt()
+    # the square root has no finite gradient at 0, where a padding token's embedding may be
+    return x * target.clamp(min=1e-30).sqrt() / actual.clamp(min=1e-5).sqrt()

@@ -43,9 +43,9 @@ class PerLayerEmbedding(nn.Module):
     def forward(self, tokens: Tensor, x: Tensor) -> Tensor:
         """Return the vectors (L, B, T, P) of tokens (B, T) with embedding x (B, T, C).
 
-        New tokens, which the table lacks, have its last row.
+        Tokens that the table lacks have its first row, as in transformers' Gemma 3n.
         """
-        rows = self.embed(tokens.clamp(max=self.embed.num_embeddings - 1))
+        rows = self.embed(torch.where(tokens < self.embed.num_embeddings, tokens, 0))
         rows = rows * torch.tensor(self.dim**0.5, dtype=rows.dtype)  # the scale is rounded as in training
         projected = (self.projection(x) * x.size(-1) ** -0.5).unflatten(-1, (self.num_layers, self.dim))
         vectors = (self.norm(projected) + rows.unflatten(-1, (self.num_layers, self.dim))) * 2**-0.5

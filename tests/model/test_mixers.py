@@ -45,6 +45,16 @@ def documents():
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
+def test_strong_decays_of_packed_documents_have_finite_gradients(by_row):
+    """The decay from a token of an earlier document to the end of the chunk would overflow."""
+    q, k, v, g, b = (x.detach() for x in inputs(by_row, True))
+    leaves = [x.requires_grad_() for x in (q, k, v, torch.full_like(g, -8.0), b)]
+    ids = torch.tensor([[0] * 50 + [1] * 100]).expand(B, -1)  # a long document, and few tokens of the next one in its chunk
+    y, state = recurrence(*leaves, ids, None)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(y.sum() + state.sum(), leaves))
+
+
+@pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
 @pytest.mark.parametrize("delta", [False, True], ids=["linear attention", "delta rule"])
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 def test_chunks_equal_a_loop_over_tokens(by_row, delta, packed):

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from parity import relative
+import transformers
+from parity import ROWS, relative
 
 import litft
 from litft.model.kv_cache import KVCache
@@ -26,6 +27,28 @@ def test_tied_embeddings_are_one_parameter(make_model):
     model, _ = litft.load(folder)
     assert model.lm_head.weight is model.embed.weight
     assert sum(p.numel() for p in model.parameters()) == sum(p.numel() for p in reference.parameters())
+
+
+@torch.no_grad()
+def test_tokens_without_a_per_layer_embedding_equal_transformers(make_model):
+    """The table of Gemma 3n is shorter than the vocabulary."""
+    config_class, variations = ROWS["gemma3n_text"]
+    sizes = variations["three streams"] | {"vocab_size_per_layer_input": 80}
+    reference, folder = make_model(getattr(transformers, config_class), **sizes)
+    tokens = torch.tensor([[5, 90, 79, 80, 6]])
+    assert relative(litft.load(folder)[0](tokens), reference(tokens).logits) <= 1e-5
+
+
+def test_zero_embeddings_have_finite_gradients_in_streams(make_model):
+    """A padding token has an embedding of zeros, to which the other streams of Gemma 3n are scaled."""
+    config_class, variations = ROWS["gemma3n_text"]
+    folder = make_model(getattr(transformers, config_class), **variations["three streams"])[1]
+    model, tokens = litft.load(folder)[0], torch.tensor([[5, 6, 0, 0]])
+    with torch.no_grad():
+        model.embed.weight[0] = 0
+    loss, _ = model.requires_grad_()(tokens, targets=torch.tensor([[6, 7, -100, -100]]))
+    loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
 
 
 def test_a_tied_weight_is_allocated_once(make_model):

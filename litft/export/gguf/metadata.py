@@ -184,6 +184,8 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
     tensor_names = frozenset(name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets)
     name = gguf_architectures()[config.model_type]
     attention = [layer for layer in config.layers if layer.attention]
+    if not attention:
+        raise ValueError("GGUF files of models without any attention layer are not supported; keep the Hugging Face folder")
     rope = next((layer.rope for layer in attention if layer.window is None), attention[0].rope)
     metadata, factors = _metadata(config, rope) | gguf_metadata(config), _factors(rope)
     architecture = GgufArchitecture(name, metadata, tensor_names, config.vocab_size, config.tied, factors)

@@ -109,8 +109,8 @@ def _chunked(
         visible, enters, leaves, passes = _document_masks(ids, size, state is not None, visible)
     # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N, L, K or 1)
     total = g.cumsum(-2) if ids is None else visible.to(g.dtype) @ g
-    from_start = _masked(total.exp(), enters)  # what a token sees of the state at the start of its chunk
-    to_end = _masked((total[..., -1:, :] - total).exp(), leaves)  # what the state at the end of the chunk has of a token
+    from_start = _masked_exp(total, enters)  # what a token sees of the state at the start of its chunk
+    to_end = _masked_exp(total[..., -1:, :] - total, leaves)  # what the state at the end of the chunk has of a token
     carry = total[..., -1, :].exp()  # (B, G, R, N, K or 1)
     carry = carry if passes is None else carry * passes
     scores, system = (_row_decay_pairs if by_row else _pairs)(q, k, b, total, visible)
@@ -153,9 +153,12 @@ def _in_chunks(x: Tensor, size: int, groups: int) -> Tensor:
     return padded.transpose(1, 2).unflatten(2, (-1, size)).unflatten(1, (groups, -1))
 
 
-def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Return x (B, G, R, N, L, .) with zeros where the mask (B, 1, 1, N, L, 1) is False."""
-    return x if mask is None else x.masked_fill(~mask, 0)
+def _masked_exp(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Return exp(x) of (B, G, R, N, L, .), 0 where the mask (B, 1, 1, N, L, 1) is False.
+
+    The mask is applied first: exp may be infinite there, and the gradient of 0 times infinity is NaN.
+    """
+    return x.exp() if mask is None else x.masked_fill(~mask, -torch.inf).exp()
 
 
 def _document_masks(ids: Tensor, size: int, has_state: bool, visible: Tensor) -> tuple[Tensor, ...]:
