@@ -3,6 +3,7 @@
 import hashlib
 import json
 import math
+import re
 from dataclasses import dataclass
 from datetime import date
 from functools import cached_property
@@ -174,11 +175,14 @@ def choose_template(choice: str, tokenizer: Tokenizer) -> str:
 def with_arguments(source: str, items: list[str]) -> str:
     """Return a chat template with other defaults for its variables, NAME=VALUE each; a value is JSON, or else text.
 
-    They are part of the template, so that every program that renders it has them.
+    They are part of the template, so that every program that renders it has them. Raise ValueError for a name that the
+    template does not mention.
     """
     defaults = ""
     for item in items:
         name, _, value = item.partition("=")
+        if not re.search(rf"\b{name}\b", source):
+            raise ValueError(f"--data.template_args {item}: the chat template has no variable {name}; check the spelling")
         try:
             literal = "none" if json.loads(value) is None else json.dumps(json.loads(value))
         except ValueError:

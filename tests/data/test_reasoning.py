@@ -1,6 +1,7 @@
 """Reasoning in answers, and arguments of chat templates."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from transformers import AutoTokenizer
@@ -55,8 +56,10 @@ def test_template_arguments_become_defaults_of_the_saved_template(checkpoints, t
     records = [{"messages": [FIELD[0], FIELD[1] | {"content": content}]} for content in "abcdef"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     tokenizer = Tokenizer(folder)
-    arguments = ["enable_thinking=false", "tone=calm"]
+    arguments = ["enable_thinking=false"]
     args = DataArgs([str(tmp_path / "data.jsonl")], template=str(tmp_path / "template.jinja"), template_args=arguments)
+    with pytest.raises(ValueError, match="the chat template has no variable enable_thinkng"):
+        load_data(replace(args, template_args=["enable_thinkng=false"]), Tokenizer(folder), tokenizer.vocab_size, 500)
     load_data(args, tokenizer, tokenizer.vocab_size, 500)
     rendered = tokenizer.apply_chat_template(FIELD[:1], add_generation_prompt=True)
     assert rendered.endswith("<think>\n\n</think>\n\n")

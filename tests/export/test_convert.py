@@ -145,6 +145,10 @@ def test_a_whole_multimodal_model_is_written(published, tiny, tmp_path):
         "scripts/convert_to_hf.py", "--checkpoint_dir", "text", "--out_dir", "no", *flags[2:], cwd=tmp_path, code=2
     )
     assert "pass the multimodal folder it comes from as --base_dir" in result.stderr
+    config = json.loads((tmp_path / "text" / "config.json").read_text())
+    (tmp_path / "text" / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 0.1}))
+    with pytest.raises(ValueError, match=r"another one than .*norm"):
+        export(ExportArgs(str(tmp_path / "text"), str(tmp_path / "no"), base_dir=str(tmp_path / "base"), multimodal=True))
 
 
 SMALL = dict(vocab_size=96, hidden_size=32, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4)
