@@ -248,7 +248,7 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
         raise ValueError(
             f"the weights in {checkpoint.folder} do not match its config.json:\n  "
             + "\n  ".join(problems[:MAX_LISTED] + omitted)
-            + "\nconfig.json and weights must come from the same model; download both again (with --family: choose another one)"
+            + "\nconfig.json and weights must come from the same model; download both again, or choose another --family"
         )
     return mappings
 

@@ -31,8 +31,8 @@ MAX_SUGGESTED_PROCESSES = 64  # highest number of processes that the error messa
 
 def check_divides(config: Config, processes: int) -> None:
     """Raise ValueError naming the sizes of the model that cannot be split evenly over so many processes."""
-    if any(layer.mixer or layer.head_dim or layer.n_kv_heads for layer in config.layers):
-        reason = "tensor parallelism does not support recurrent mixers, or heads that differ between layers"
+    if any(layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity for layer in config.layers):
+        reason = "tensor parallelism does not support recurrent mixers, sparse MLPs, or heads that differ between layers"
         raise ValueError(f"--devices {processes}: {reason}; use one device, or several that hold a part of the layers each")
     counts = {"num_attention_heads": config.n_heads}
     if not all(layer.experts for layer in config.layers):

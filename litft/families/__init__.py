@@ -43,14 +43,16 @@ _SIZES = (
     "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step floor_scale "
     "intermediate_size_mlp altup_num_inputs laurel_rank vocab_size_per_layer_input linear_num_value_heads "
     "linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim mamba_n_heads mamba_d_head "
-    "mamba_d_state mamba_n_groups mamba_d_conv mamba_num_heads mamba_head_dim ssm_state_size conv_L_cache block_multiple_of"
+    "mamba_d_state mamba_n_groups mamba_d_conv mamba_num_heads mamba_head_dim ssm_state_size conv_L_cache block_multiple_of "
+    "n_groups conv_kernel"
 ).split()
 # one Python object each, hence a low maximum
 _COUNTS = "num_hidden_layers n_layer n_layers num_layers n_routed_experts moe_num_experts".split()
 _SIZES_OR_NULL = (
     "num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
     "rotary_dim num_ln_in_parallel_attn n_group topk_group q_lora_rank v_head_dim prefix_dense_intermediate_size "
-    "moe_intermediate_size top_k_experts global_head_dim num_global_key_value_heads attention_chunk_size"
+    "moe_intermediate_size top_k_experts global_head_dim num_global_key_value_heads attention_chunk_size "
+    "num_expert_group num_experts_per_token model_max_length"
 ).split()
 _POSITIVE = (
     "rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon rotary_emb_base rotary_pct "

@@ -38,8 +38,9 @@ SHARED_HEADS = ("llama: grouped", "olmo2: norms after", "gpt_oss: sinks, experts
 
 
 def supports_split(folder):
-    """Whether tensor parallelism supports a network: not with recurrent mixers, or heads that differ between layers."""
-    return not any(layer.mixer or layer.head_dim or layer.n_kv_heads for layer in resolve(folder).config.layers)
+    """Whether tensor parallelism supports a network: not with mixers, sparse MLPs, or heads that differ between layers."""
+    layers = resolve(folder).config.layers
+    return not any(layer.mixer or layer.head_dim or layer.n_kv_heads or layer.sparsity for layer in layers)
 
 
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
