@@ -137,6 +137,42 @@ class Shift(_SingleTensorRule):
 
 
 @dataclass(frozen=True)
+class Tile(_SingleTensorRule):
+    """llama.cpp stores the first value head of every key head, then the second of every one, and so on (Qwen3.5).
+
+    `sizes` are the rows of the fused tensors, of which the last consists of value heads. columns: they are columns. decay:
+    the stored tensor is -exp of the litft tensor.
+    """
+
+    hf_name: str
+    name: str | tuple[str, ...]
+    sizes: tuple[int, ...]
+    key_heads: int
+    head_dim: int
+    columns: bool = False
+    decay: bool = False
+
+    def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Convert [stored tensor] to the litft tensors."""
+        *others, last = tensors[0].split(self.sizes, dim=self.dim)
+        last = last.unflatten(self.dim, (-1, self.key_heads, self.head_dim))
+        last = last.transpose(self.dim, self.dim + 1).flatten(self.dim, self.dim + 2)
+        return [*others, (-last).log() if self.decay else last]
+
+    def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Convert the litft tensors to [stored tensor]."""
+        *others, last = tensors
+        last = last.unflatten(self.dim, (self.key_heads, -1, self.head_dim))
+        last = last.transpose(self.dim, self.dim + 1).flatten(self.dim, self.dim + 2)
+        return [torch.cat((*others, -last.exp() if self.decay else last), dim=self.dim)]
+
+    @property
+    def dim(self) -> int:
+        """The dimension of the heads."""
+        return int(self.columns)
+
+
+@dataclass(frozen=True)
 class Squeeze(_SingleTensorRule):
     """The Hugging Face tensor has additional dimensions of size 1, such as the weight of a depthwise convolution."""
 
@@ -232,7 +268,7 @@ class Drop:
     hf_name: str
 
 
-Writable = Rename | Split | Interleave | Shift | Squeeze | Stack
+Writable = Rename | Split | Interleave | Shift | Tile | Squeeze | Stack
 Rule = Writable | Dequantize | Drop
 
 

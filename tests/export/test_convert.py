@@ -175,7 +175,8 @@ def test_a_multimodal_folder_is_read_and_written_unchanged(name, tmp_path):
     for parameter in reference.parameters():
         parameter.add_(0.1 * torch.randn(parameter.shape))
     reference.save_pretrained(tmp_path / "base")
-    assert relative(litft.load(tmp_path / "base")[0](TOKENS), reference(TOKENS).logits) <= 1e-5
+    expected = getattr(reference, "language_model", reference)(TOKENS).logits  # 5.23: Llama 4 needs an image
+    assert relative(litft.load(tmp_path / "base")[0](TOKENS), expected) <= 1e-5
     export(ExportArgs(checkpoint_dir=str(tmp_path / "base"), out_dir=str(tmp_path / "whole"), multimodal=True))
     before, after = Checkpoint(tmp_path / "base"), Checkpoint(tmp_path / "whole")
     assert before.names == after.names and all(torch.equal(before.read(name), after.read(name)) for name in before.names)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from litft.args import GgufConvertArgs, GgufExportArgs
-from litft.checkpoints.conversion import Rule
+from litft.checkpoints.conversion import Rule, Tile
 from litft.checkpoints.peft_targets import peft_targets
 from litft.checkpoints.weight_files import LazyTensor
 from litft.data.tokenizer import Tokenizer
@@ -138,6 +138,8 @@ def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) ->
     outtype = "f32" if args.outtype == "auto" else args.outtype
     factors = {site: method.factors(site, values) for site in sites}
     targets = peft_targets(trained.source.meta_model(), gguf_rules(trained.source.config))
+    if any(isinstance(targets[site].rule, Tile) for site in sites):
+        raise ValueError("llama.cpp orders this model's heads in another way than an adapter can; leave --merge false out")
     fused = {target.name: target.fuse(factors) for target in dict.fromkeys(targets[site] for site in sites)}
     alpha = Counter(pair.scale * pair.a.size(0) for pair in fused.values()).most_common(1)[0][0]
     writer = _writer(gguf_architectures()[trained.source.config.model_type], trained, outtype, "adapter")

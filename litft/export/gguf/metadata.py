@@ -257,6 +257,7 @@ def _differences(config: Config, other: Config, compare_windows: bool) -> list[s
         names.append("rope")
     if compare_windows and any(layer.window != twin.window for layer, twin in pairs):
         names.append("sliding windows")
+    names += ["recurrent mixers"] * any(layer.mixer != twin.mixer for layer, twin in pairs)
     return names + ["experts"] * any(layer.experts != twin.experts for layer, twin in pairs)
 
 
