@@ -50,7 +50,7 @@ class PretrainedFolder:
 
     @property
     def multimodal(self) -> dict[str, Any] | None:
-        """The whole config.json if the base is a multimodal model, of which `hf` describes the language model."""
+        """The content of config.json if the base is a multimodal model, of which `hf` is the text part; otherwise None."""
         content = read_object(path) if (path := self.base / "config.json").is_file() else {}
         return content if "text_config" in content else None
 

@@ -107,7 +107,7 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
 
 
 def window_size(hf: dict[str, Any]) -> int:
-    """Return the sliding window; raise ValueError if there is none."""
+    """Return the size of the sliding window; raise ValueError for 0 or null."""
     if not hf["sliding_window"]:
         raise ValueError(f"config.json: sliding_window must be a whole number of at least 1, found {hf['sliding_window']!r}")
     return hf["sliding_window"]

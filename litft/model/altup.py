@@ -30,7 +30,7 @@ class AltUp(nn.Module):
         self.output_scale = nn.Parameter(torch.ones(config.dim))
 
     def modalities(self, x: Tensor) -> Tensor:
-        """Return (B, T, S) in (-1, 1), of which the coefficients are linear functions."""
+        """Return one value in (-1, 1) for each stream, (B, T, S); Linears compute the coefficients from them."""
         return torch.tanh(self.modality(self.norm(x) / x.size(-1)).float()).to(x.dtype)
 
     def predict(self, streams: Tensor) -> Tensor:

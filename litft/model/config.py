@@ -149,7 +149,7 @@ class Chunk:
 class AltUpConfig:
     """Alternating Updates (arXiv 2301.13310) and LAuReL (arXiv 2411.07501), as in Gemma 3n."""
 
-    streams: int  # residual streams, of which each block computes one and predicts the others
+    streams: int  # number of residual streams; a block computes one and predicts the others
     active: int  # the stream that blocks compute
     laurel_rank: int
 

@@ -121,7 +121,7 @@ class GatedMLP(nn.Module):
 
 
 class SparseMLP(GatedMLP):
-    """Gated feed-forward layer of which only the largest gate values count (Gemma 3n; arXiv 2506.06644).
+    """Gated feed-forward layer that uses only the largest gate values (Gemma 3n; arXiv 2506.06644).
 
     Of values with a normal distribution, the share `sparsity` is below the threshold that is subtracted.
     """

@@ -44,7 +44,7 @@ class PackedSequences(NamedTuple):
         numbers = torch.where(is_start, is_start.cumsum(0) - 1, limit)
         starts = torch.full((limit + 1,), ids.numel(), dtype=torch.int32, device=ids.device)
         starts.scatter_(0, numbers, torch.arange(ids.numel(), dtype=torch.int32, device=ids.device))
-        starts[limit:].fill_(ids.numel())  # where tokens within a chunk have written theirs
+        starts[limit:].fill_(ids.numel())  # the slot that collects all tokens that start no chunk
         return PackedSequences(ids * (length // size + 1) + positions // size, starts)
 
     def with_masks(self, windows: Iterable[int | None]) -> "PackedSequences":
