@@ -3,6 +3,7 @@
     python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer peft --out benchmark.json
     python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer litgpt --peer_python ENV/bin/python
     python scripts/benchmark.py --checkpoint_dir DIR --data.path FILE --peer 532a5ef        # litft at that commit
+    python scripts/benchmark.py --checkpoint_dir DIR --data.path PAIRS --objective dpo --peer trl
     python scripts/benchmark.py --checkpoint_dir FOLDER_WITH_A_CONFIG_JSON --method full --data.max_seq_length 4096
 
 Needs `pip install -e '.[test]'`. With a peer, all contenders train the same LoRA adapter on the same samples in the same
@@ -45,9 +46,11 @@ class BenchmarkArgs:
     """The folder of the model. If it has only a config.json, the weights are random."""
     method: Literal["lora", "adapter", "adapter_v2", "full"] = "lora"
     """The training method. Comparing with peers needs lora."""
+    objective: Literal["sft", "dpo"] = "sft"
+    """What the steps learn: answers, or with dpo from pairs of answers."""
     peer: list[str] = field(default_factory=list)
-    """What to compare with: peft, litgpt, commits of litft, or litft with one change: padded, compiled, eager, dora, nf4, or
-    selective or full activation checkpointing. Several: a,b."""
+    """What to compare with: peft, litgpt, trl (for dpo), commits of litft, or litft with one change: padded, compiled,
+    eager, dora, nf4, or selective or full activation checkpointing. Several: a,b."""
     peer_python: str = sys.executable
     """The Python interpreter of the environment in which the peer is installed."""
     steps: int = 12
@@ -88,6 +91,10 @@ class BenchmarkArgs:
             problems.append(
                 f"--peer {','.join(self.peer)}: comparison needs unquantized LoRA; use --method lora --quantize none"
             )
+        if ("trl" in self.peer) != (self.objective == "dpo" and bool(self.peer)):
+            problems.append("--peer trl is the one to compare --objective dpo with, and no other objective")
+        if self.objective == "dpo" and not self.data.path:
+            problems.append("--objective dpo: add --data.path, a file of pairs")
         if "auto" in (self.train.micro_batch_size, self.train.activation_checkpointing):
             problems.append(
                 "--train.micro_batch_size and --train.activation_checkpointing must not be auto here; give their values"
@@ -148,8 +155,9 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
         "random": not has_weights,
         "adapter": str(folder / "adapter") if shares_adapter else None,
         "samples": str(folder / "samples.json"),
-        "longest": max(len(tokens) for tokens, _ in samples),
-        "room": limit if packs else None,
+        "longest": max(len(tokens) for tokens, *_ in samples),
+        "room": limit * (1 if args.objective == "sft" else 2) if packs else None,
+        "objective": args.objective,
         "rows": args.train.micro_batch_size or (1 if packs else 4),
         "recomputed": args.train.activation_checkpointing,
         "compile": device == "cuda" if args.train.compile is None else args.train.compile,
@@ -162,14 +170,16 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
     }
 
 
-def real_samples(args: BenchmarkArgs, source: Any) -> list[tuple[list[int], list[int]]]:
-    """Return (tokens, targets) of the training samples, prepared as in a fine-tuning run."""
+def real_samples(args: BenchmarkArgs, source: Any) -> list[tuple]:
+    """Return (tokens, targets, lengths of a pair's answers) of the training samples, prepared as in a fine-tuning run."""
     from litft.data.dataset import load_data
 
     if (tokenizer := source.tokenizer()) is None:
         raise ValueError(f"{source.folder} has no tokenizer; copy tokenizer.json or tokenizer.model into it")
-    train = load_data(args.data, tokenizer, source.config.vocab_size, source.config.max_positions).train
-    return [(sample.tokens.tolist(), sample.targets.tolist()) for sample in (train[n] for n in range(len(train)))]
+    kind = "supervised" if args.objective == "sft" else "pairs"
+    train = load_data(args.data, tokenizer, source.config.vocab_size, source.config.max_positions, kind=kind).train
+    samples = (train[n] for n in range(len(train)))
+    return [(sample.tokens.tolist(), sample.targets.tolist(), sample.documents) for sample in samples]
 
 
 def write_adapter(args: BenchmarkArgs, folder: Path) -> None:
@@ -207,6 +217,10 @@ def contenders(args: BenchmarkArgs, setup: dict[str, Any], folder: Path) -> dict
             script = PEERS / "run_peft.py"
             names = {"peft, padded": rows, "peft, unpadded": 1} if args.data.path else {"peft": setup["rows"]}
             selected |= {name: (script, args.peer_python, setup | {"rows": count}, env) for name, count in names.items()}
+        elif peer == "trl":  # by default, TRL runs the reference model in each step
+            setups = {"trl": setup | {"precomputed": False}, "trl, precomputed": setup | {"precomputed": True}}
+            script = PEERS / "run_trl.py"
+            selected |= {name: (script, args.peer_python, own | {"rows": rows}, env) for name, own in setups.items()}
         elif peer == "litgpt":
             selected["litgpt"] = (PEERS / "run_litgpt.py", args.peer_python, setup | {"rows": rows}, env)
         elif peer in variants:

@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from shutil import copyfile
 
 import forkserver
 import pytest
@@ -107,14 +108,17 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable:
 @pytest.fixture(scope="session")
 def tiny(make_model: Callable, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a tiny random Llama with the tokenizer of stories260K (512 tokens)."""
-    from shutil import copyfile
-
     from transformers import LlamaConfig
 
     _, folder = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=256)
-    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
-        copyfile(path, folder / path.name)
+    copy_tokenizer(shared / "checkpoints" / "stories260K", folder)
     return folder
+
+
+def copy_tokenizer(source: Path, folder: Path) -> None:
+    """Copy the files of a tokenizer."""
+    for path in source.glob("*token*"):
+        copyfile(path, folder / path.name)
 
 
 @pytest.fixture(scope="session")
@@ -129,13 +133,16 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def adapted(base: Path, folder: Path, method: Method) -> Path:
-    """Write an adapter with random weights, which changes every answer, and return its folder."""
+def adapted(base: Path, folder: Path, method: Method, scale: float = 1.0) -> Path:
+    """Write an adapter with random weights, times `scale`; it changes every answer. Return its folder."""
     source = resolve(base)
     method.choose(source.meta_model(), source.adapter_rules)
     model = source.base_model("fp32")
     method.attach(model)
-    perturb(method.parameters(model).values())
+    parameters = method.parameters(model).values()
+    perturb(parameters)
+    for parameter in parameters:
+        parameter.data *= scale
     folder.mkdir()
     method.write(folder, source, method.values(model), base_record(source, folder))
     return folder

@@ -29,21 +29,21 @@ LAYERS = [
 LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in layer}
 # within a component, a file imports only files to its left
 ORDER = """
-args: checks sampling methods processes data finetune plan inference serving evaluation export hub parser
+args: checks sampling methods processes data preference finetune plan inference serving evaluation export hub parser
 model: config_file rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
  packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
  quantization
 checkpoints: conversion stored_formats weight_files adapter_reader peft_targets peft_format hub
 methods: mixins new_tokens base full llama_adapter lora_modules lora
-data: chat_template digests tokenizer_backends tokenizer formats readers encoder sources
+data: chat_template digests tokenizer_backends tokenizer formats readers preferences encoder sources
  token_store token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling state_snapshots decoder fused_linears speculative tp_decoding generation terminal session chat generate
-training: residence flops metrics loggers html_report adafactor optimizers activation_checkpointing compile cpu_offload setup
- run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule auto_settings dry_run plan_command
- memory_advice recorder memory_probe divergence trainer finetune
+training: residence flops metrics loggers html_report adafactor optimizers activation_checkpointing compile cpu_offload
+ objectives setup run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule references
+ auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf
-evaluation: lm_eval_model examples run_eval
+evaluation: lm_eval_model examples preferences run_eval
 serving: openai_replies openai_requests engine routes server
 """
 LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]

@@ -66,7 +66,11 @@ def tracked_peak(
             for _ in range(2):
                 with optimizer.stepping() if isinstance(optimizer, OptimizerInBackward) else nullcontext():
                     for _ in range(1 + shape.accumulated):
-                        model(tokens, targets=tokens, target_indices=indices)[0].backward()
+                        inputs = {"targets": tokens, "target_indices": indices}
+                        if shape.per_token:
+                            model(tokens, **inputs, reduction="none").sum().backward()
+                        else:
+                            model(tokens, **inputs)[0].backward()
                         tracker.reset_mod_stats()
                 if not train.optimizer_in_backward:
                     nn.utils.clip_grad_norm_(trained.values(), train.max_grad_norm or float("inf"))

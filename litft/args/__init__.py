@@ -20,10 +20,11 @@ from litft.args.hub import DownloadArgs, UploadArgs
 from litft.args.inference import ChatArgs, GenerateArgs, ModelArgs, OpenArgs, SpeculativeArgs
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
 from litft.args.plan import PlanArgs, PrepareArgs
+from litft.args.preference import Objectives, PreferenceArgs
 from litft.args.sampling import NUMBERS, Sampling
 from litft.args.serving import ServeArgs
 
-GROUPS = ("data", "train", "eval", "save", "lora", "adapter")
+GROUPS = ("data", "preference", "train", "eval", "save", "lora", "adapter")
 
 __all__ = [
     "FINETUNE",
@@ -48,9 +49,11 @@ __all__ = [
     "LoRAFinetuneArgs",
     "MergeArgs",
     "ModelArgs",
+    "Objectives",
     "OpenArgs",
     "Optimizers",
     "PlanArgs",
+    "PreferenceArgs",
     "PrepareArgs",
     "RunEvalArgs",
     "Sampling",

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, fields
 from litft.args.checks import below_minimum
 from litft.args.data import DataArgs
 from litft.args.inference import ModelArgs, OpenArgs
+from litft.args.preference import Objectives
 
 
 @dataclass
@@ -19,6 +20,9 @@ class RunEvalArgs(OpenArgs):
     """Number of solved examples before each question of a task. Default: the task's own number."""
     chat_template: bool = False
     """Apply the model's chat template to the questions of the tasks."""
+    objective: Objectives | None = None
+    """What the examples of --data are for: sft, or dpo for pairs of answers, whose log-probabilities are compared. Default:
+    that of the run whose examples are scored; for other files, dpo if the records have the fields chosen and rejected."""
     data: DataArgs = field(default_factory=lambda: DataArgs(val_fraction=0.0))
     against: str | None = None
     """The folder of another model to compare with. none: score this model only. Default: the base model of an adapter."""

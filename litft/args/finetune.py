@@ -2,11 +2,12 @@
 
 import os
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 from litft.args.checks import below_minimum, impossible_numbers, seconds, sharding_problems, wrong_types
 from litft.args.data import DataArgs
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs, Quantization
+from litft.args.preference import Objectives, PreferenceArgs
 from litft.args.processes import process_counts, started_by
 
 Optimizers = Literal[
@@ -34,7 +35,7 @@ class TrainArgs:
     """Stop after this much wall-clock time, such as 90m or 1h30m, which includes the time before a resume. The learning rate
     schedule is fitted to it; the last validation and the writing of final/ come on top. Default: no limit."""
     global_batch_size: int = 16
-    """Examples per optimizer step, summed over all devices and micro-batches."""
+    """Examples (pairs of answers count once) per optimizer step, summed over all devices and micro-batches."""
     micro_batch_size: int | Literal["auto"] | None = None
     """Rows per forward pass on one device. It affects speed and memory, not the result. auto: the fastest number that fits
     into memory. Default: 1 row of packed examples, or 4 rows without packing."""
@@ -53,8 +54,9 @@ class TrainArgs:
     optimizer_in_backward: bool = False
     """Update each weight as soon as its gradient is computed, then free the gradient. This saves the memory of all gradients
     in full fine-tuning. Requires one micro-batch per step and max_grad_norm 0."""
-    learning_rate: float = 2e-4
-    """The peak learning rate, reached after the warmup."""
+    learning_rate: float | None = None
+    """The peak learning rate, reached after the warmup. Default, with --objective sft: lora 2e-4, adapter 2e-2, adapter_v2
+    1e-3, full 5e-5. Preferences need less: with dpo, lora 5e-5 and full 5e-6 (tutorials/finetune_preferences.md)."""
     lr_schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     """How the learning rate decays after the warmup. wsd (warmup, stable, decay): constant until the last decay_fraction of
     the run."""
@@ -163,6 +165,8 @@ class SaveArgs:
 class FinetuneArgs:
     """The flags that all fine-tuning methods share."""
 
+    default_learning_rate: ClassVar[float] = 2e-4
+
     checkpoint_dir: str | None = None
     """A Hugging Face model folder, or an adapter folder to continue training. Without this and --data.path, the built-in
     demo is trained, with its own flags (litft/demo/lora.yaml)."""
@@ -204,7 +208,11 @@ class FinetuneArgs:
     """Prepare the data, print samples and the planned memory, and exit before the weights are loaded."""
     deterministic: bool = False
     """Make repeated runs bit-identical on CUDA, at some cost in speed. On a CPU they always are."""
+    objective: Objectives = "sft"
+    """What to learn. sft: to predict the answers. From preferences, dpo, ipo, simpo and orpo: pairs of a chosen and a
+    rejected answer; kto: answers that are desirable or not."""
     data: DataArgs = field(default_factory=DataArgs)
+    preference: PreferenceArgs = field(default_factory=PreferenceArgs)
     train: TrainArgs = field(default_factory=TrainArgs)
     eval: EvalArgs = field(default_factory=EvalArgs)
     save: SaveArgs = field(default_factory=SaveArgs)
@@ -224,12 +232,25 @@ class FinetuneArgs:
             problems += apply_launcher(self).clashes(self.strategy)
         except ValueError as error:
             problems.append(str(error))
+        problems += self.preference.problems(self.objective) + self.objective_clashes()
         problems += [*self.data.problems(), *self.train.problems(), *self.eval.problems(), *self.save.problems()]
         if self.checkpoint_dir and not self.data.path:
             problems.append("--data.path is missing: name the file of training examples")
         if self.data.path and not self.checkpoint_dir:
             problems.append("--checkpoint_dir is missing: name the folder of the model to train")
         return problems
+
+    def objective_clashes(self) -> list[str]:
+        """Return the problems of flags that have no meaning when learning from preferences."""
+        if self.objective == "sft":
+            return []
+        clashes = {
+            "data.format": self.data.format,
+            "data.mask_prompt": not self.data.mask_prompt and "false",
+            "train.label_smoothing": self.train.label_smoothing,
+        }
+        reason = f"it does not apply to --objective {self.objective}; leave it out"
+        return [f"--{name} {value}: {reason}" for name, value in clashes.items() if value]
 
     def clashes(self, strategy: str) -> list[str]:
         """Return the problems of flags that several devices, or the strategy, do not support."""
@@ -270,7 +291,8 @@ class LoRAFinetuneArgs(FinetuneArgs):
 class AdapterFinetuneArgs(FinetuneArgs):
     """Fine-tune with LLaMA-Adapter: train prefixes for attention, with gates initialized to zero."""
 
-    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=2e-2))
+    default_learning_rate: ClassVar[float] = 2e-2
+
     adapter: AdapterArgs = field(default_factory=AdapterArgs)
 
     def problems(self) -> list[str]:
@@ -282,7 +304,8 @@ class AdapterFinetuneArgs(FinetuneArgs):
 class AdapterV2FinetuneArgs(FinetuneArgs):
     """Fine-tune with LLaMA-Adapter v2: train prefixes, a scale and bias for every Linear, and the norms."""
 
-    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=1e-3))
+    default_learning_rate: ClassVar[float] = 1e-3
+
     adapter: AdapterV2Args = field(default_factory=AdapterV2Args)
 
     def problems(self) -> list[str]:
@@ -294,7 +317,8 @@ class AdapterV2FinetuneArgs(FinetuneArgs):
 class FullFinetuneArgs(FinetuneArgs):
     """Fine-tune all weights of the model."""
 
-    train: TrainArgs = field(default_factory=lambda: TrainArgs(learning_rate=5e-5))
+    default_learning_rate: ClassVar[float] = 5e-5
+
     precision: Literal["auto", "bf16", "bf16-true", "fp32"] = "auto"
     """The dtype of the computation; weights and optimizer state stay fp32. bf16-true: weights are bf16 too, with stochastic
     rounding so that no update is lost. auto: on a GPU with bf16 arithmetic, bf16, or bf16-true if memory does not suffice;

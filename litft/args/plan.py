@@ -7,6 +7,7 @@ from litft.args.checks import LARGEST, below_minimum, impossible_numbers, shardi
 from litft.args.data import DataArgs
 from litft.args.finetune import Optimizers
 from litft.args.methods import AdapterV2Args, LoRAArgs, Quantization
+from litft.args.preference import Objectives
 
 
 @dataclass
@@ -21,6 +22,8 @@ class PrepareArgs:
     """Examples per optimizer step, which are packed together."""
     show: int = 3
     """Number of examples to print as the model sees them."""
+    objective: Objectives = "sft"
+    """What the examples are for: sft, or an objective that learns from preferences."""
     data: DataArgs = field(default_factory=DataArgs)
 
     def problems(self) -> list[str]:

@@ -16,6 +16,7 @@ from litft.args import DataArgs
 from litft.data.chat_template import STYLES
 from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, WITHOUT, Encoder
 from litft.data.formats import FORMATS
+from litft.data.preferences import EQUAL, FIELDS
 from litft.data.sampler import Sampler
 from litft.data.sources import locate
 from litft.data.token_cache import prepare
@@ -37,6 +38,12 @@ class DataSplits:
     limit: int  # the most input tokens of a sample
     template: str  # where the chat template comes from, for messages
     context: int  # the model's maximum number of tokens
+    kind: str = "supervised"  # or "pairs", "labels": see `Encoder`
+
+    @property
+    def row_tokens(self) -> int:
+        """The most tokens of a row of packed samples; a pair has two documents, each within the limit."""
+        return self.limit * (2 if self.kind == "pairs" else 1)
 
     def count(self, *notes: str) -> int:
         """Return the number of examples in both splits with any of these notes."""
@@ -45,7 +52,7 @@ class DataSplits:
     @property
     def skipped(self) -> int:
         """The number of examples without target tokens."""
-        return self.count(CUT_AWAY, MASKED, EMPTY, BLANK)
+        return self.count(CUT_AWAY, MASKED, EMPTY, BLANK, EQUAL)
 
     @cached_property
     def special_ids(self) -> set[int]:
@@ -74,19 +81,26 @@ def _digest(samples: Samples, *more: Any) -> str:
     return sha256.hexdigest()
 
 
-def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: int, timeout: float = math.inf) -> DataSplits:
+def load_data(
+    args: DataArgs,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    context: int,
+    timeout: float = math.inf,
+    kind: str = "supervised",
+) -> DataSplits:
     """Load both splits; set the chat template and add the stop tokens of `tokenizer`.
 
     context: the model's maximum number of tokens. timeout: seconds to wait for another process that tokenizes the same file
-    and makes no progress. Uses no collectives, so it can run before the process group exists. Raise ValueError naming file
-    and record for unreadable data, and for tokens outside the model's vocabulary.
+    and makes no progress. kind: what the records are, see `Encoder`. Uses no collectives, so it can run before the process
+    group exists. Raise ValueError naming file and record for unreadable data, and for tokens outside the model's vocabulary.
     """
     template = choose_template(args.template, tokenizer)
     tokenizer.chat_template = with_arguments(tokenizer.chat_template, args.template_args)
     tokenizer.day = args.date or (date.today().isoformat() if tokenizer.uses_date else None)
     limit = length_limit(args.max_seq_length, context)
     policy = args.mask_prompt, args.train_on == "last", args.mask_reasoning
-    encoder = Encoder(tokenizer, limit, args.format, _columns(args), *policy)
+    encoder = Encoder(tokenizer, limit, args.format, _columns(args, kind), *policy, kind)
     train, val = locate(args)
     stores = {file: prepare(file, encoder, args.skip_bad, timeout) for file in dict.fromkeys([*train, *val])}
     for store in stores.values():
@@ -103,13 +117,15 @@ def load_data(args: DataArgs, tokenizer: Tokenizer, vocab_size: int, context: in
         limit,
         template,
         context,
+        kind,
     )
     if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
     _check_columns(args.columns, reports)
     if not len(data.train):
         raise ValueError(_no_samples_message(data, context))
-    if (longest := max(int(samples.lengths.max()) for samples in (data.train, data.val) if len(samples))) > context:
+    splits = [samples for samples in (data.train, data.val) if len(samples)]
+    if (longest := max(int(samples.document_lengths(np.arange(len(samples))).max()) for samples in splits)) > context:
         reason = f"the longest example has {longest:,} tokens, but the model was made for {context:,}"
         remedy = f"use {context}, or set rope_scaling in the model's config.json"
         raise ValueError(f"--data.max_seq_length {limit}: {reason}; {remedy}")
@@ -124,11 +140,12 @@ def length_limit(max_seq_length: int | None, context: int) -> int:
     return max_seq_length or min(context, 2048)
 
 
-def _columns(args: DataArgs) -> dict[str, str]:
+def _columns(args: DataArgs, kind: str) -> dict[str, str]:
     """Parse --data.columns to {field of a format: name in the files}; raise ValueError for a field that no format has."""
     pairs = (item.split("=", 1) for item in args.columns)
     columns = {field.strip(): file_name.strip() for field, file_name in pairs}
     fields = sorted({name for form in FORMATS.values() for name in form.fields + form.optional})
+    fields = fields if kind == "supervised" else sorted(FIELDS)
     if unknown := [field for field in columns if field not in fields]:
         raise ValueError(f"--data.columns {unknown[0]}=...: no format has that field; known: {', '.join(fields)}")
     return columns

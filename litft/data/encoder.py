@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from itertools import pairwise
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from litft.data.chat_template import Message, assistant_turns
 from litft.data.formats import Example, Record, detect_format, rename_columns, strip_end_token, to_example
+from litft.data.preferences import EQUAL, PROMPT_CUT, cut_together, to_preferences
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.model.loss import IGNORED
@@ -20,16 +21,33 @@ from litft.model.loss import IGNORED
 
 @dataclass(frozen=True)
 class Sample:
-    """Inputs and targets of one example, both (T,) int64: `targets[t]` is the token after `tokens[t]`, or IGNORED."""
+    """Inputs and targets of one example, both (T,) int64: `targets[t]` is the token after `tokens[t]`, or IGNORED.
+
+    A pair of answers is one sample with two documents, the chosen answer and the rejected one, each with its prompt.
+    """
 
     tokens: Tensor
     targets: Tensor
     answer: tuple[Tensor, Tensor] | None = None  # (prompt, answer): the last complete answer and the tokens before it
+    documents: tuple[int, ...] = ()  # the length of each document; empty: there is one
+    desirable: bool | None = None  # the label of an answer; None: no label
+    reference: tuple[float, ...] = ()  # of each document: its targets' summed log-probability in the reference model
+    mismatch: "Sample | None" = None  # the prompt with the answer of another example, for KTO
+
+    @property
+    def is_preference(self) -> bool:
+        """Whether it is a pair, or an answer with a label."""
+        return bool(self.documents) or self.desirable is not None
 
     @cached_property
     def supervised(self) -> int:
         """The number of target tokens."""
         return int((self.targets != IGNORED).sum())
+
+    def split(self) -> "list[Sample]":
+        """Return each document as a sample of its own."""
+        lengths = list(self.documents or [self.tokens.numel()])
+        return [Sample(*parts) for parts in zip(self.tokens.split(lengths), self.targets.split(lengths), strict=True)]
 
 
 # notes on what happens to examples; reports print them after a count
@@ -49,7 +67,7 @@ SPAN = 2048  # characters of a divided text that go into the same split
 
 
 # a sample is stored as token ids (T + 1,), uint32, whose two highest bits are flags
-SUPERVISED, IN_ANSWER = np.uint32(1 << 31), np.uint32(1 << 30)  # the loss is computed on it; it is in a complete answer
+SUPERVISED, IN_ANSWER = np.uint32(1 << 31), np.uint32(1 << 30)  # it is a target; it is in a complete answer
 ID_MASK = np.uint32((1 << 30) - 1)
 
 
@@ -62,6 +80,8 @@ class Encoded:
     samples: list[np.ndarray] = field(default_factory=list)
     units: list[int] = field(default_factory=list)  # of each sample: the hash that decides its split
     turns: list[int] = field(default_factory=list)  # of each sample: see Samples.names
+    first_sizes: list[int] = field(default_factory=list)  # of each pair: the number of tokens of the chosen answer
+    labels: list[bool] = field(default_factory=list)  # of each answer with a label
     text: bool = False  # the samples are the consecutive spans of a text
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that end its answers
@@ -79,6 +99,7 @@ class Encoder:
     mask_prompt: bool = True
     last_only: bool = False
     mask_reasoning: bool = False
+    kind: str = "supervised"  # or "pairs", "labels": see preferences.py
 
     @cached_property
     def digest(self) -> str:
@@ -95,6 +116,9 @@ class Encoder:
             missing = (name for name in self.columns.values() if name not in record)
             encoded.notes += [f"{WITHOUT} {name}" for name in missing]
             record = rename_columns(record, self.columns)
+            if self.kind != "supervised":
+                self._encode_preferences(record, where, encoded)
+                return encoded
             form = self.form or detect_format(record, where)
             example = to_example(record, where, self.tokenizer.chat_template, form)
             encoded.form = "guanaco" if form == "text" and example.text is None else form
@@ -104,8 +128,57 @@ class Encoder:
         except ValueError as error:
             message = str(error)
             encoded.error = message if message.startswith(where) else f"{where}: {message}"
-            encoded.samples, encoded.units, encoded.turns = [], [], []
+            encoded.samples, encoded.units, encoded.turns, encoded.first_sizes, encoded.labels = [], [], [], [], []
         return encoded
+
+    def _encode_preferences(self, record: Record, where: str, encoded: Encoded) -> None:
+        encoded.form = self.kind
+        # without a template, as for other records; examples with one prompt go into the same split
+        plain = to_preferences(record, where, "", self.kind)
+        unit = unit_hash(_prompt_of(plain[0].answers[0]))
+        for answers, desirable in to_preferences(record, where, self.tokenizer.chat_template, self.kind):
+            sides = [self._encode_answer(answer, encoded) for answer in answers]
+            if any(side is None for side in sides):
+                continue
+            if len(sides) == 2 and np.array_equal(*sides):
+                encoded.notes.append(EQUAL)
+                continue
+            cut, lost = cut_together(sides, self.limit, SUPERVISED, ID_MASK)
+            if lost:
+                encoded.notes.append(PROMPT_CUT)
+            if any(len(after) < len(before) - lost for before, after in zip(sides, cut, strict=True)):
+                encoded.notes.append(CUT)
+            sides = [
+                after if len(after) == len(before) - lost else after & ~IN_ANSWER
+                for before, after in zip(sides, cut, strict=True)
+            ]
+            if not all((side[1:] & SUPERVISED).any() for side in sides):
+                encoded.notes.append(CUT_AWAY)
+                continue
+            encoded.samples.append(np.concatenate(sides))
+            encoded.units.append(unit)
+            encoded.turns.append(2 * len(encoded.turns))
+            if desirable is None:
+                encoded.first_sizes.append(len(sides[0]))
+            else:
+                encoded.labels.append(desirable)
+
+    def _encode_answer(self, example: Example, encoded: Encoded) -> np.ndarray | None:
+        """Return the stored tokens of a conversation of any length, with its last answers as targets; None without one."""
+        messages, supervised = self._select_turns(example, encoded)
+        self._note_controls([message["content"] for message in messages], encoded)
+        if not supervised:
+            encoded.notes += [] if EMPTY in encoded.notes else [MASKED]
+            return None
+        *_, (ids, spans) = self._tokenize(messages, example.tools)
+        stored = np.array(ids, np.uint32)
+        for turn, start, answer, end in spans:
+            if turn in supervised:
+                stored[answer if self.mask_reasoning else start : end] |= SUPERVISED
+        start, end = spans[-1][1], spans[-1][3]
+        stored[start:end] |= IN_ANSWER
+        encoded.ends.add(ids[end - 1])
+        return stored
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
         if example.text is not None:
@@ -215,6 +288,13 @@ class Encoder:
             yield ids, spans
 
 
+def _prompt_of(example: Example) -> Example:
+    """Return the part of an answer's conversation before the answer."""
+    messages = example.messages
+    first = next((number for number, message in enumerate(messages) if message.get("train", True)), len(messages))
+    return replace(example, messages=messages[:first])
+
+
 def unit_hash(example: Example) -> int:
     """Return the hash of a conversation, independent of which turns are supervised."""
     messages = [{name: value for name, value in message.items() if name != "train"} for message in example.messages]
@@ -227,10 +307,19 @@ def hash64(data: str | bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
 
 
-def to_sample(stored: np.ndarray) -> Sample:
-    """Convert stored token ids with flags, (T + 1,) uint32, to a sample of length T."""
-    ids = torch.from_numpy((stored & ID_MASK).astype(np.int64))
-    supervised = torch.from_numpy((stored & SUPERVISED) > 0)
-    bounds = np.flatnonzero(np.diff((stored & IN_ANSWER) > 0, prepend=False, append=False))  # start, end of each answer
-    answer = (ids[: bounds[-2]], ids[bounds[-2] : bounds[-1]]) if len(bounds) else None
-    return Sample(ids[:-1], torch.where(supervised, ids, IGNORED)[1:], answer)
+def to_sample(stored: np.ndarray, first_size: int = 0, desirable: bool | None = None) -> Sample:
+    """Convert stored token ids with flags to a sample: one document (T + 1,) uint32, or two, the first with `first_size`."""
+    documents = [stored[:first_size], stored[first_size:]] if first_size else [stored]
+    tokens, targets = [], []
+    for document in documents:
+        ids = torch.from_numpy((document & ID_MASK).astype(np.int64))
+        supervised = torch.from_numpy((document & SUPERVISED) > 0)
+        tokens.append(ids)
+        targets.append(torch.where(supervised, ids, IGNORED)[1:])
+    in_answer = (documents[0] & IN_ANSWER) > 0
+    bounds = np.flatnonzero(np.diff(in_answer, prepend=False, append=False))  # start, end of each answer
+    answer = (tokens[0][: bounds[-2]], tokens[0][bounds[-2] : bounds[-1]]) if len(bounds) else None
+    inputs = [ids[:-1] for ids in tokens]
+    if not first_size:
+        return Sample(inputs[0], targets[0], answer, desirable=desirable)
+    return Sample(torch.cat(inputs), torch.cat(targets), answer, tuple(map(len, inputs)))

@@ -73,6 +73,8 @@ def detect_format(record: Record, where: str) -> str:
     supported = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
     field_names = ", ".join(map(repr, record))[:200] or "none"
     remedy = "map the fields with --data.columns OURS=THEIRS,..."
+    if "chosen" in record and "rejected" in record:
+        remedy = "these are preferences: add --objective dpo"
     raise ValueError(f"{where}: no known format has the fields {field_names} ({supported}); {remedy}")
 
 
@@ -106,7 +108,7 @@ def text_field(record: Record, name: str, where: str) -> str:
     return value or ""
 
 
-def _system(record: Record, where: str) -> list[Message]:
+def system_message(record: Record, where: str) -> list[Message]:
     """Return the record's system prompt as a list of one message, or an empty list."""
     text = text_field(record, "system", where)
     return [{"role": "system", "content": text}] if text.strip() else []
@@ -117,13 +119,13 @@ def _single_turn(question_field: str, answer_field: str, context_field: str | No
 
     def convert(record: Record, where: str, template: str) -> Example:
         if isinstance(record.get(question_field), list) and isinstance(record.get(answer_field), list):
-            messages = check_messages(_system(record, where) + record[question_field] + record[answer_field], where)
+            messages = check_messages(system_message(record, where) + record[question_field] + record[answer_field], where)
             return Example(messages, read_tools(record.get("tools"), where))
         question = prefix + text_field(record, question_field, where)
         if context_field:
             question = user_content(question, text_field(record, context_field, where), template)
         answer = {"role": "assistant", "content": text_field(record, answer_field, where)}
-        return Example([*_system(record, where), {"role": "user", "content": question}, answer])
+        return Example([*system_message(record, where), {"role": "user", "content": question}, answer])
 
     return convert
 
@@ -224,12 +226,12 @@ def _conversations(record: Record, where: str, template: str) -> Example:
     turns = record["conversations"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: 'conversations' must be a list with at least one turn")
-    system = _system(record, where)
+    system = system_message(record, where)
     if all(isinstance(turn, str) for turn in turns):
         return Example([*system, *({"role": ("user", "assistant")[n % 2], "content": t} for n, t in enumerate(turns))])
     messages: list[Message] = system
     for number, turn in enumerate(turns):
-        message = _sharegpt_turn(turn, f"{where}: turn {number}")
+        message = sharegpt_turn(turn, f"{where}: turn {number}")
         last = messages[-1] if messages else {}
         if message["role"] == last.get("role") == "assistant":  # an answer and its tool call
             last["content"] = "\n\n".join(filter(None, (last["content"], message["content"])))
@@ -242,7 +244,7 @@ def _conversations(record: Record, where: str, template: str) -> Example:
     return Example(messages, read_tools(record.get("tools"), where))
 
 
-def _sharegpt_turn(turn: Any, where: str) -> Message:
+def sharegpt_turn(turn: Any, where: str) -> Message:
     """Convert one of ShareGPT's turns."""
     if not isinstance(turn, dict):
         raise ValueError(f"{where} must be an object with 'from' and 'value', found {json_type(turn)}")

@@ -4,6 +4,7 @@ import heapq
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,14 @@ from torch.utils._pytree import tree_map_only
 from litft.data.encoder import Sample
 from litft.model.loss import IGNORED, target_indices_of
 from litft.model.packed_sequences import PackedSequences
+
+
+class Sequences(NamedTuple):
+    """The sequences whose log-probabilities an objective compares: the documents of pairs, or answers with labels."""
+
+    numbers: Tensor  # (B, T) int64: the number of each token's sequence in the micro-batch; pairs are 2 n and 2 n + 1
+    references: Tensor  # (D,) fp64: log-probabilities in the reference model, 0 without one
+    desirable: Tensor  # (D,) bool: the labels; True without any
 
 
 @dataclass(frozen=True)
@@ -25,8 +34,9 @@ class MicroBatch:
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
     positions: Tensor | None = None  # (B, T) int64 within each sample; None: each row has one sample
-    documents: PackedSequences | None = None  # the number within its row of each token's sample; -1: padding
+    documents: PackedSequences | None = None  # a number for each token's document; -1: padding
     target_indices: Tensor | None = None  # (N,) int64 into the flattened rows; computed here to avoid a GPU sync
+    sequences: Sequences | None = None
 
     def to(self, device: torch.device) -> "MicroBatch":
         """Return a copy on another device."""
@@ -45,8 +55,8 @@ class MicroBatch:
         return replace(self, targets=targets, target_indices=target_indices_of(targets))
 
     def inputs(self) -> dict[str, Tensor | PackedSequences | None]:
-        """Return the model's keyword arguments: all fields except the tokens."""
-        return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "tokens"}
+        """Return the model's keyword arguments."""
+        return {item.name: getattr(self, item.name) for item in fields(self) if item.name not in ("tokens", "sequences")}
 
 
 @dataclass(frozen=True)
@@ -131,7 +141,7 @@ def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[i
 
 
 def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
-    """Concatenate the samples of each row. packed: whether a row may have several samples.
+    """Concatenate the samples of each row. packed: whether a row may have several samples. Pairs are two documents of a row.
 
     Without rows, return one token without a target: a rank without data adds nothing to the loss, but joins the collectives.
     """
@@ -139,14 +149,26 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
     shape = (max(1, len(rows)), longest)
     tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     targets, documents = torch.full(shape, IGNORED), torch.full(shape, -1)
+    numbers, count = torch.zeros(shape, dtype=torch.int64), 0
     for row, samples in enumerate(rows):
         start = 0
-        for number, sample in enumerate(samples):
+        for sample in samples:
             end = start + sample.tokens.numel()
             tokens[row, start:end], targets[row, start:end] = sample.tokens, sample.targets
-            positions[row, start:end], documents[row, start:end] = torch.arange(end - start), number
-            start = end
+            for length in sample.documents or (end - start,):
+                document = slice(start, start + length)
+                positions[row, document], documents[row, document] = torch.arange(length), count
+                numbers[row, document] = count
+                start, count = start + length, count + 1
     target_indices = target_indices_of(targets)
-    if not packed:
-        return MicroBatch(tokens, targets, target_indices=target_indices)
-    return MicroBatch(tokens, targets, positions, PackedSequences.of(documents), target_indices)
+    samples = [sample for row in rows for sample in row]
+    sequences = _sequences(numbers, samples) if any(sample.is_preference for sample in samples) else None
+    if not (packed or any(sample.documents for sample in samples)):
+        return MicroBatch(tokens, targets, target_indices=target_indices, sequences=sequences)
+    return MicroBatch(tokens, targets, positions, PackedSequences.of(documents), target_indices, sequences)
+
+
+def _sequences(numbers: Tensor, samples: list[Sample]) -> Sequences:
+    references = [value for sample in samples for value in sample.reference or (0.0,) * len(sample.documents or (0,))]
+    desirable = [sample.desirable is not False for sample in samples for _ in sample.documents or (0,)]
+    return Sequences(numbers, torch.tensor(references, dtype=torch.float64), torch.tensor(desirable))

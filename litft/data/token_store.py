@@ -21,6 +21,8 @@ from litft.data.encoder import ID_MASK, SUPERVISED, Encoded, Sample, hash64, to_
 EXAMPLE, TEXT, CONTINUATION = range(3)  # an entry's kind: an example; a text or its first span; a later span of it
 # the index: one value for each entry
 ARRAYS = {"supervised": np.int32, "units": np.uint64, "turns": np.int32, "digests": np.uint64, "kinds": np.uint8}
+ARRAYS |= {"first_sizes": np.int32, "labels": np.int8}  # see SampleIndex
+NO_LABEL = -1
 MAX_NAMED = 10  # records that a report names for each note, in addition to their count
 
 
@@ -70,12 +72,16 @@ class TokenStoreWriter:
         self._digests: list[int] = []
         self._kinds: list[int] = []
         self._turns: list[int] = []
+        self._first_sizes: list[int] = []
+        self._labels: list[int] = []
         self._ends, self._used_special = set(), set()
 
     def add(self, encoded: Encoded) -> None:
         """Append a record's samples. Samples with equal units go into the same split."""
         self.report.add(encoded)
         self._ends |= encoded.ends
+        self._first_sizes += encoded.first_sizes or [0] * len(encoded.samples)
+        self._labels += map(int, encoded.labels or [NO_LABEL] * len(encoded.samples))
         for number, (stored, unit, turn) in enumerate(zip(encoded.samples, encoded.units, encoded.turns, strict=True)):
             kind = (TEXT if number == 0 else CONTINUATION) if encoded.text else EXAMPLE
             data, ids = stored.tobytes(), stored & ID_MASK
@@ -83,7 +89,7 @@ class TokenStoreWriter:
             self._hash.update(len(stored).to_bytes(8, "little") + data)
             self._lengths.append(len(stored))
             first = 0 if kind == CONTINUATION else 1  # the first token of an example or a text is never a target
-            self._supervised.append(int(np.count_nonzero(stored[first:] & SUPERVISED)))
+            self._supervised.append(int(np.count_nonzero(stored[first:] & SUPERVISED)))  # nor that of a rejected answer
             self._units.append(unit)
             self._turns.append(turn)
             self._kinds.append(kind)
@@ -100,7 +106,8 @@ class TokenStoreWriter:
         for name, dtype in ARRAYS.items():
             np.save(self.folder / f"{name}.npy", np.array(getattr(self, f"_{name}"), dtype))
         self.report.samples, self.report.supervised = len(self._lengths), sum(self._supervised)
-        self.report.tokens = int(offsets[-1]) - sum(kind != CONTINUATION for kind in self._kinds)
+        num_inputs = int(offsets[-1]) - sum(kind != CONTINUATION for kind in self._kinds)
+        self.report.tokens = num_inputs - sum(size > 0 for size in self._first_sizes)
         self.report.ends, self.report.special = sorted(map(int, self._ends)), sorted(self._used_special)
         self.report.content = self._hash.hexdigest()
         (self.folder / "report.json").write_text(json.dumps(asdict(self.report)), "utf-8")
@@ -114,7 +121,7 @@ class TokenStore:
         self.report = EncodingReport(**json.loads((folder / "report.json").read_text("utf-8")))
         self.offsets = np.load(folder / "offsets.npy")
         arrays = (np.load(folder / f"{name}.npy") for name in ARRAYS)
-        self.supervised, self.units, self.turns, self.digests, self.kinds = arrays
+        self.supervised, self.units, self.turns, self.digests, self.kinds, self.first_sizes, self.labels = arrays
 
     @classmethod
     def open_or_none(cls, folder: Path) -> "TokenStore | None":
@@ -155,7 +162,8 @@ class TokenStore:
         first = entries[firsts][run]
         supervised = np.where(is_text[run], sizes - 1, self.supervised[first])
         units = np.where(is_text[run], np.uint64(0), self.units[first])
-        return SampleIndex(starts, sizes, supervised, self.digests[first], units, self.turns[first])
+        preferences = self.first_sizes[first], self.labels[first]
+        return SampleIndex(starts, sizes, supervised, self.digests[first], units, self.turns[first], *preferences)
 
 
 class SampleIndex(NamedTuple):
@@ -167,6 +175,8 @@ class SampleIndex(NamedTuple):
     digests: np.ndarray  # hash of an example's tokens; unused for a window of a text
     units: np.ndarray  # hash of its record's content; 0 for a window of a text
     turns: np.ndarray  # 2 * the message index of its last complete answer (or -1), + 1 if a partial answer follows
+    first_sizes: np.ndarray  # number of tokens of the first of its two documents; 0: it has one
+    labels: np.ndarray  # 1 for a desirable answer, 0 for an undesirable one, or NO_LABEL
 
 
 class Samples(Sequence):
@@ -195,7 +205,14 @@ class Samples(Sequence):
     def __getitem__(self, key: Any) -> "Sample | Samples":
         if isinstance(key, slice):
             return Samples(self.stores, self.store_numbers[key], SampleIndex(*(array[key] for array in self.sample_index)))
-        return to_sample(self._read(key))
+        label, first_size = int(self.sample_index.labels[key]), int(self.sample_index.first_sizes[key])
+        return to_sample(self._read(key), first_size, None if label == NO_LABEL else bool(label))
+
+    def mismatched(self, i: int, j: int, limit: int) -> Sample:
+        """Return the prompt of sample i with the answer of sample j, cut to `limit` input tokens."""
+        prompt, answer = self._read(i), self._read(j)
+        starts = [int(np.flatnonzero(stored & SUPERVISED)[0]) for stored in (prompt, answer)]
+        return to_sample(np.concatenate((prompt[: starts[0]], answer[starts[1] :]))[: limit + 1], desirable=True)
 
     def _read(self, i: int) -> np.ndarray:
         return self.stores[self.store_numbers[i]].read(int(self.sample_index.starts[i]), int(self.sample_index.sizes[i]))
@@ -203,7 +220,13 @@ class Samples(Sequence):
     @property
     def lengths(self) -> np.ndarray:
         """The number of input tokens of each sample."""
-        return self.sample_index.sizes - 1
+        return self.sample_index.sizes - 1 - (self.sample_index.first_sizes > 0)
+
+    def document_lengths(self, indices: Sequence[int]) -> np.ndarray:
+        """Return the number of input tokens of each document of these samples."""
+        lengths, first = self.lengths[indices], self.sample_index.first_sizes[indices]
+        lengths = np.stack((np.maximum(first - 1, 0), lengths - np.maximum(first - 1, 0)), axis=1).ravel()
+        return lengths[lengths > 0]
 
     @property
     def supervised(self) -> np.ndarray:

@@ -10,11 +10,13 @@ from litft.args import DataArgs, RunEvalArgs
 from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
 from litft.data.dataset import DataSplits, length_limit, load_data
+from litft.data.formats import rename_columns
 from litft.data.sources import File, HubSplit, locate
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
 from litft.inference.session import source_of
 from litft.pretrained import PretrainedFolder, resolve
+from litft.training.objectives import OBJECTIVES
 
 Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
 # flags that determine the held-out examples
@@ -48,6 +50,20 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> DataArgs:
     if own_run is not None:
         print(f"reading {', '.join(data.path)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
     return data
+
+
+def kind_of(args: RunEvalArgs, source: PretrainedFolder) -> str:
+    """Return what the examples of --data are, see `Encoder`: by the flag, the run that held them out, or their fields."""
+    if args.objective:
+        return OBJECTIVES[args.objective].data
+    files = _train_files(args.data)
+    for run, trained_data in _training_runs(args, source).items():
+        if files == _train_files(trained_data):
+            return OBJECTIVES[finetune_args(run).objective].data
+    _, record = next(iter(locate(args.data)[0][0].records()), ("", {}))
+    if isinstance(record, dict):
+        record = rename_columns(record, dict(item.split("=", 1) for item in args.data.columns))
+    return "pairs" if isinstance(record, dict) and {"chosen", "rejected"} <= record.keys() else "supervised"
 
 
 def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, DataArgs]:
@@ -171,14 +187,16 @@ def with_shared_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataA
     return replace(data, max_seq_length=min(limits))
 
 
-def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder]) -> set[Name]:
+def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: str) -> set[Name]:
     """Return the names of the examples that every model can read within the length limit. Raise ValueError if none.
 
     Print how many there are if some are left out.
     """
     tokenizers = [_tokenizer(source) for source in sources]
     names_by_source = [
-        scored_samples(load_data(args.data, tokenizer, ANY_VOCAB_SIZE, source.config.max_positions), args.data).names
+        scored_samples(
+            load_data(args.data, tokenizer, ANY_VOCAB_SIZE, source.config.max_positions, kind=kind), args.data
+        ).names
         for source, tokenizer in zip(sources, tokenizers, strict=True)
     ]
     has_texts = any(name[0] == 0 for name in names_by_source[0])  # their windows depend on the tokenizer; all are scored
@@ -202,7 +220,8 @@ def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[N
     records = {record for record, _, _ in names}
     for run, trained_data in _training_runs(args, source).items():
         data = replace(trained_data, weights=[], new_tokens=[])
-        trained_names = load_data(data, _tokenizer(source), ANY_VOCAB_SIZE, source.config.max_positions).train.names
+        kind, context = OBJECTIVES[finetune_args(run).objective].data, source.config.max_positions
+        trained_names = load_data(data, _tokenizer(source), ANY_VOCAB_SIZE, context, kind=kind).train.names
         if repeated := records & {record for record, _, _ in trained_names}:
             count = f"{len(repeated):,} of the {len(records):,} scored examples"
             print(f"warning: {run} was trained on {count}, which its training data contains", file=sys.stderr)

@@ -10,6 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -25,12 +26,14 @@ from litft.data.tokenizer import Tokenizer
 from litft.evaluation.examples import (
     Name,
     compared_sources,
+    kind_of,
     readable_by_all,
     resolve_data,
     scored_samples,
     warn_if_trained_on,
     with_shared_length,
 )
+from litft.evaluation.preferences import relative_scores, score_preferences
 from litft.inference.generation import Completion
 from litft.inference.session import Session, open_session, source_of
 from litft.training.scoring import BLOCK, greedy_request, is_exact, summed_loss
@@ -45,6 +48,7 @@ class ScoredModel:
     answers: dict[Name, str] = field(default_factory=dict)  # by example
     errors: dict[str, float] = field(default_factory=dict)  # standard errors of scores
     harness: dict[str, Any] = field(default_factory=dict)  # the results as the harness returns them
+    log_probs: np.ndarray | None = None  # (N, 2): of the chosen and the rejected answer of each pair
 
 
 @dataclass(frozen=True)
@@ -70,19 +74,22 @@ def run_eval(args: RunEvalArgs) -> None:
         )
     args = replace(args, data=resolve_data(args, source))
     run_harness = _harness_runner(args) if args.tasks else None
-    sources, readable = compared_sources(args, source), set()
+    sources, readable, kind = compared_sources(args, source), set(), "supervised"
     if args.data.path:
+        kind = kind_of(args, source)
         args = replace(args, data=with_shared_length(args.data, sources))
-        readable = readable_by_all(args, sources)
+        readable = readable_by_all(args, sources, kind)
         warn_if_trained_on(args, source, readable)
     subjects, examples = [], {}
     for subject, session, context in _subjects(args, separate_base=len(sources) > 1):
         with context:
             if args.data.path:
-                examples |= _score_examples(subject, session, args, readable)
+                examples |= _score_examples(subject, session, args, readable, kind)
             if run_harness:
                 run_harness(subject, session)
         subjects.append(subject)
+    if len(subjects) == 2 and subjects[0].log_probs is not None:
+        subjects[1].scores |= relative_scores(*(subject.log_probs for subject in subjects))
     _print_results(subjects, dict(islice(examples.items(), args.show)))
     if args.out:
         atomic_write(
@@ -112,27 +119,31 @@ def _subjects(args: RunEvalArgs, separate_base: bool) -> Iterator[tuple[ScoredMo
 
 @torch.no_grad()
 def _score_examples(
-    subject: ScoredModel, session: Session, args: RunEvalArgs, names: set[Name]
+    subject: ScoredModel, session: Session, args: RunEvalArgs, names: set[Name], kind: str
 ) -> dict[Name, tuple[str, str]]:
     """Score the named examples of --data. Return the prompt and the expected answer of each."""
     model, tokenizer = session.model, session.tokenizer
-    candidates = scored_samples(
-        load_data(args.data, tokenizer, model.config.vocab_size, model.config.max_positions), args.data
-    )
+    sizes = model.config.vocab_size, model.config.max_positions
+    candidates = scored_samples(load_data(args.data, tokenizer, *sizes, kind=kind), args.data)
     selected = [(name, index) for index, name in enumerate(candidates.names) if name in names or not name[0]][: args.limit]
     samples = [candidates[index] for _, index in selected]
-    batches = tqdm(Layout(rows=args.batch_size).iter_batches(samples, BLOCK, 0), f"{subject.name}: loss", disable=None)
-    loss, count = summed_loss(model, batches, model.device)
-    mean = float(loss) / float(count)
-    subject.scores |= {"examples": len(samples), "loss": mean, "perplexity": math.exp(min(mean, 700))}
+    if kind == "supervised":
+        batches = Layout(rows=args.batch_size).iter_batches(samples, BLOCK, 0)
+        loss, count = summed_loss(model, tqdm(batches, f"{subject.name}: loss", disable=None), model.device)
+        mean = float(loss) / float(count)
+        subject.scores |= {"examples": len(samples), "loss": mean, "perplexity": math.exp(min(mean, 700))}
+    else:
+        scores, subject.log_probs = score_preferences(model, samples, args.batch_size, subject.name)
+        subject.scores |= scores
+        selected, samples = selected[: args.show], samples[: args.show]  # answers are only shown
     answered = [(name, sample) for (name, _), sample in zip(selected, samples, strict=True) if sample.answer]
     examples = [_example(name, sample, tokenizer) for name, sample in answered]
-    if examples:
-        answers = _answers(subject.name, session, examples, args)
-        subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
+    answers = _answers(subject.name, session, examples, args) if examples else {}
+    subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
+    if answers and kind == "supervised":
         matches = [is_exact(answers[example.name], example.expected) for example in examples]
         subject.scores |= {"answers": len(matches), "exact_match": sum(matches) / len(matches)}
-    elif any(turn for _, turn, _ in names):
+    elif kind == "supervised" and any(turn for _, turn, _ in names):
         print(
             f"{subject.name}: no example fits into the length limit with its answer, so exact_match is not computed",
             file=sys.stderr,
@@ -187,7 +198,7 @@ def _print_results(subjects: list[ScoredModel], examples: dict[Name, tuple[str, 
     for subject in subjects:
         table.add_column(subject.name, justify="right")
     for name in dict.fromkeys(name for subject in subjects for name in subject.scores):
-        table.add_row(name, *(_cell(subject.scores.get(name, math.nan), subject.errors.get(name)) for subject in subjects))
+        table.add_row(name, *(_cell(subject.scores.get(name), subject.errors.get(name)) for subject in subjects))
     console = Console(width=10_000, highlight=False, markup=False)
     with console.capture() as captured:
         console.print(table)
@@ -201,8 +212,10 @@ def _print_results(subjects: list[ScoredModel], examples: dict[Name, tuple[str, 
         )
 
 
-def _cell(score: float, error: float | None) -> str:
-    """Format a score, with its standard error if there is one."""
+def _cell(score: float | None, error: float | None) -> str:
+    """Format a score, with its standard error if there is one; empty if the model has no such score."""
+    if score is None:
+        return ""
     text = f"{score:,}" if isinstance(score, int) else f"{score:.4f}"
     return text if error is None else f"{text} ± {error:.4f}"
 

@@ -25,11 +25,18 @@ ALWAYS_LISTED = (
     "train.learning_rate",
     "train.optimizer",
 )
-LISTED_GROUPS = ("train", "data", "lora", "adapter")
+LISTED_GROUPS = ("train", "data", "preference", "lora", "adapter")
 UNLISTED = ("path", "val_path", "template", "log_interval", "micro_batch_size")  # specific to the machine
 TITLES = {"lora": "LoRA", "adapter": "LLaMA-Adapter", "adapter_v2": "LLaMA-Adapter v2", "full": "full fine-tuning"}
 
 
+PREFERENCE_TITLES = {
+    "dpo": "DPO, [2305.18290](https://arxiv.org/abs/2305.18290)",
+    "ipo": "IPO, [2310.12036](https://arxiv.org/abs/2310.12036)",
+    "simpo": "SimPO, [2405.14734](https://arxiv.org/abs/2405.14734)",
+    "orpo": "ORPO, [2403.07691](https://arxiv.org/abs/2403.07691)",
+    "kto": "KTO, [2402.01306](https://arxiv.org/abs/2402.01306)",
+}
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported values of vLLM's --max-lora-rank
 
 
@@ -100,6 +107,8 @@ def _about(info: CardInfo) -> Iterator[str]:
     link = f"[{base.name}](https://huggingface.co/{base.name})" if base else info.base_name
     commit = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
     method = f" by {TITLES[info.method]}" if info.method else ""
+    if info.args and info.args.objective != "sft":
+        method += f" from preferences ({PREFERENCE_TITLES[info.args.objective]})"
     if info.args or info.source.adapter:
         what = "An adapter for" if info.source.adapter else "A model derived from"
         yield f"{what} {link}{commit}, trained{method} with litft {__version__}.\n"
@@ -138,6 +147,9 @@ def _results(info: CardInfo) -> Iterator[str]:
         yield f"| validation loss, {when} | {float(first['val_loss']):.4f} |"
         yield f"| validation loss, at the end | {float(validations[-1]['val_loss']):.4f} |"
         yield f"| validation loss, lowest | {float(best['val_loss']):.4f} (step {best['step']}) |"
+        if last_accuracy := validations[-1].get("val_accuracy"):
+            yield f"| validation accuracy, at the end | {float(last_accuracy):.1%} |"
+            yield f"| margin between the rewards, at the end | {float(validations[-1]['val_margin']):.3g} |"
         if scored := [row for row in validations if row.get("exact_match") and row["step"] == last["step"]]:
             yield f"| exact match, at the end | {float(scored[-1]['exact_match']):.1%} |"
     yield ""

@@ -1,6 +1,6 @@
-"""Cross-entropy summed over target tokens, computed in chunks, so that the logits of a whole batch never exist at once."""
+"""Cross-entropy of target tokens, summed or each, in chunks, so that the logits of a whole batch never exist at once."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import torch
@@ -51,9 +51,42 @@ def summed_cross_entropy(
         return _ChunkedLoss.apply(hidden, head.weight, head.bias, targets, *options), count
     # a head changed by a method computes its own logits; recomputing them in backward limits memory to one chunk
     total = hidden.sum(dtype=torch.float32) * 0.0
-    for hidden_chunk, target_chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-        total = total + checkpoint(_head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False)
+    for losses in _head_losses(head, hidden, targets, softcap, smoothing):
+        total = total + losses.sum()
     return total, count
+
+
+def token_cross_entropy(
+    hidden: Tensor,
+    head: nn.Linear,
+    targets: Tensor,
+    softcap: float | None = None,
+    target_indices: Tensor | None = None,
+    compiled: bool = False,
+) -> Tensor:
+    """Compute the loss of each target token, (N,) fp32, in the order of the flattened positions.
+
+    Arguments and chunks as in `summed_cross_entropy`. For losses of whole sequences, such as DPO's, whose gradient for a
+    token depends on all tokens: it is known only in the backward pass. A frozen head's gradients are computed in the
+    forward pass and scaled in the backward pass; a trained head's logits are computed again.
+    """
+    target_indices = target_indices_of(targets) if target_indices is None else target_indices
+    hidden = hidden.flatten(0, 1).index_select(0, target_indices)  # (N, C)
+    targets = targets.flatten().index_select(0, target_indices)  # (N,)
+    if is_plain(head):
+        training = torch.is_grad_enabled()
+        return _ChunkedTokenLoss.apply(hidden, head.weight, head.bias, targets, softcap, training, compiled and training)
+    losses = list(_head_losses(head, hidden, targets, softcap, 0.0))
+    return torch.cat([hidden.sum(1, dtype=torch.float32)[:0], *losses])
+
+
+def _head_losses(
+    head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float
+) -> Iterator[Tensor]:
+    """Yield the losses of each chunk of tokens with a head that computes its own logits, which backward computes again."""
+    for hidden_chunk, target_chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
+        if hidden_chunk.size(0):
+            yield checkpoint(_head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False)
 
 
 def target_indices_of(targets: Tensor) -> Tensor:
@@ -69,7 +102,9 @@ def is_plain(head: nn.Module) -> bool:
 
 
 def _head_loss(head: nn.Module, hidden: Tensor, targets: Tensor, softcap: float | None, smoothing: float) -> Tensor:
-    return F.cross_entropy(apply_softcap(head(hidden).float(), softcap), targets, reduction="sum", label_smoothing=smoothing)
+    return F.cross_entropy(
+        apply_softcap(head(hidden).float(), softcap), targets, reduction="none", label_smoothing=smoothing
+    )
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
@@ -78,16 +113,16 @@ def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
-    """Return the summed fp32 loss of logits (n, V); in training, replace the logits by their gradient."""
+    """Return the fp32 losses (n,) of logits (n, V); in training, replace the logits by their gradient."""
     scores = apply_softcap(logits.float(), softcap)
     softcap_slope = None if softcap is None or not training else 1 - (scores / softcap) ** 2
     # in place: torch's logsumexp would allocate a copy
     scores -= scores.amax(-1, keepdim=True)
-    total = -(1 - smoothing) * scores.gather(-1, targets[:, None]).sum()
+    losses = -(1 - smoothing) * scores.gather(-1, targets[:, None])[:, 0]
     if smoothing:
-        total -= smoothing * scores.mean(-1).sum()
+        losses -= smoothing * scores.mean(-1)
     sums = scores.exp_().sum(-1, keepdim=True)
-    total += sums.log().sum()
+    losses += sums.log()[:, 0]
     if training:
         scores /= sums
         scores[torch.arange(len(targets), device=targets.device), targets] -= 1.0 - smoothing
@@ -97,21 +132,21 @@ def _softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smooth
             scores *= softcap_slope
         if scores is not logits:
             logits.copy_(scores)
-    return total
+    return losses
 
 
 def fused_softmax_loss(logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool) -> Tensor:
     """Do the same as `_softmax_loss`, in operations that a compiler fuses into few kernels without fp32 logits in memory."""
     scores = apply_softcap(logits.float(), softcap)
     log_sums = scores.logsumexp(-1, keepdim=True)
-    total = (log_sums - (1 - smoothing) * scores.gather(-1, targets[:, None])).sum()
+    losses = (log_sums - (1 - smoothing) * scores.gather(-1, targets[:, None]))[:, 0]
     if smoothing:
-        total = total - smoothing * scores.mean(-1).sum()
+        losses = losses - smoothing * scores.mean(-1)
     if training:
         is_target = torch.arange(scores.size(1), device=targets.device) == targets[:, None]
         grad = (scores - log_sums).exp() - smoothing / scores.size(1) - torch.where(is_target, 1 - smoothing, 0.0)
         logits.copy_(grad if softcap is None else grad * (1 - (scores / softcap) ** 2))
-    return total
+    return losses
 
 
 @cache
@@ -119,24 +154,23 @@ def _compiled_softmax_loss() -> Callable[..., Tensor]:
     return torch.compile(fused_softmax_loss, dynamic=True)
 
 
-def _add_loss(
-    total: Tensor,
-    logits: Tensor,
-    targets: Tensor,
-    softcap: float | None,
-    smoothing: float,
-    training: bool,
-    compiled: bool,
-) -> None:
-    """Add a chunk's loss to `total`; in training, replace the logits by their gradient."""
+def _chunk_losses(
+    logits: Tensor, targets: Tensor, softcap: float | None, smoothing: float, training: bool, compiled: bool
+) -> Tensor:
+    """Return the losses (n,) of a chunk's logits (n, V); in training, replace the logits by their gradient."""
     if compiled:
-        if not is_planned():  # nothing to plan: compiled code has no fp32 logits in memory
-            torch._dynamo.mark_static(logits, 1)
-            total += _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
-        return
+        if is_planned():  # nothing to plan: compiled code has no fp32 logits in memory
+            return logits.new_zeros(len(logits), dtype=torch.float32)
+        torch._dynamo.mark_static(logits, 1)
+        return _compiled_softmax_loss()(logits, targets, softcap, smoothing, training)
     count = max(1, SOFTMAX_CHUNK["cpu" if device_type(logits) == "cpu" else "cuda"] // logits.size(1))
-    for part in zip(logits.split(count), targets.split(count), strict=True):
-        total += _softmax_loss(*part, softcap, smoothing, training)
+    parts = zip(logits.split(count), targets.split(count), strict=True)
+    return torch.cat([_softmax_loss(*part, softcap, smoothing, training) for part in parts])
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the logits (n, V) of hidden (n, C), in its dtype."""
+    return F.linear(hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype))
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -164,9 +198,9 @@ class _ChunkedLoss(torch.autograd.Function):
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for start in range(0, hidden.size(0), CHUNK):
             hidden_chunk, target_chunk = hidden[start : start + CHUNK], targets[start : start + CHUNK]
-            cast_bias = bias if bias is None else bias.to(hidden_chunk.dtype)
-            logits = F.linear(hidden_chunk, weight.to(hidden_chunk.dtype), cast_bias)  # (n, V)
-            _add_loss(total, logits, target_chunk, softcap, smoothing, needs_hidden or needs_weight or needs_bias, compiled)
+            logits = _logits(hidden_chunk, weight, bias)
+            needs_grad = needs_hidden or needs_weight or needs_bias
+            total += _chunk_losses(logits, target_chunk, softcap, smoothing, needs_grad, compiled).sum()
             # the logits now contain their gradient
             if needs_bias:
                 d_bias += logits.sum(0, dtype=torch.float32)
@@ -189,3 +223,60 @@ class _ChunkedLoss(torch.autograd.Function):
             (d_bias * grad).to(ctx.dtypes[1]) if d_bias is not None else None,
             *[None] * 5,
         )
+
+
+class _ChunkedTokenLoss(torch.autograd.Function):
+    """Computes each token's loss, and its gradient for one that arrives with the backward pass."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        softcap: float | None,
+        training: bool,
+        compiled: bool,
+    ) -> Tensor:
+        trains_head = any(ctx.needs_input_grad[1:3]) and training
+        keeps_grad = ctx.needs_input_grad[0] and training and not trains_head
+        losses = torch.empty(hidden.size(0), device=hidden.device, dtype=torch.float32)
+        d_hidden = torch.empty_like(hidden) if keeps_grad else None
+        for start in range(0, hidden.size(0), CHUNK):
+            chunk = slice(start, start + CHUNK)
+            logits = _logits(hidden[chunk], weight, bias)
+            losses[chunk] = _chunk_losses(logits, targets[chunk], softcap, 0.0, keeps_grad, compiled and keeps_grad)
+            if keeps_grad:  # the logits now contain their gradient
+                torch.mm(logits, weight.to(hidden.dtype), out=d_hidden[chunk])
+            del logits  # free them before the next chunk is computed
+        ctx.options = softcap, compiled
+        ctx.save_for_backward(*((hidden, weight, bias, targets) if trains_head else (d_hidden,)))
+        return losses
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        if len(ctx.saved_tensors) == 1:
+            (d_hidden,) = ctx.saved_tensors
+            return d_hidden.mul_(grad.to(d_hidden.dtype)[:, None]) if d_hidden is not None else None, *[None] * 6
+        hidden, weight, bias, targets = ctx.saved_tensors
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        softcap, compiled = ctx.options
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for start in range(0, hidden.size(0), CHUNK):
+            chunk = slice(start, start + CHUNK)
+            logits = _logits(hidden[chunk], weight, bias)
+            _chunk_losses(logits, targets[chunk], softcap, 0.0, True, compiled)
+            logits *= grad[chunk, None].to(logits.dtype)
+            if needs_bias:
+                d_bias += logits.sum(0, dtype=torch.float32)
+            if needs_hidden:
+                torch.mm(logits, weight.to(hidden.dtype), out=d_hidden[chunk])
+            if needs_weight:
+                d_weight += logits.t() @ hidden[chunk]
+            del logits
+        d_weight = d_weight.to(weight.dtype) if needs_weight else None
+        return d_hidden, d_weight, d_bias.to(bias.dtype) if needs_bias else None, *[None] * 4

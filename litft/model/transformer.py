@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from litft.model.blocks import Block, ParallelBlock, PostNormBlock
 from litft.model.config import Chunk, Config
 from litft.model.kv_cache import KVCache
 from litft.model.linear import Linear
-from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy
+from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy, token_cross_entropy
 from litft.model.norm import Norm, apply_norm, scaled
 from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra, PerLayerEmbedding, SharedKeys
@@ -91,6 +92,7 @@ class GPT(nn.Module):
         targets: Tensor | None = None,
         target_indices: Tensor | None = None,
         logits_to_keep: Tensor | None = None,
+        reduction: Literal["sum", "none"] = "sum",
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Run tokens (B, T) through the network.
 
@@ -102,8 +104,9 @@ class GPT(nn.Module):
         targets: (B, T); `targets[b, t]` is the token after `tokens[b, t]`, or IGNORED.
         target_indices: (N,), indices of the targets among the flattened B x T positions; avoids a GPU sync.
         logits_to_keep: (B, N), indices of the tokens whose logits are computed; default: all.
+        reduction: sum: the loss is summed over the targets; none: the loss of each target, (N,), without label smoothing.
 
-        Returns logits (B, T or N, V), or with targets the summed loss and the number of targets. The head runs inside
+        Returns logits (B, T or N, V), or with targets the loss, and with sum the number of targets too. The head runs inside
         `forward`, so that DDP and FSDP handle it.
         """
         if isinstance(documents, Tensor):
@@ -127,6 +130,9 @@ class GPT(nn.Module):
         if logits_to_keep is not None:
             x = x.gather(1, logits_to_keep[..., None].expand(-1, -1, x.size(2)))
         x = scaled(self.final_norm(x), self.config.logit_scale)
+        if targets is not None and reduction == "none":
+            options = self.config.logit_softcap, target_indices, self.compiled_loss
+            return token_cross_entropy(x, self.lm_head, targets, *options)
         if targets is not None:
             smoothing = self.label_smoothing if self.training else 0.0
             options = self.config.logit_softcap, smoothing, target_indices, self.compiled_loss

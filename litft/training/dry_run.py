@@ -49,11 +49,14 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
 
 def prepare_data(args: PrepareArgs) -> None:
     """Tokenize the data into the cache, and print what became of it."""
-    finetuning = LoRAFinetuneArgs(checkpoint_dir=args.checkpoint_dir, base_dir=args.base_dir, data=args.data)
+    finetuning = LoRAFinetuneArgs(
+        checkpoint_dir=args.checkpoint_dir, base_dir=args.base_dir, data=args.data, objective=args.objective
+    )
     finetuning.train.global_batch_size = args.global_batch_size
     source = resolve(args.checkpoint_dir, args.base_dir)
     setup = Setup(finetuning, source)
-    data = load_data(args.data, setup.tokenizer, setup.method.vocab_size(source.config), source.config.max_positions)
+    vocab_size, kind = setup.method.vocab_size(source.config), setup.objective.data
+    data = load_data(args.data, setup.tokenizer, vocab_size, source.config.max_positions, kind=kind)
     for line in data_report(Schedule(finetuning, data, 1), setup.tokenizer, args.show):
         print(line)
 
@@ -100,7 +103,7 @@ def packing_line(schedule: Schedule) -> str:
         for batch in schedule.layout.plan(lengths.tolist()):
             slots, rows = slots + num_slots(lengths, batch), rows + len(batch)
     room = (
-        f"packed into rows of at most {schedule.data.limit:,} tokens"
+        f"packed into rows of at most {schedule.data.row_tokens:,} tokens"
         if schedule.layout.row_tokens
         else "a row for each example"
     )
@@ -184,8 +187,17 @@ def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Itera
     train = schedule.data.train
     for number in schedule.order.indices(0, min(count, schedule.order.size)):
         sample = train[number]
-        yield f"\n--- training example {number}: {sample.tokens.numel():,} tokens, {sample.supervised:,} learned"
-        yield marked_text(sample, tokenizer, colour)
+        for title, document in zip(_titles(sample), sample.split(), strict=True):
+            size = f"{document.tokens.numel():,} tokens, {document.supervised:,} learned"
+            yield f"\n--- training example {number}{title}: {size}"
+            yield marked_text(document, tokenizer, colour)
+
+
+def _titles(sample: Sample) -> list[str]:
+    """What each document of a sample is."""
+    if sample.documents:
+        return [", chosen", ", rejected"]
+    return [{True: ", desirable", False: ", undesirable", None: ""}[sample.desirable]]
 
 
 def marked_text(sample: Sample, tokenizer: Tokenizer, colour: bool) -> str:

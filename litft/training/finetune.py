@@ -99,13 +99,14 @@ def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
     check_logger(args.logger)
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
     vocab_size, max_positions = setup.method.vocab_size(source.config), source.config.max_positions
-    data = load_data(args.data, setup.tokenizer, vocab_size, max_positions, seconds(args.timeout))
+    timeout, kind = seconds(args.timeout), setup.objective.data
+    data = load_data(args.data, setup.tokenizer, vocab_size, max_positions, timeout, kind)
     for flag, value in (("--eval.patience", args.eval.patience), ("--save.best", args.save.best)):
         if value and not len(data.val):
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
     if setup.tokenizer.uses_date:  # a resumed run keeps the date of its first day
-        setup.args = replace(args, data=replace(args.data, date=setup.tokenizer.day))
+        setup.args = replace(setup.args, data=replace(args.data, date=setup.tokenizer.day))
     schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
     return setup, schedule, choose(setup, schedule, device)
 

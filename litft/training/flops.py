@@ -103,10 +103,11 @@ class Flops:
 
     def __call__(self, samples: Sequence[Sample]) -> float:
         """Return the FLOPs of one step over `samples`."""
-        return self.for_lengths([sample.tokens.numel() for sample in samples], [sample.supervised for sample in samples])
+        lengths = [length for sample in samples for length in sample.documents or (sample.tokens.numel(),)]
+        return self.for_lengths(lengths, [sample.supervised for sample in samples])
 
     def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
-        """Return the FLOPs over samples with these lengths and counts of target tokens."""
+        """Return the FLOPs over documents with these lengths, and counts of target tokens."""
         lengths = np.asarray(lengths, np.float64)
         attention = sum(_attention_pairs(lengths, window).sum() * per_pair for window, per_pair in self.windows)
         return float(self.per_token * lengths.sum() + self.per_target * np.sum(supervised) + attention)

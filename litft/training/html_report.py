@@ -26,11 +26,14 @@ class Report:
     machine: Sequence[str]
     lengths: Sequence[tuple[int, int, int]]  # histogram: tokens from, tokens to, number of examples
     answers: Sequence[dict[str, str | int]]  # step, prompt, answer
+    loss: str  # what the loss is
 
 
 # title, columns, whether the y-axis starts at 0
 CHARTS = (
-    ("Loss per token", ("loss", "val_loss"), False),
+    ("{loss}", ("loss", "val_loss"), False),
+    ("Accuracy: the chosen answer has the higher reward", ("accuracy", "val_accuracy"), True),
+    ("Margin between the rewards", ("margin", "val_margin"), False),
     ("Learning rate", ("learning_rate",), True),
     ("Gradient norm (L2), before clipping", ("grad_norm",), True),
     ("Tokens per second", ("tokens_per_second",), True),
@@ -41,15 +44,22 @@ SCORES = (
     ("val_loss", "validation loss", "{:.4f}"),
     ("val_perplexity", "perplexity", "{:.4g}"),
     ("exact_match", "exact match", "{:.1%}"),
+    ("val_accuracy", "accuracy", "{:.1%}"),
+    ("val_margin", "margin", "{:.3g}"),
+    ("val_chosen_reward", "chosen reward", "{:.3g}"),
+    ("val_rejected_reward", "rejected reward", "{:.3g}"),
+    ("val_kl", "KL", "{:.3g}"),
 )
-NAMES = {"loss": "training", "val_loss": "validation"}
 
 
 def write_report(folder: Path, report: Report) -> None:
     """Write report.html into the run folder."""
     with (folder / "metrics.csv").open(newline="") as file:
         rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    charts = [chart(title, {c: points(rows, c) for c in columns}, zero) for title, columns, zero in CHARTS]
+    charts = [
+        chart(title.format(loss=report.loss), {column: points(rows, column) for column in columns}, from_zero)
+        for title, columns, from_zero in CHARTS
+    ]
     parts = [
         f"<h1>{html.escape(report.title)}</h1>",
         f"<p class=where>{html.escape(str(folder))}</p>",
@@ -104,7 +114,8 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
             path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
         lines.append(f'<polyline class="curve c{number}" points="{path}"/>')
         if len(series) > 1 and curve:
-            legend.append(f'<span class="key c{number}">{NAMES[column]} {curve[-1][1]:.4g}</span>')
+            split = "validation" if column.startswith("val_") else "training"
+            legend.append(f'<span class="key c{number}">{split} {curve[-1][1]:.4g}</span>')
     grid = "".join(f'<line x1="0" x2="100" y1="{y_percent(y)}" y2="{y_percent(y)}"/>' for y in y_ticks)
     labels = "".join(f'<span style="top:{y_percent(y)}%">{_short(y)}</span>' for y in y_ticks)
     steps = "".join(

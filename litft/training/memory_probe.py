@@ -15,6 +15,7 @@ from litft.model.placement import local
 from litft.training.auto_settings import Settings
 from litft.training.compile import is_compiled, run_uncompiled
 from litft.training.memory_advice import remedies
+from litft.training.objectives import Totals
 from litft.training.optimizers import state_bytes
 from litft.training.recorder import TrainedNetwork
 from litft.training.residence import residence
@@ -75,6 +76,8 @@ class MemoryProbe:
             on_device = residence(train.optimizer, train.cpu_offload, self.network.sharded, device.type)
             state_size = state_bytes(train.optimizer, parameters) if on_device.state and not resumed else 0
             passes += self.schedule.shape().accumulated
+        objective, totals = self.setup.objective, Totals(samples=1, tokens=1)
+        objective.begin_probe(device)
         state = torch.empty(state_size, dtype=torch.uint8, device=device)
         model.train()
         with (
@@ -82,7 +85,7 @@ class MemoryProbe:
             optimizer.optimizer.discarding() if train.optimizer_in_backward else nullcontext(),
         ):
             for _ in range(passes):
-                self.fabric.backward(model(batch.tokens, **batch.inputs())[0])
+                self.fabric.backward(objective(model, batch, totals)[0])
         del state
 
     def halve(self, reason: str) -> None:

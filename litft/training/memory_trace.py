@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from litft.args import TrainArgs
 from litft.methods import Method
 from litft.model.device_type import device_type
-from litft.model.loss import CHUNK, summed_cross_entropy
+from litft.model.loss import CHUNK, summed_cross_entropy, token_cross_entropy
 from litft.model.packed_sequences import PackedSequences
 from litft.model.per_layer_input import BlockExtra, SharedKeys
 from litft.model.transformer import GPT
@@ -40,6 +40,7 @@ class Shape(NamedTuple):
     tokens: int  # per row
     accumulated: bool = False  # gradients of earlier micro-batches of the step are already in memory
     max_targets: int | None = None  # maximum number of target tokens in a micro-batch; None: all tokens
+    per_token: bool = False  # the objective needs the loss of each token, not their sum
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.tokens:,} tokens"
@@ -323,7 +324,10 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: Optimize
         with optimizer.stepping() if optimizer and not model.config.tied else nullcontext():
             softcap = model.config.logit_softcap
             options = {"target_indices": target_indices, "compiled": compiled}
-            summed_cross_entropy(hidden, head, targets, softcap, **options)[0].backward()
+            if shape.per_token:
+                token_cross_entropy(hidden, head, targets, softcap, **options).sum().backward()
+            else:
+                summed_cross_entropy(hidden, head, targets, softcap, **options)[0].backward()
 
     if optimizer and trained:
         with AllocationTracker():
@@ -335,6 +339,7 @@ def trace_loss(model: GPT, shape: Shape, dtype: torch.dtype, optimizer: Optimize
         dtype,
         device_type(targets),
         compiled,
+        shape.per_token,
         shape.accumulated,
         model.config.logit_softcap,
         tuple(map(type, head.modules())),

@@ -3,7 +3,7 @@
 import csv
 import io
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +24,12 @@ class Metrics:
     Every row that is written is also passed to each of the `sinks`.
     """
 
-    def __init__(self, path: Path | None, peak_flops: float | None) -> None:
+    def __init__(self, path: Path | None, peak_flops: float | None, scores: Sequence[str] = ()) -> None:
+        # scores: columns of the objective, next to the loss; with val_, of validations
         self.path, self.peak = path, peak_flops
+        position = COLUMNS.index("exact_match") + 1
+        self.scores = [*scores, *(f"val_{name}" for name in scores)]
+        self.columns = [*COLUMNS[:position], *self.scores, *COLUMNS[position:]]
         self.sinks: list[Callable[[Row], None]] = []
         self.rows: list[dict[str, Any]] = []
         self.resumed_rows: list[Row] = []  # rows already in the file when a run resumes
@@ -60,7 +64,7 @@ class Metrics:
         if self.path is None:
             return
         text = io.StringIO(newline="")
-        writer = csv.DictWriter(text, COLUMNS)
+        writer = csv.DictWriter(text, self.columns)
         writer.writeheader()
         writer.writerows(rows)
         atomic_write(self.path, text.getvalue())
@@ -74,7 +78,7 @@ class Metrics:
             if reader.fieldnames and "step" not in reader.fieldnames:
                 raise ValueError(f"{self.path} does not start with a row of column names; fix it, or move it away")
             for row in reader:
-                values = {name: value for name, value in row.items() if name in COLUMNS and value}
+                values = {name: value for name, value in row.items() if name in self.columns and value}
                 try:
                     if int(values["step"]) >= 0 and [float(value) for value in values.values()]:
                         yield values
@@ -135,7 +139,7 @@ class Metrics:
         for row in self.rows:
             row["memory_gib"] = peak_memory(device)
             row.setdefault("seconds", self.seconds)
-        written = [{name: _number(row[name]) for name in COLUMNS if row.get(name) is not None} for row in self.rows]
+        written = [{name: _number(row[name]) for name in self.columns if row.get(name) is not None} for row in self.rows]
         for row in written:
             self.newest |= row
         steps = [row for row in written if "loss" in row]
@@ -152,7 +156,8 @@ class Metrics:
     def line(self) -> str:
         """Describe the last window in one line."""
         row = self.last
-        parts = [f"loss {row['loss']:.4g}", f"norm {row['grad_norm']:.3g}", f"rate {row['learning_rate']:.3g}"]
+        parts = [f"loss {row['loss']:.4g}", *(f"{name} {row[name]:.3g}" for name in ("accuracy", "margin") if name in row)]
+        parts += [f"norm {row['grad_norm']:.3g}", f"rate {row['learning_rate']:.3g}"]
         parts.append(self._speeds(row["tokens_per_second"], row.get("mfu"), row["memory_gib"]))
         return ", ".join([*parts, f"waiting for data {row['data_share']:.1%}"])
 
@@ -174,7 +179,7 @@ class Metrics:
             return
         is_new = not self.path.is_file()
         with self.path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
+            writer = csv.DictWriter(file, self.columns)
             if is_new:
                 writer.writeheader()
             writer.writerows({name: _text(value) for name, value in row.items()} for row in rows)

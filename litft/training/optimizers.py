@@ -48,7 +48,7 @@ def make_optimizer(args: TrainArgs, method: Method, parameters: dict[str, nn.Par
         decay = args.weight_decay if parameter.dim() > 1 and not name.endswith(VECTORS) else 0.0
         groups.setdefault((method.lr_multiplier(name), decay, is_hidden(name, parameter)), []).append(parameter)
     group_list = [
-        {"params": members, "lr": args.learning_rate, "factor": factor, "weight_decay": decay, "hidden": hidden}
+        {"params": members, "lr": args.learning_rate or 0.0, "factor": factor, "weight_decay": decay, "hidden": hidden}
         for (factor, decay, hidden), members in groups.items()
     ]
     make = OPTIMIZERS[args.optimizer].make

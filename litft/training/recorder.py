@@ -71,8 +71,9 @@ class Recorder:
         self.is_writer = fabric.global_rank == 0
         self.peak = peak_flops(fabric.device, settings.precision)
         path, peak = folder / "metrics.csv", self.peak and self.peak * fabric.world_size
-        self.metrics = Metrics(path if self.is_writer else None, peak)
+        self.metrics = Metrics(path if self.is_writer else None, peak, setup.objective.scores)
         self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
+        self.is_claimed = False  # config.yaml is written
         self.logger: Any = None
         self.logged_as: list[str] | None = None  # the logger and the run's name there, of a run that is resumed
 
@@ -91,6 +92,12 @@ class Recorder:
             self.logged_as = progress.get("logger")
         return progress, damaged
 
+    def claim(self) -> None:
+        """Make the folder of a new run and write its config.yaml, before `open`: files are written into it earlier."""
+        if self.is_writer and not (self.args.resume and run_dir.is_run(self.folder)):
+            self._write_config()
+        self.fabric.barrier()
+
     def open(self, start_step: int) -> None:
         """Make the run's folder and write config.yaml; what a resumed run left beyond `start_step` is deleted.
 
@@ -106,15 +113,7 @@ class Recorder:
         self.metrics.resumed_rows = self.fabric.broadcast(self.metrics.resumed_rows)
 
     def _open(self, start_step: int) -> None:
-        if self.args.overwrite:
-            run_dir.clear(self.folder)
-        self.folder.mkdir(parents=True, exist_ok=True)
-        config = dataclasses.asdict(self.args)
-        from_launcher = ("devices", "num_nodes") if started_by() else ()
-        for name in ("out_dir", "resume", "overwrite", *from_launcher):
-            config.pop(name)
-        text = yaml.safe_dump(config, sort_keys=False)
-        run_dir.write_config(self.folder, self.setup.method.title, text, launch_id())
+        config = self._write_config()
         self.metrics.truncate(start_step or -1)
         run_checkpoints.delete_after(self.folder, start_step)
         self.place_best(start_step)
@@ -124,6 +123,20 @@ class Recorder:
         self.logger = make_logger(self.args.logger, self.folder, config, start_step, self.logged_as, project)
         if self.logger:
             self.metrics.sinks.append(row_sink(self.logger, self.say))
+
+    def _write_config(self) -> dict[str, Any]:
+        """Make the folder, once without what was in it if it is to be overwritten; returns the flags."""
+        if self.args.overwrite and not self.is_claimed:
+            run_dir.clear(self.folder)
+        self.is_claimed = True
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = dataclasses.asdict(self.args)
+        from_launcher = ("devices", "num_nodes") if started_by() else ()
+        for name in ("out_dir", "resume", "overwrite", *from_launcher):
+            config.pop(name)
+        text = yaml.safe_dump(config, sort_keys=False)
+        run_dir.write_config(self.folder, self.setup.method.title, text, launch_id())
+        return config
 
     def identity(self) -> dict[str, Any]:
         """What must be the same where a run is resumed, or it would silently become another run."""
@@ -246,7 +259,10 @@ class Recorder:
     def results(self) -> list[str]:
         """The scores before and after training, the time and the memory."""
         validation, lines = self.validation, []
-        scores = (("validation loss", "{:.4f}", validation.losses), ("exact match", "{:.1%}", validation.matches))
+        scores = [("validation loss", "{:.4f}", validation.losses), ("exact match", "{:.1%}", validation.matches)]
+        for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
+            by_step = {step: row[f"val_{name}"] for step, row in validation.scores.items() if f"val_{name}" in row}
+            scores.append((f"validation {name}", form, by_step))
         for name, form, values in scores:
             if values:
                 lines.append(f"{name}: {form.format(values[min(values)])} -> {form.format(values[max(values)])}")
@@ -257,14 +273,21 @@ class Recorder:
     def report(self, *lines: str) -> None:
         """Write report.html, with `lines` as its summary."""
         report = Report(
-            title=f"{self.setup.method.title} on {self.setup.source.folder.name}",
+            title=f"{self._title} on {self.setup.source.folder.name}",
             summary=lines,
             setup=self._description,
             machine=machine_lines(self.fabric.device, self.fabric.world_size),
             lengths=histogram(self.schedule.data.train.lengths),
             answers=self.validation.answers,
+            loss="Loss per token" if self.args.objective == "sft" else f"Loss ({self.args.objective})",
         )
         write_report(self.folder, report)
+
+    @property
+    def _title(self) -> str:
+        """The method, and the objective if it is not the supervised one."""
+        objective = self.args.objective
+        return self.setup.method.title + ("" if objective == "sft" else f", {objective}")
 
     def close_logger(self, status: str) -> None:
         """Report the run's end, "success" or "failed", to the logger."""

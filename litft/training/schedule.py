@@ -45,7 +45,8 @@ class Schedule:
     def shape(self) -> Shape:
         """The shape of the largest micro-batch, and whether gradients are accumulated over several in its step."""
         rows, target_count, several = self.largest
-        return Shape(len(rows), num_slots(self.data.train.lengths, rows) // len(rows), several, target_count)
+        per_token = self.data.kind != "supervised"
+        return Shape(len(rows), num_slots(self.data.train.lengths, rows) // len(rows), several, target_count, per_token)
 
     def accumulates(self, step: int) -> bool:
         """Whether a step has several micro-batches per rank."""
@@ -80,15 +81,15 @@ class Schedule:
         """FLOPs of the whole run, from its first 200,000 samples."""
         train = self.data.train
         numbers = self.order.indices(0, min(self.samples, 200_000))
-        return flops.for_lengths(train.lengths[numbers], train.supervised[numbers]) * self.samples / len(numbers)
+        return flops.for_lengths(train.document_lengths(numbers), train.supervised[numbers]) * self.samples / len(numbers)
 
 
 def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
     """The layout that the flags ask for; without packing where no two samples fit into a row."""
     rows, two_shortest = args.train.micro_batch_size, np.sort(data.train.lengths)[:2]
-    packs = args.data.packing and (len(two_shortest) < 2 or two_shortest.sum() <= data.limit)
+    packs = args.data.packing and (len(two_shortest) < 2 or two_shortest.sum() <= data.row_tokens)
     rows = (1 if args.data.packing else 4) if rows in (None, "auto") else rows
-    return Layout(rows, data.limit if packs else None, ranks)
+    return Layout(rows, data.row_tokens if packs else None, ranks)
 
 
 def planned_samples(train: TrainArgs, size: int) -> int:

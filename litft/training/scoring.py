@@ -14,31 +14,37 @@ from litft.inference.decoder import Decoder
 from litft.inference.generation import Completion, Request, generate_completions
 from litft.inference.sampling import Sampling
 from litft.model.transformer import GPT
+from litft.training.objectives import Objective
 
 BLOCK = 64  # samples that a rank loads and lays out at once
 
 
 @torch.no_grad()
-def validation_loss(
-    fabric: Fabric, model: GPT, samples: Sequence[Sample], layout: Layout, before_batch: Callable[[], None] = lambda: None
-) -> float:
-    """Return the mean loss per target token over all ranks. before_batch: called before each micro-batch."""
+def validation_scores(
+    fabric: Fabric,
+    objective: Objective,
+    model: GPT,
+    samples: Sequence[Sample],
+    layout: Layout,
+    before_batch: Callable[[], None] = lambda: None,
+) -> list[float]:
+    """Return the objective's loss and scores over the samples of all ranks. before_batch: called before each micro-batch."""
     training = model.training
     model.eval()
-    batches = layout.iter_batches(samples, BLOCK * fabric.world_size, fabric.global_rank)
-    totals = summed_loss(model, batches, fabric.device, before_batch)
+    objective.before_step(fabric, model, samples, layout, before_batch)
+    totals = objective.totals(samples)
+    values = torch.zeros(1 + len(objective.scores), dtype=torch.float64, device=fabric.device)
+    for batch in layout.iter_batches(samples, BLOCK * fabric.world_size, fabric.global_rank):
+        before_batch()
+        values += objective(model, batch.to(fabric.device), totals)
     model.train(training)
-    loss, count = fabric.all_reduce(totals, reduce_op="sum").tolist()
-    return loss / count
+    return fabric.all_reduce(values, reduce_op="sum").tolist()
 
 
-def summed_loss(
-    model: GPT, batches: Iterable[MicroBatch], device: torch.device, before_batch: Callable[[], None] = lambda: None
-) -> Tensor:
-    """Return (2,) in fp64: the loss and the target count, summed over micro-batches. before_batch: called before each."""
+def summed_loss(model: GPT, batches: Iterable[MicroBatch], device: torch.device) -> Tensor:
+    """Return (2,) in fp64: the loss and the target count, summed over micro-batches."""
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     for batch in batches:
-        before_batch()
         batch = batch.to(device)
         loss, count = model(batch.tokens, **batch.inputs())
         totals += torch.stack((loss.double(), count.double()))

@@ -1,6 +1,7 @@
 """What a fine-tuning command stands for once its folder is known: the tokenizer, the method and its first values."""
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from litft.pretrained import PretrainedFolder, fingerprint
 from litft.training.activation_checkpointing import recompute
 from litft.training.compile import compile_blocks, compiles
 from litft.training.cpu_offload import offload_activations, offload_parameters
+from litft.training.objectives import objective_of
 
 # flags that a resumed run must share with its beginning, or it would silently become another run
 SHARED = "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
@@ -34,6 +36,10 @@ class Setup:
     """
 
     def __init__(self, args: FinetuneArgs, source: PretrainedFolder) -> None:
+        self.objective = objective_of(args)
+        if args.train.learning_rate is None:
+            rate = self.objective.learning_rate(method_of(args).name, args.default_learning_rate)
+            args = replace(args, train=replace(args.train, learning_rate=rate))
         self.args, self.source = args, source
         self.quantize = source.quantization(args.quantize) or "none"
         self.tokenizer = source.tokenizer()
@@ -173,9 +179,12 @@ class Setup:
         """What a resumed run must share with its beginning, of what the command and the model's folder say."""
         flags = dataclasses.asdict(self.args)
         method_flags = flags.get(self.method.name, {})
+        objective = {} if self.args.objective == "sft" else {"objective": self.args.objective}
+        objective |= {f"preference.{name}": value for name, value in flags["preference"].items() if objective}
         return {
             "method": self.method.title,
             "quantize": self.quantize,
+            **objective,
             **{f"train.{name}": flags["train"][name] for name in SHARED},
             **{f"{self.method.name}.{name}": value for name, value in method_flags.items()},
             "data.new_tokens": self.args.data.new_tokens,

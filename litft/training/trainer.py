@@ -28,27 +28,29 @@ from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import duration
 from litft.training.flops import Flops
 from litft.training.memory_probe import MemoryProbe
+from litft.training.objectives import Objective, Totals
 from litft.training.optimizers import averaged_weights, make_optimizer, set_learning_rate
 from litft.training.recorder import Recorder, TrainedNetwork
+from litft.training.references import References
 from litft.training.schedule import Schedule, learning_rate
 from litft.training.setup import Setup
 from litft.training.validation import Validation
 
 
-def accumulate(fabric: Fabric, model: nn.Module, batches: list[MicroBatch], count: int) -> Tensor:
-    """Accumulate the gradients of the mean loss over `count` target tokens of all ranks, and return that loss.
+def accumulate(fabric: Fabric, objective: Objective, model: nn.Module, batches: list[MicroBatch], totals: Totals) -> Tensor:
+    """Accumulate the gradients of the objective over all ranks, and return its loss and scores, (1 + len(scores),).
 
-    The summed loss of this rank's micro-batches is divided by the count over *all* ranks. DDP averages gradients over the
-    ranks, hence the factor `world_size`.
+    The sums of this rank's micro-batches are divided by `totals`, the counts over *all* ranks. DDP averages gradients over
+    the ranks, hence the factor `world_size`.
     """
-    total = torch.zeros((), device=fabric.device)
+    total = torch.zeros(1 + len(objective.scores), device=fabric.device)
     for number, batch in enumerate(batches, 1):
         batch = batch.to(fabric.device)
         with sync_gradients(fabric, model, last=number == len(batches)):
-            loss, _ = model(batch.tokens, **batch.inputs())
-            fabric.backward(loss * (fabric.world_size / count))
-        total += loss.detach()
-    return fabric.all_reduce(total, reduce_op="sum") / count
+            values = objective(model, batch, totals)
+            fabric.backward(values[0] * fabric.world_size)
+        total += values.detach()
+    return fabric.all_reduce(total, reduce_op="sum")
 
 
 class SignalCaught(Exception):
@@ -78,9 +80,12 @@ class Trainer:
         setup.prepare_blocks(self.model, settings.recomputed, fabric.device, sharded)
         network = TrainedNetwork(self.model, parameters, sharded)
         self.trained = network.trained
-        samples = folder / "samples.jsonl"
-        self.validation = Validation(fabric, hosts, self.model, setup.tokenizer, self.data, self.args.eval, samples)
+        self.objective = setup.objective
+        evaluation = setup.tokenizer, self.data, self.args.eval, folder / "samples.jsonl", self.objective
+        self.validation = Validation(fabric, hosts, self.model, *evaluation)
         self.recorder = Recorder(fabric, hosts, setup, schedule, settings, folder, network, self.validation)
+        num_val = self.validation.num_samples(self.args.train.global_batch_size)
+        self.references = References(self.objective, schedule, num_val)
         self.metrics, self.say = self.recorder.metrics, self.recorder.say
         self.probe = MemoryProbe(fabric, hosts, setup, schedule, settings, network, self.say)
         self.divergence = DivergenceGuard(self.args.train, schedule, setup.source.config.vocab_size, folder, self.say)
@@ -98,6 +103,7 @@ class Trainer:
         with its state saved, OSError where the run's folder cannot be written.
         """
         with self._explain_errors(), self.signals:
+            self._compute_references()
             model, optimizer = self._start()
             with self._stop_on_signal(optimizer):
                 # before training, or after a resumed step: the run may have been interrupted within this validation
@@ -113,6 +119,19 @@ class Trainer:
                     self.say(f"step {self.step}: {reason}")
                 self._validate(optimizer, exact_match=True)
             self._finish(optimizer)
+
+    def _compute_references(self) -> None:
+        """Compute what the objective needs of the model as it stands before the first step, also in a resumed run."""
+        if self.references.parts:
+            self.recorder.claim()
+            self.recorder.say("computing the log-probabilities of the answers before training, the reference")
+            try:
+                with uncompiled():
+                    identity, folder = self.recorder.identity(), self.recorder.folder
+                    self.references.compute(self.fabric, self.model, folder, identity, self._check_signals)
+            except SignalCaught as signal:
+                raise Interrupted(signal.number, self.step, self.recorder.folder) from None
+        self.validation.samples = self.references.validation()
 
     def _start(self) -> tuple[nn.Module, Optimizer]:
         """Resume where asked to, open the run's folder, and try the largest micro-batch."""
@@ -148,9 +167,9 @@ class Trainer:
         """Take one optimizer step over the next global batch, and record its row of metrics."""
         step, metrics = self.step, self.metrics
         metrics.start()
-        samples = [self.data.train[number] for number in self.schedule.step_indices(step)]
+        samples = self.references.step(step)
         rate = learning_rate(self.args.train, step, self._projected_steps(step))
-        loss, norm = self._update(model, optimizer, samples, step, rate)
+        values, norm = self._update(model, optimizer, samples, step, rate)
         metrics.stop()
         self.step += 1
         samples_seen = self.schedule.seen(self.step)
@@ -160,7 +179,8 @@ class Trainer:
             samples=samples_seen,
             tokens=sum(sample.tokens.numel() for sample in samples),
             flops=self.flops(samples),
-            loss=loss,
+            loss=values[0],
+            **dict(zip(self.objective.scores, values[1:], strict=True)),
             learning_rate=rate,
             grad_norm=norm,
         )
@@ -168,19 +188,19 @@ class Trainer:
     def _update(
         self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], step: int, rate: float
     ) -> tuple[Tensor, Tensor]:
-        """Update the weights with the gradient over `samples`; returns the mean loss per target token, and the norm."""
+        """Update the weights with the gradient over `samples`; returns the objective's loss and scores, and the norm."""
         # dropout depends on the step and the rank alone, so that a resumed run draws the same; a step has 4,099 seeds
         seed = (self.args.seed * 1_000_003 + step) * 4099
         model.train()
         set_learning_rate(optimizer, rate)
         if self.args.train.optimizer_in_backward:  # with one device only
             with optimizer.optimizer.stepping():
-                loss = self._backward(model, optimizer, samples, seed)
-            return loss, optimizer.optimizer.norm()
-        loss = self._backward(model, optimizer, samples, seed + self.fabric.global_rank)
+                values = self._backward(model, optimizer, samples, seed)
+            return values, optimizer.optimizer.norm()
+        values = self._backward(model, optimizer, samples, seed + self.fabric.global_rank)
         limit = self.args.train.max_grad_norm or math.inf
         norm = full_tensor(nn.utils.clip_grad_norm_(self.trained.values(), limit))
-        if self.args.train.skip_nan and not math.isfinite(float(loss) + float(norm)):
+        if self.args.train.skip_nan and not math.isfinite(float(values[0]) + float(norm)):
             self.divergence.skip(step)
         else:
             self.divergence.skipped = 0
@@ -188,17 +208,18 @@ class Trainer:
             torch.manual_seed(seed + (self.mesh.get_local_rank("shard") if self.mesh else 0))
             optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss, norm
+        return values, norm
 
     def _backward(self, model: nn.Module, optimizer: Optimizer, samples: list[Sample], seed: int) -> Tensor:
-        """Compute the gradients of the mean loss; with --train.oom_retry, again in smaller micro-batches after an OOM."""
+        """Compute the gradients of the objective; with --train.oom_retry, again in smaller micro-batches after an OOM."""
         for attempt in count():
             try:
                 torch.manual_seed(seed)
                 batches = self.schedule.layout.batches(samples, self.fabric.global_rank)
                 if attempt == 0:  # later, the time of the failed attempt would count as waiting for data
                     self.metrics.data_ready()
-                return accumulate(self.fabric, model, batches, sum(sample.supervised for sample in samples))
+                self.objective.before_step(self.fabric, self.model, samples, self.schedule.layout)
+                return accumulate(self.fabric, self.objective, model, batches, self.objective.totals(samples))
             except RuntimeError as error:
                 # with several processes the others wait in a collective: only the probe can recover there
                 if not (self.args.train.oom_retry and self.fabric.world_size == 1 and is_out_of_memory(error)):
@@ -264,7 +285,9 @@ class Trainer:
                 self.recorder.write_best(step)
 
     def _scores_line(self, scores: dict[str, float], exact_match: bool) -> str:
-        line = f"step {self.step}: validation loss {scores['val_loss']:.4f}, perplexity {scores['val_perplexity']:.4g}"
+        line = f"step {self.step}: validation loss {scores['val_loss']:.4f}"
+        shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"))
+        line += "".join(f", {name} {form.format(scores[f'val_{name}'])}" for name, form in shown if f"val_{name}" in scores)
         if "exact_match" in scores:
             return f"{line}, exact match {scores['exact_match']:.1%} of {self.validation.num_answers}"
         if exact_match:

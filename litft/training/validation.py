@@ -2,22 +2,24 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
 from lightning_fabric import Fabric
 
-from litft.args import EvalArgs
+from litft.args import EvalArgs, PreferenceArgs
 from litft.atomic import atomic_write
 from litft.data.dataset import DataSplits
+from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
 from litft.inference.generation import prompt_ids
 from litft.model.transformer import GPT
 from litft.training.metrics import Row
-from litft.training.scoring import evenly_spaced, exact_match, greedy_answers, validation_loss
+from litft.training.objectives import Objective, Supervised
+from litft.training.scoring import evenly_spaced, exact_match, greedy_answers, validation_scores
 
 PROMPT_CANDIDATES = 16  # first validation samples, among which a default prompt is searched
 
@@ -34,12 +36,15 @@ class Validation:
         data: DataSplits,
         args: EvalArgs,
         path: Path,
+        objective: Objective | None = None,
     ) -> None:
         self.fabric, self.hosts, self.model = fabric, hosts, model
+        self.objective = objective or Supervised(PreferenceArgs())
         self.tokenizer, self.args, self.path = tokenizer, args, path
-        self.samples = data.val
+        self.samples: Sequence[Sample] = data.val
         self.before_batch: Callable[[], None] = lambda: None  # called before each batch; it may raise
         self.losses: dict[int, float] = {}  # by step
+        self.scores: dict[int, Row] = {}  # the objective's other scores, by step
         self.matches: dict[int, float] = {}  # exact match by step
         self.num_answers = 0  # examples with an answer to match
         self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
@@ -49,6 +54,8 @@ class Validation:
         """Restore scores and sample answers from an interrupted run's metrics rows and samples.jsonl."""
         self.losses = {int(row["step"]): row["val_loss"] for row in rows if "val_loss" in row}
         self.matches = {int(row["step"]): row["exact_match"] for row in rows if "exact_match" in row}
+        names = {f"val_{name}" for name in self.objective.scores}
+        self.scores = {int(row["step"]): {n: row[n] for n in names & row.keys()} for row in rows if "val_loss" in row}
         lines = self.path.read_text("utf-8", errors="replace").split("\n") if self.path.is_file() else []
         last = max((int(row["step"]) for row in rows), default=-1)
         self.answers = [item for item in filter(None, map(_parse_answer, lines)) if item["step"] <= last]
@@ -63,9 +70,14 @@ class Validation:
         """Return the scores after `step` steps. Exact match is measured only if `with_exact_match`."""
         samples = evenly_spaced(self.samples, self.num_samples(batch_size))
         if step not in self.losses:
-            self.losses[step] = validation_loss(self.fabric, self.model, samples, layout, self.before_batch)
+            subject = self.fabric, self.objective, self.model
+            self.losses[step], *scores = validation_scores(*subject, samples, layout, self.before_batch)
+            names = (f"val_{name}" for name in self.objective.scores)
+            self.scores[step] = dict(zip(names, scores, strict=True))
         loss = self.losses[step]
-        values = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700))}
+        values = {"val_loss": loss} | self.scores[step]
+        if self.objective.data == "supervised":
+            values["val_perplexity"] = math.exp(min(loss, 700))
         if with_exact_match and self.args.exact_match:
             setup = self.fabric, self.hosts, self.model, self.tokenizer
             matches, self.num_answers = exact_match(*setup, samples, layout.rows, self.before_batch)

@@ -1,14 +1,18 @@
 """The litft contender of scripts/benchmark.py: the training step of the fine-tuning scripts."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from turns import Contender, Sample, run_contender
 
 import litft.data.encoder as data
+from litft.args import PreferenceArgs
 from litft.data.packing import Layout
 from litft.distributed.devices import pick_accelerator
 from litft.pretrained import resolve
+from litft.training.objectives import OBJECTIVES
+from litft.training.references import log_probs
 from litft.training.trainer import accumulate
 
 
@@ -27,7 +31,7 @@ class Litft(Contender):
         self.transform_blocks(model, setup)
         self.fabric = Fabric(accelerator=pick_accelerator(device), devices=1)
         self.model = self.fabric.setup_module(model).train()
-        self.layout = Layout(setup["rows"], setup["room"])
+        self.layout, self.objective = Layout(setup["rows"], setup["room"]), OBJECTIVES[setup["objective"]](PreferenceArgs())
         if not setup["adapter"]:
             from litft.args import TrainArgs
             from litft.training.optimizers import make_optimizer
@@ -86,11 +90,19 @@ class Litft(Contender):
 
     def samples(self, samples: list[Sample]) -> list[data.Sample]:
         """Return the samples as litft's data classes."""
-        return [data.Sample(torch.tensor(tokens), torch.tensor(targets)) for tokens, targets in samples]
+        made = [
+            data.Sample(torch.tensor(tokens), torch.tensor(targets), documents=tuple(documents))
+            for tokens, targets, documents in ((*sample, ())[:3] for sample in samples)
+        ]
+        if not self.objective.needs_reference:
+            return made
+        references = log_probs(self.fabric, self.model, self.layout, made, width=2).tolist()
+        return [replace(sample, reference=tuple(values)) for sample, values in zip(made, references, strict=True)]
 
     def accumulate(self, samples: list[data.Sample], count: int) -> torch.Tensor:
         """Accumulate gradients with the function that fine-tuning uses."""
-        return accumulate(self.fabric, self.model, self.layout.batches(samples), count)
+        totals = self.objective.totals(samples)
+        return accumulate(self.fabric, self.objective, self.model, self.layout.batches(samples), totals)[0]
 
 
 def random_model(source: Any, precision: str, device: str, quantize: str, unquantized: set[str]) -> torch.nn.Module:

@@ -50,7 +50,7 @@ class Peft(Contender):
         """Accumulate gradients over micro-batches in the order of the samples, each padded to its longest sample."""
         total = torch.zeros((), device=self.device)
         for start in range(0, len(samples), self.rows):
-            batch = self.collator([_features(*sample) for sample in samples[start : start + self.rows]]).to(self.device)
+            batch = self.collator([_features(*sample[:2]) for sample in samples[start : start + self.rows]]).to(self.device)
             loss = self.model(**batch, num_items_in_batch=count, use_cache=False).loss
             loss.backward()
             total += loss.detach()

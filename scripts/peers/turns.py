@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Sample = tuple[list[int], list[int]]  # token ids, and their targets (-100: no loss)
+Sample = tuple  # token ids, their targets (-100: no loss), and the lengths of a pair's answers (empty: it is no pair)
 BETAS = (0.9, 0.95)
 
 

@@ -159,7 +159,10 @@ def test_all_mistakes_are_reported_at_once(words, messages):
     "values, message",
     [
         (dict(data=flags.DataArgs(path="mine.json")), "--data.path 'mine.json': expected list[str], found str; give a list"),
-        (dict(train=flags.TrainArgs(learning_rate="1e-4")), "--train.learning_rate '1e-4': expected float, found str"),
+        (
+            dict(train=flags.TrainArgs(learning_rate="1e-4")),
+            "--train.learning_rate '1e-4': expected float or nothing, found str",
+        ),
         (dict(precision="fp8"), "--precision 'fp8': expected one of auto, bf16, fp32, found str"),
         (dict(devices=True), "--devices True: expected int, found bool"),
         (dict(train={"max_steps": 3}), "--train {'max_steps': 3}: expected TrainArgs, found dict"),

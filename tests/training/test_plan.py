@@ -91,6 +91,7 @@ LORA, DORA = LoRAFinetuneArgs(), LoRAFinetuneArgs(lora=LoRAArgs(dora=True))
 DROPOUT = LoRAFinetuneArgs(lora=LoRAArgs(dropout=0.1, targets=["q_proj", "v_proj"]))
 NORMS = LoRAFinetuneArgs(lora=LoRAArgs(modules_to_save=["norm"]))
 ATTENTION = LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
+HEAD = LoRAFinetuneArgs(lora=LoRAArgs(targets=["lm_head", "q_proj"]))
 # model, number of its layers, method, precision, micro-batch (rows, tokens, whether a step has several)
 CASES = {
     "LoRA, fp32": ("SmolLM2-135M-Instruct", 2, LORA, "fp32", Shape(1, 1024)),
@@ -106,6 +107,15 @@ CASES = {
     "DoRA": ("pythia-6.9b", 2, DORA, "bf16", Shape(1, 1024)),
     "trained norms, accumulated": ("qwen2-7b", 2, NORMS, "bf16", Shape(4, 512, True)),
     "experts": ("qwen3-30b-a3b", 1, ATTENTION, "bf16", Shape(1, 1024)),
+    "preferences": ("SmolLM2-135M-Instruct", 2, LORA, "bf16", Shape(1, 2048, True, None, True)),
+    "preferences, a trained head": (
+        "SmolLM2-135M-Instruct",
+        2,
+        FullFinetuneArgs(),
+        "bf16",
+        Shape(1, 2048, True, None, True),
+    ),
+    "preferences, an adapted head": ("llama-3.2-1b", 2, HEAD, "bf16", Shape(1, 2048, False, None, True)),
 }
 
 

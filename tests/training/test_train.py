@@ -13,7 +13,7 @@ from lightning_fabric import Fabric
 
 import litft
 import litft.training.trainer
-from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, TrainArgs
+from litft.args import DataArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
@@ -22,6 +22,7 @@ from litft.methods import LoRA
 from litft.model.loss import IGNORED
 from litft.pretrained import resolve
 from litft.training.memory_probe import MemoryProbe
+from litft.training.objectives import OBJECTIVES, Objective
 from litft.training.schedule import learning_rate, planned_samples
 from litft.training.trainer import Trainer, accumulate
 
@@ -41,6 +42,36 @@ def ragged(count: int = 8) -> list[Sample]:
     return samples
 
 
+def ragged_preferences(count: int, objective: str) -> list[Sample]:
+    """Pairs of ragged answers, or answers with labels and mismatches, with log-probabilities of a reference."""
+    answers = ragged(2 * count)
+    if objective == "kto":
+        others = [replace(answer, desirable=True, reference=(-3.0 * answer.supervised,)) for answer in answers[1:]]
+        references = [(-5.5 * answer.supervised,) for answer in answers]
+        return [
+            replace(answers[n], desirable=n % 3 > 0, reference=references[n], mismatch=others[n + count - 1])
+            for n in range(count)
+        ]
+    samples = []
+    for chosen, rejected in zip(answers[::2], answers[:0:-2], strict=True):
+        sides = chosen, rejected
+        tokens, targets = (torch.cat([getattr(side, name) for side in sides]) for name in ("tokens", "targets"))
+        lengths = tuple(side.tokens.numel() for side in sides)
+        reference = tuple(-6.0 * side.supervised for side in sides)
+        samples.append(Sample(tokens, targets, documents=lengths, reference=reference))
+    return samples
+
+
+def samples_of(objective: str, count: int) -> list[Sample]:
+    """Return ragged samples of an objective."""
+    return ragged(count) if objective == "sft" else ragged_preferences(count, objective)
+
+
+def make_objective(name: str) -> Objective:
+    """Return an objective that also adds the loss of the chosen answers, where it can."""
+    return OBJECTIVES[name](PreferenceArgs(sft_weight=0.3))
+
+
 def trainable(folder):
     """Return the tiny model with random LoRA factors, and those factors."""
     source = resolve(folder)
@@ -54,14 +85,16 @@ def trainable(folder):
     return model, parameters
 
 
-def gradients(folder, rows: int, count: int = 8, row_tokens: int | None = None) -> tuple[float, dict[str, torch.Tensor]]:
-    """Return loss and gradients of ragged samples in one process, with `rows` rows in a micro-batch."""
+def gradients(
+    folder, rows: int, count: int = 8, row_tokens: int | None = None, name: str = "sft"
+) -> tuple[list[float], dict[str, torch.Tensor]]:
+    """Return loss, scores and gradients of ragged samples in one process, with `rows` rows in a micro-batch."""
     model, parameters = trainable(folder)
-    fabric = Fabric(accelerator="cpu", devices=1)
-    samples = ragged(count)
-    count = sum(sample.supervised for sample in samples)
-    loss = accumulate(fabric, fabric.setup_module(model), Layout(rows, row_tokens).batches(samples), count)
-    return float(loss), {name: p.grad for name, p in parameters.items()}
+    fabric, objective, layout = Fabric(accelerator="cpu", devices=1), make_objective(name), Layout(rows, row_tokens)
+    samples = samples_of(name, count)
+    objective.before_step(fabric, model, samples, layout)
+    values = accumulate(fabric, objective, fabric.setup_module(model), layout.batches(samples), objective.totals(samples))
+    return values.tolist(), {name: p.grad for name, p in parameters.items()}
 
 
 def distance(actual: dict, expected: dict) -> float:
@@ -70,11 +103,12 @@ def distance(actual: dict, expected: dict) -> float:
     return float(difference.norm() / torch.cat([grad.flatten() for grad in expected.values()]).norm())
 
 
-def test_gradients_do_not_depend_on_micro_batches(tiny):
-    loss, expected = gradients(tiny, 8)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_do_not_depend_on_micro_batches(tiny, name):
+    loss, expected = gradients(tiny, 8, name=name)
     for rows, row_tokens in ((4, None), (3, None), (1, None), (8, 60), (2, 60), (1, 100), (1, 1000)):
-        other_loss, actual = gradients(tiny, rows, row_tokens=row_tokens)
-        assert other_loss == pytest.approx(loss, rel=1e-6)
+        other_loss, actual = gradients(tiny, rows, row_tokens=row_tokens and 2 * row_tokens, name=name)
+        assert other_loss == pytest.approx(loss, rel=1e-6, abs=1e-6)
         assert distance(actual, expected) <= 1e-6, (rows, row_tokens)
 
 
@@ -95,28 +129,33 @@ from litft.args import LoRAFinetuneArgs
 from litft.distributed.devices import make_fabric
 from litft.data.packing import Layout
 from litft.training.trainer import accumulate
-from test_train import LAYOUTS, ragged, trainable
+from test_train import LAYOUTS, make_objective, samples_of, trainable
 fabric = make_fabric(LoRAFinetuneArgs(accelerator="cpu", devices=2))
 fabric.launch()
 model, parameters = trainable({folder!r})
 optimizer = torch.optim.SGD(parameters.values(), 0.1)
 wrapped, optimizer = fabric.setup(model, optimizer)
 found = {{}}
-for name, (count, rows, room) in LAYOUTS.items():
-    samples = ragged(count)
-    batches = Layout(rows, room, 2).batches(samples, fabric.global_rank)
+for name, (kind, count, rows, room) in LAYOUTS.items():
+    samples, objective, layout = samples_of(kind, count), make_objective(kind), Layout(rows, room, 2)
+    batches = layout.batches(samples, fabric.global_rank)
     optimizer.zero_grad()
-    loss = accumulate(fabric, wrapped, batches, sum(sample.supervised for sample in samples))
-    found[name] = float(loss), {{n: p.grad.clone() for n, p in parameters.items()}}
+    objective.before_step(fabric, model, samples, layout)
+    values = accumulate(fabric, objective, wrapped, batches, objective.totals(samples))
+    found[name] = values.tolist(), {{n: p.grad.clone() for n, p in parameters.items()}}
 if fabric.global_rank == 0:
     torch.save(found, {out!r})
 """
-LAYOUTS = {  # number of samples, rows of a micro-batch, tokens of a packed row
-    "2x4": (8, 4, None),
-    "8x1": (8, 1, None),
-    "one rank is left over": (3, 1, None),
-    "packed": (8, 2, 64),
-    "packed, one rank without": (1, 1, 64),
+LAYOUTS = {  # objective, number of samples, rows of a micro-batch, tokens of a packed row
+    "2x4": ("sft", 8, 4, None),
+    "8x1": ("sft", 8, 1, None),
+    "one rank is left over": ("sft", 3, 1, None),
+    "packed": ("sft", 8, 2, 64),
+    "packed, one rank without": ("sft", 1, 1, 64),
+    "pairs, packed": ("dpo", 8, 2, 128),
+    "pairs, one rank without": ("orpo", 1, 1, 64),
+    "labels": ("kto", 5, 1, None),
+    "labels, one rank without": ("kto", 1, 1, 64),
 }
 
 
@@ -127,9 +166,9 @@ def test_gradients_do_not_depend_on_processes(tiny, tmp_path):
     (tmp_path / "worker.py").write_text(worker)
     script(tmp_path / "worker.py", cwd=tmp_path)
     results = torch.load(out, weights_only=True)
-    for name, (count, _, _) in LAYOUTS.items():
-        loss, expected = gradients(tiny, 8, count)
-        assert results[name][0] == pytest.approx(loss, rel=1e-6), name
+    for name, (kind, count, _, _) in LAYOUTS.items():
+        loss, expected = gradients(tiny, 8, count, name=kind)
+        assert results[name][0] == pytest.approx(loss, rel=1e-6, abs=1e-6), name
         assert distance(results[name][1], expected) <= 1e-6, name
 
 

@@ -7,12 +7,15 @@ import torch
 from lightning_fabric import Fabric
 
 import litft
-from litft.args import DataArgs, EvalArgs
+from litft.args import DataArgs, EvalArgs, PreferenceArgs
 from litft.data.dataset import load_data
 from litft.data.packing import Layout
 from litft.distributed.process_group import HostGroup
-from litft.training.scoring import exact_match, greedy_answers, validation_loss
+from litft.training.objectives import Supervised
+from litft.training.scoring import exact_match, greedy_answers, validation_scores
 from litft.training.validation import Validation
+
+SUPERVISED = Supervised(PreferenceArgs())
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +82,7 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     validation = Validation(*single_process, model, tokenizer, replace(data, val=samples), args, tmp_path / "samples.jsonl")
     row = validation.measure(0, Layout(rows=3), 2, with_exact_match=True)
     assert row["exact_match"] == sum(expected) / 4 != sum(matches_one_by_one(model, tokenizer, samples)) / 12
-    loss = validation_loss(single_process[0], model, samples[::3], Layout(rows=1))
+    (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples[::3], Layout(rows=1))
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
 
 
@@ -93,7 +96,8 @@ def test_the_loss_is_a_mean_over_target_tokens(model_and_samples, single_process
     mean_of_means = sum(float(loss / count) for loss, count in zip(losses, counts, strict=True)) / len(samples)
     assert abs(mean_of_means / expected - 1) > 1e-3
     for rows in (1, 5):
-        assert validation_loss(single_process[0], model, samples, Layout(rows)) == pytest.approx(expected, rel=1e-5)
+        (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples, Layout(rows))
+        assert loss == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process):

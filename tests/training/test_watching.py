@@ -246,7 +246,7 @@ def test_long_runs_are_drawn_as_means_without_nan():
 def test_a_report_of_a_run_without_rows(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,loss\n")
     (tmp_path / "config.yaml").write_text("a: 1\n")
-    write_report(tmp_path, Report("nothing", [], [], [], [(1, 2, 3)], []))
+    write_report(tmp_path, Report("nothing", [], [], [], [(1, 2, 3)], [], "Loss"))
     assert not Page((tmp_path / "report.html").read_text()).open
 
 

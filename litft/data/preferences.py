@@ -1,0 +1,165 @@
+"""Records of preferences to conversations: a chosen and a rejected answer to one prompt, or one answer with a label.
+
+The prompt is explicit (`prompt`, `question`, `instruction`, `conversations`, `messages`), or the common beginning of two
+dialogues.
+"""
+
+import re
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from litft.data.chat_template import Message, user_content
+from litft.data.formats import (
+    FORMATS,
+    Example,
+    Record,
+    check_messages,
+    json_type,
+    read_tools,
+    sharegpt_turn,
+    system_message,
+    text_field,
+)
+from litft.data.tokenizer_backends import common_prefix_length
+
+# notes on what happens to preferences, see encoder.py
+EQUAL = "skipped: both answers are equal"
+PROMPT_CUT = "with the beginning of the prompt cut to the length limit"
+
+QUESTIONS = ("prompt", "question", "instruction")  # fields that may have the prompt as text
+FIELDS = ("chosen", "rejected", "completion", "label", *QUESTIONS, "input", "conversations", "messages", "system", "tools")
+_HUMAN_ASSISTANT = re.compile(r"\n\n(Human|Assistant):")  # of dialogues as one text, as in Anthropic/hh-rlhf
+
+
+class Preference(NamedTuple):
+    """Answers to one prompt as conversations: chosen and rejected, or a single one that is `desirable` or not."""
+
+    answers: tuple[Example, ...]
+    desirable: bool | None = None  # None: a pair
+
+
+def to_preferences(record: Record, where: str, template: str, kind: str) -> list[Preference]:
+    """Convert a record; raise ValueError naming the record if it has other fields, or invalid values.
+
+    kind: "pairs", or "labels" for answers with a label, of which a pair has two. template: see `formats.to_example`.
+    """
+    tools = read_tools(record.get("tools"), where)
+    if record.get("chosen") is not None and record.get("rejected") is not None:
+        dialogues = _dialogues(record, where, template)
+        shared = _common_messages(*dialogues)
+        answers = tuple(Example(_masked(messages, shared), tools) for messages in dialogues)
+        if kind == "pairs":
+            return [Preference(answers)]
+        return [Preference((answer,), desirable) for answer, desirable in zip(answers, (True, False), strict=True)]
+    if kind == "labels" and "label" in record:
+        messages, shared = _labelled(record, where, template)
+        return [Preference((Example(_masked(messages, shared), tools),), _label(record["label"], where))]
+    needed = "chosen and rejected" if kind == "pairs" else "prompt, completion and label, or chosen and rejected"
+    names = ", ".join(map(repr, record))[:200] or "none"
+    remedy = "map the fields with --data.columns OURS=THEIRS,..., or use --objective sft"
+    raise ValueError(f"{where}: preferences need the fields {needed}, found {names}; {remedy}")
+
+
+def _label(value: Any, where: str) -> bool:
+    """Return whether a label means that the answer is desirable."""
+    known = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
+    text = str(value).lower().removesuffix(".0")
+    if text not in known:
+        raise ValueError(f"{where}: label is {value!r}; use true for a desirable answer, or false for an undesirable one")
+    return known[text]
+
+
+def _dialogues(record: Record, where: str, template: str) -> list[list[Message]]:
+    """Return the chosen and the rejected dialogue, each with the prompt."""
+    prompt = _prompt(record, where, template)
+    dialogues = []
+    for name in ("chosen", "rejected"):
+        answer = _answer(record[name], f"{where}: {name}", is_dialogue=not prompt)
+        if not prompt and answer[:1] and answer[0]["role"] == "assistant":
+            raise ValueError(f"{where}: there is no prompt; give the field prompt, or dialogues that begin with it")
+        dialogues.append(answer if _begins_with(answer, prompt) else prompt + answer)
+    return dialogues
+
+
+def _labelled(record: Record, where: str, template: str) -> tuple[list[Message], int]:
+    """Return a dialogue whose last turn is the labelled answer, and how many messages come before it."""
+    prompt = _prompt(record, where, template)
+    if "completion" in record:
+        answer = _answer(record["completion"], f"{where}: completion", is_dialogue=False)
+        if not prompt:
+            raise ValueError(f"{where}: there is no prompt; give the field prompt")
+        return prompt + answer, len(prompt)
+    if not prompt or prompt[-1]["role"] != "assistant":
+        raise ValueError(f"{where}: there is no answer; give the field completion, or messages that end with one")
+    return prompt, len(prompt) - 1
+
+
+def _prompt(record: Record, where: str, template: str) -> list[Message]:
+    """Return the messages before the answers; an empty list if the answers are whole dialogues."""
+    for name, form in (("conversations", "sharegpt"), ("messages", "messages")):
+        if record.get(name):
+            return FORMATS[form].convert(record, where, template).messages
+    name = next((name for name in QUESTIONS if record.get(name)), None)
+    if name is None:
+        return []
+    if isinstance(record[name], list):
+        return system_message(record, where) + check_messages(record[name], where)
+    question = user_content(text_field(record, name, where), text_field(record, "input", where), template)
+    return [*system_message(record, where), {"role": "user", "content": question}]
+
+
+def _answer(value: Any, where: str, is_dialogue: bool) -> list[Message]:
+    """Return an answer, or a dialogue that ends with it, as messages."""
+    if isinstance(value, str) and is_dialogue and (dialogue := _split_dialogue(value)):
+        return dialogue
+    if isinstance(value, str):
+        return [{"role": "assistant", "content": value}]
+    turns = [value] if isinstance(value, dict) else value
+    if not isinstance(turns, list) or not turns:
+        raise ValueError(f"{where} must be text or a list of messages, found {json_type(value)}")
+    if all(isinstance(turn, dict) and "from" in turn for turn in turns):
+        return [sharegpt_turn(turn, f"{where}: turn {number}") for number, turn in enumerate(turns)]
+    return check_messages(turns, where)
+
+
+def _split_dialogue(text: str) -> list[Message]:
+    """Return the messages of a dialogue as one text; an empty list if it is not one."""
+    before, *parts = _HUMAN_ASSISTANT.split(text)
+    roles = {"Human": "user", "Assistant": "assistant"}
+    turns = zip(parts[::2], parts[1::2], strict=True)
+    return [] if before.strip() else [{"role": roles[speaker], "content": content.strip()} for speaker, content in turns]
+
+
+def _begins_with(messages: list[Message], prompt: list[Message]) -> bool:
+    """Return whether a dialogue has the prompt at its beginning, with or without a system prompt before it."""
+    prompt = [message for message in prompt if message["role"] != "system"]
+    start = sum(message["role"] == "system" for message in messages[:1])
+    return bool(prompt) and messages[start : start + len(prompt)] == prompt
+
+
+def _common_messages(first: list[Message], second: list[Message]) -> int:
+    """Return the number of messages that two dialogues begin with, at most all but the last of the shorter one."""
+    count = min(len(first), len(second)) - 1
+    return next((number for number in range(count) if first[number] != second[number]), count)
+
+
+def _masked(messages: list[Message], count: int) -> list[Message]:
+    """Return the messages with the first `count` excluded from the loss."""
+    return [{**message, "train": False} for message in messages[:count]] + messages[count:]
+
+
+def cut_together(answers: list[np.ndarray], limit: int, flag: np.uint32, mask: np.uint32) -> tuple[list[np.ndarray], int]:
+    """Cut the stored tokens (T + 1,) of answers to one prompt to `limit` input tokens, so that they stay comparable.
+
+    The prompt is cut first, at its beginning but after its first token (BOS), by the same number of tokens in each; then
+    the ends. flag: of target tokens; mask: of token ids. Return the tokens, and how many the prompt has lost.
+    """
+    excess = max(map(len, answers)) - (limit + 1)
+    if excess <= 0:
+        return answers, 0
+    prompt = min(int(np.flatnonzero(answer & flag)[0]) for answer in answers)
+    if len(answers) > 1:
+        prompt = min(prompt, common_prefix_length(*((answer & mask).tolist() for answer in answers)))
+    lost = max(0, min(excess, prompt - 2))
+    return [np.concatenate((answer[:1], answer[1 + lost :]))[: limit + 1] for answer in answers], lost

@@ -1,0 +1,33 @@
+"""Direct preference optimization (arXiv 2305.18290), with the conservative form for noisy labels (its section on cDPO)."""
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from litft.training.objectives.pairs import PairObjective, Side
+
+
+class DPO(PairObjective):
+    """-log sigmoid(beta (r_chosen - r_rejected)), where r is the log-probability relative to the reference.
+
+    With label smoothing e, the loss of the pair as it is has the weight 1 - e, and that of the exchanged pair e
+    (https://ericmitchell.ai/cdpo.pdf). Learning rate: 5e-7 to 5e-6 are used for full fine-tuning of 7B models (Zephyr, arXiv
+    2310.16944; Tulu 2, arXiv 2311.10702).
+    """
+
+    name = "dpo"
+    needs_reference = True
+    full_learning_rate = 5e-6
+
+    @property
+    def beta(self) -> float:
+        """How closely the model is kept to the reference."""
+        return self.args.beta or 0.1
+
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        """Return the loss of each pair, (P,)."""
+        margin, smoothing = self.reward(chosen) - self.reward(rejected), self.args.label_smoothing
+        return -(1 - smoothing) * F.logsigmoid(margin) - smoothing * F.logsigmoid(-margin)
+
+    def reward(self, side: Side) -> Tensor:
+        """Return the implicit reward of each answer, (P,)."""
+        return self.beta * side.ratio

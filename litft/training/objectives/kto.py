@@ -1,0 +1,92 @@
+"""Kahneman-Tversky optimization: answers that are desirable or not, without pairs (arXiv 2402.01306)."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from litft.data.encoder import Sample
+from litft.data.packing import Layout, MicroBatch
+from litft.training.objectives.objective import Objective, Totals, sequence_log_probs
+
+
+class KTO(Objective):
+    """w (1 - sigmoid(beta (r - z))) for desirable answers, and w (1 - sigmoid(beta (z - r))) for undesirable ones.
+
+    r is the log-probability of an answer relative to the reference. z estimates the KL divergence from the reference: the
+    mean of r over the step's prompts with answers of other examples, at least 0 and without a gradient (section 4.1).
+    Learning rate: 5e-7 to 5e-6 for full fine-tuning (appendix C recommends no more than 5e-6).
+    """
+
+    name = "kto"
+    data = "labels"
+    needs_reference = needs_mismatches = True
+    scores = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "kl")
+    full_learning_rate = 5e-6
+    kl: Tensor  # z of the current step, () fp64
+
+    @property
+    def beta(self) -> float:
+        """How closely the model is kept to the reference."""
+        return self.args.beta or 0.1
+
+    def totals(self, samples: Sequence[Sample]) -> Totals:
+        """Return the counts of a step's samples."""
+        desirable = [sample for sample in samples if sample.desirable]
+        tokens = sum(sample.supervised for sample in desirable)
+        return Totals(len(samples), tokens, len(desirable), len(samples) - len(desirable))
+
+    @torch.no_grad()
+    def before_step(
+        self,
+        fabric: Fabric,
+        model: nn.Module,
+        samples: Sequence[Sample],
+        layout: Layout,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compute the KL divergence over the step's samples with the answers of others."""
+        training = model.training
+        model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=fabric.device)
+        mismatches = [sample.mismatch for sample in samples]
+        for batch in layout.batches(mismatches, fabric.global_rank):
+            before_batch()
+            batch = batch.to(fabric.device)
+            log_probs, _ = sequence_log_probs(model, batch)
+            total += (log_probs - (batch.sequences.references if batch.sequences else 0.0)).sum()
+        model.train(training)
+        self.kl = (fabric.all_reduce(total, reduce_op="sum") / len(samples)).clamp(min=0)
+
+    def begin_probe(self, device: torch.device) -> None:
+        """Prepare for a micro-batch that only measures memory, without `before_step`."""
+        self.kl = torch.zeros((), dtype=torch.float64, device=device)
+
+    def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
+        """Return (8,): this micro-batch's share of the step's loss and of the scores."""
+        log_probs, _ = sequence_log_probs(model, batch)
+        if batch.sequences is None:
+            return torch.cat([log_probs.sum()[None], log_probs.new_zeros(len(self.scores))])
+        _, references, desirable = batch.sequences
+        advantage = self.beta * (log_probs - references - self.kl)
+        weights = torch.where(desirable, self.args.desirable_weight, self.args.undesirable_weight)
+        loss = (weights * (1 - torch.sigmoid(torch.where(desirable, advantage, -advantage)))).sum() / totals.samples
+        if self.args.sft_weight:
+            loss = loss - self.args.sft_weight * (log_probs * desirable).sum() / max(1, totals.tokens)
+        with torch.no_grad():
+            rewards = self.beta * (log_probs - references)
+            means = [_mean(values, label) for values in (rewards, log_probs) for label in self._labels(desirable, totals)]
+            accuracy = (torch.where(desirable, advantage, -advantage) > 0).sum() / totals.samples
+            kl = self.kl * (len(log_probs) / totals.samples)  # the shares of all micro-batches sum to it
+            scores = torch.stack([accuracy, means[0] - means[1], *means, kl])
+        return torch.cat([loss[None], scores])
+
+    def _labels(self, desirable: Tensor, totals: Totals) -> list[tuple[Tensor, int]]:
+        return [(desirable, max(1, totals.desirable)), (~desirable, max(1, totals.undesirable))]
+
+
+def _mean(values: Tensor, label: tuple[Tensor, int]) -> Tensor:
+    """Return this micro-batch's share of the mean of the values with a label; label: (which, how many in the step)."""
+    mask, count = label
+    return (values * mask).sum() / count

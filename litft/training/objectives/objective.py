@@ -1,0 +1,84 @@
+"""The protocol of objectives, and the log-probabilities of whole sequences that most of them compare."""
+
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from lightning_fabric import Fabric
+from torch import Tensor, nn
+
+from litft.args import PreferenceArgs
+from litft.data.encoder import Sample
+from litft.data.packing import Layout, MicroBatch
+
+LORA_RATIO = 10  # learning rate of LoRA divided by that of full fine-tuning (https://thinkingmachines.ai/blog/lora)
+SFT_LORA_RATE = 2e-4  # the default learning rate of LoRA with the supervised objective
+
+# D sequences of a micro-batch, N target tokens
+
+
+class Totals(NamedTuple):
+    """Counts over a step's samples on all processes: what sums of losses are divided by."""
+
+    samples: int
+    tokens: int  # target tokens; of preferences: those of the chosen (desirable) answers
+    desirable: int = 0  # samples with this label
+    undesirable: int = 0
+
+
+class Objective:
+    """What training minimizes: one number per micro-batch, normalized by the counts of the whole step.
+
+    A sum over a step's micro-batches and processes is therefore the step's loss, however its samples are laid out.
+    """
+
+    name: ClassVar[str]
+    data: ClassVar[Literal["supervised", "pairs", "labels"]]  # what its samples are, see `Encoder`
+    needs_reference: ClassVar[bool] = False  # the samples have the log-probabilities of the model at the start
+    needs_mismatches: ClassVar[bool] = False  # the samples have the answers of others
+    scores: ClassVar[tuple[str, ...]] = ()  # columns of metrics.csv next to the loss
+    full_learning_rate: ClassVar[float | None] = None  # the default for full fine-tuning; None: the method's default
+
+    def __init__(self, args: PreferenceArgs) -> None:
+        self.args = args
+
+    @classmethod
+    def learning_rate(cls, method: str, default: float) -> float:
+        """Return the default learning rate; default: the method's for supervised fine-tuning.
+
+        Methods that train few parameters get LORA_RATIO times the rate of full fine-tuning, in proportion to `default`.
+        """
+        if cls.full_learning_rate is None:
+            return default
+        return cls.full_learning_rate * (1 if method == "full" else LORA_RATIO * default / SFT_LORA_RATE)
+
+    def totals(self, samples: Sequence[Sample]) -> Totals:
+        """Return the counts of a step's samples."""
+        raise NotImplementedError
+
+    def before_step(
+        self,
+        fabric: Fabric,
+        model: nn.Module,
+        samples: Sequence[Sample],
+        layout: Layout,
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Compute what the losses of all of a step's micro-batches depend on. Every process takes part."""
+
+    def begin_probe(self, device: torch.device) -> None:
+        """Prepare for a micro-batch that only measures memory, without `before_step`."""
+
+    def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
+        """Return (1 + len(scores),): this micro-batch's share of the step's loss, with a gradient, and of its scores."""
+        raise NotImplementedError
+
+
+def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Return the summed log-probability of each sequence's targets, (D,) fp64, and the number of targets, (D,) fp64."""
+    losses = model(batch.tokens, **batch.inputs(), reduction="none")  # (N,)
+    if batch.sequences is None:  # a process without samples, which must still take part in the backward pass
+        return losses.double()[:0], losses.double()[:0]
+    numbers = batch.sequences.numbers.flatten().index_select(0, batch.target_indices)
+    zeros = torch.zeros_like(batch.sequences.references)
+    return zeros.index_add(0, numbers, -losses.double()), zeros.index_add(0, numbers, torch.ones_like(losses.double()))

@@ -1,0 +1,73 @@
+"""What the objectives over pairs share: both answers' log-probabilities, the scores, and the loss of the chosen answer."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from litft.data.encoder import Sample
+from litft.data.packing import MicroBatch
+from litft.training.objectives.objective import Objective, Totals, sequence_log_probs
+
+
+class Side(NamedTuple):
+    """The chosen, or the rejected, answers of P pairs; all (P,) fp64."""
+
+    log_probs: Tensor  # summed over the answer's tokens
+    lengths: Tensor  # number of the answer's tokens
+    references: Tensor  # the log-probabilities in the reference model
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean log-probability of a token."""
+        return self.log_probs / self.lengths
+
+    @property
+    def ratio(self) -> Tensor:
+        """The log of the probability relative to the reference."""
+        return self.log_probs - self.references
+
+
+def wins(margins: Tensor) -> Tensor:
+    """Return 1 for each pair whose chosen answer has the higher value, one half for a tie, else 0."""
+    return (margins > 0).double() + (margins == 0).double() / 2
+
+
+class PairObjective(Objective):
+    """An objective over pairs of a chosen and a rejected answer; subclasses define the loss of a pair and the rewards."""
+
+    data = "pairs"
+    scores = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp")
+
+    @property
+    def nll_weight(self) -> float:
+        """The weight of the mean loss per token of the chosen answers, which is added."""
+        return self.args.sft_weight
+
+    def losses(self, chosen: Side, rejected: Side) -> Tensor:
+        """Return the loss of each pair, (P,)."""
+        raise NotImplementedError
+
+    def reward(self, side: Side) -> Tensor:
+        """Return the reward of each answer, (P,), whose difference the loss increases."""
+        raise NotImplementedError
+
+    def totals(self, samples: Sequence[Sample]) -> Totals:
+        """Return the counts of a step's samples; the chosen answer is the first document."""
+        return Totals(len(samples), sum(sample.split()[0].supervised for sample in samples))
+
+    def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
+        """Return (7,): this micro-batch's share of the step's loss and of the scores."""
+        log_probs, lengths = sequence_log_probs(model, batch)
+        references = log_probs.detach() if batch.sequences is None else batch.sequences.references
+        sides = [Side(*(values.view(-1, 2)[:, number] for values in (log_probs, lengths, references))) for number in (0, 1)]
+        chosen, rejected = sides
+        loss = self.losses(chosen, rejected).sum() / totals.samples
+        if self.nll_weight:
+            loss = loss - self.nll_weight * chosen.log_probs.sum() / totals.tokens
+        with torch.no_grad():
+            rewards = [self.reward(side) for side in sides]
+            margin = rewards[0] - rewards[1]
+            scores = torch.stack([wins(margin), margin, *rewards, chosen.log_probs, rejected.log_probs])
+        return torch.cat([loss[None], scores.sum(1) / totals.samples])

@@ -1,0 +1,188 @@
+"""Log-probabilities of a run's answers in the reference model: the model as it stands before the first step.
+
+They are computed once, one number for each answer, so that no second model is in memory, and kept in the run's folder. A
+resumed run builds the same model again before it reads its checkpoint, so what is missing can still be computed.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning_fabric import Fabric
+from tqdm import tqdm
+
+from litft.data.encoder import Sample
+from litft.data.packing import Layout
+from litft.data.token_store import Samples
+from litft.model.transformer import GPT
+from litft.training.objectives import Objective
+from litft.training.objectives.objective import sequence_log_probs
+from litft.training.schedule import Schedule
+from litft.training.scoring import evenly_spaced
+
+FOLDER = "reference"  # within the run's folder
+BLOCK = 64  # samples of a process that are laid out at once, and written together
+
+
+class Mismatches(Sequence):
+    """The prompts of samples, each with the answer of another one; read on access."""
+
+    def __init__(self, samples: Samples, partners: Callable[[int], tuple[int, int]], limit: int, size: int) -> None:
+        # partners: from a position to the sample with the prompt, and the one with the answer
+        self.samples, self.partners, self.limit, self.size = samples, partners, limit, size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, position: int) -> Sample:
+        return self.samples.mismatched(*self.partners(position), self.limit)
+
+
+class Referenced(Sequence):
+    """Samples with their log-probabilities in the reference model, and with their mismatches; read on access."""
+
+    def __init__(self, samples: Sequence, values: np.ndarray | None = None, mismatches: "Referenced | None" = None) -> None:
+        self.samples, self.values, self.mismatches = samples, values, mismatches
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        reference = () if self.values is None else tuple(self.values[index].tolist())
+        sample = replace(self.samples[index], reference=reference)
+        return sample if self.mismatches is None else replace(sample, mismatch=self.mismatches[index])
+
+
+class References:
+    """The samples of a run's steps and validations, with what their objective needs of the reference model."""
+
+    def __init__(self, objective: Objective, schedule: Schedule, num_val: int) -> None:
+        self.objective, self.schedule, data = objective, schedule, schedule.data
+        self.width = 2 if objective.data == "pairs" else 1
+        val_indices = evenly_spaced(range(len(data.val)), num_val)
+        train_indices = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
+        # by name: samples, and the indices whose log-probabilities a run needs
+        self.parts: dict[str, tuple[Sequence, Sequence[int]]] = {}
+        if objective.needs_reference:
+            self.parts = {"train": (data.train, train_indices), "val": (data.val, val_indices)}
+        if objective.needs_mismatches:
+            of_train = Mismatches(data.train, self._train_partners, data.limit, schedule.samples)
+            of_val = Mismatches(data.val, lambda index: (index, (index + 1) % len(data.val)), data.limit, len(data.val))
+            self.parts["train_mismatches"] = (of_train, range(schedule.samples))
+            self.parts["val_mismatches"] = (of_val, val_indices)
+        self.values: dict[str, np.ndarray] = {}
+
+    def _train_partners(self, position: int) -> tuple[int, int]:
+        """Return the sample at a position of the stream, and the next one in the stream that is another."""
+        order = self.schedule.order
+        (index,) = order.indices(position, position + 1)
+        others = (order.indices(at, at + 1)[0] for at in range(position + 1, position + 1 + order.size))
+        return index, next((other for other in others if other != index), index)
+
+    def step(self, step: int) -> list[Sample]:
+        """Return the samples of a step."""
+        train, schedule = self._referenced("train", self.schedule.data.train), self.schedule
+        samples = [train[index] for index in schedule.step_indices(step)]
+        if not self.objective.needs_mismatches:
+            return samples
+        mismatches = self._referenced("train_mismatches", self.parts["train_mismatches"][0])
+        positions = count(schedule.seen(step))
+        return [replace(sample, mismatch=mismatches[at]) for sample, at in zip(samples, positions, strict=False)]
+
+    def validation(self) -> Sequence:
+        """Return the validation samples."""
+        val, mismatches = self.schedule.data.val, None
+        if self.objective.needs_mismatches:
+            mismatches = self._referenced("val_mismatches", self.parts["val_mismatches"][0])
+        return self._referenced("val", val, mismatches) if self.parts else val
+
+    def _referenced(self, name: str, samples: Sequence, mismatches: Referenced | None = None) -> Sequence:
+        return Referenced(samples, self.values.get(name), mismatches) if self.parts else samples
+
+    def compute(
+        self,
+        fabric: Fabric,
+        model: GPT,
+        folder: Path,
+        identity: dict[str, Any],
+        before_batch: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Read the log-probabilities from the run's folder, compute those that are missing, and add them to it.
+
+        identity: what they depend on. before_batch: called by every process before each forward pass; it may raise.
+        """
+        key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        for name, (samples, indices) in self.parts.items():
+            file = LogProbFile(folder / FOLDER / f"{name}-{key}.bin", self.width)
+            values = np.full((len(samples), self.width), np.nan)
+            if fabric.global_rank == 0:
+                file.read_into(values)
+            values = fabric.broadcast(values)
+            missing = [index for index in indices if np.isnan(values[index, 0])]
+            size = BLOCK * fabric.world_size
+            hidden = None if fabric.global_rank == 0 else True  # None: shown on a terminal
+            bar = tqdm(total=len(missing), desc=f"reference, {name.replace('_', ' ')}", unit=" examples", disable=hidden)
+            with bar:
+                for start in range(0, len(missing), size):
+                    block = missing[start : start + size]
+                    part = [samples[index] for index in block]
+                    values[block] = log_probs(fabric, model, self.schedule.layout, part, self.width, before_batch)
+                    if fabric.global_rank == 0:
+                        file.append(block, values[block])
+                    bar.update(len(block))
+            self.values[name] = values
+
+
+@torch.no_grad()
+def log_probs(
+    fabric: Fabric,
+    model: GPT,
+    layout: Layout,
+    samples: list[Sample],
+    width: int,
+    before_batch: Callable[[], None] = lambda: None,
+) -> np.ndarray:
+    """Return the summed log-probability of each document's targets, (len(samples), width) fp64, on every process."""
+    training = model.training
+    model.eval()
+    total = torch.zeros(len(samples), width, dtype=torch.float64, device=fabric.device)
+    planned = layout.plan([sample.tokens.numel() for sample in samples])
+    for rows in planned[fabric.global_rank :: layout.ranks]:
+        before_batch()
+        batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(fabric.device)
+        values, _ = sequence_log_probs(model, batch)
+        order = [index for row in rows for index in row]
+        total[order] = values.view(-1, width)
+    model.train(training)
+    return fabric.all_reduce(total, reduce_op="sum").cpu().numpy()
+
+
+class LogProbFile:
+    """A file of rows (index, log-probabilities), fp64; a last row that a crash has cut short is ignored."""
+
+    def __init__(self, path: Path, width: int) -> None:
+        self.path, self.width = path, width
+
+    def read_into(self, values: np.ndarray) -> None:
+        """Set the rows of `values` that the file has, and remove an incomplete last row from the file."""
+        if not self.path.is_file():
+            return
+        row_bytes = 8 * (1 + self.width)
+        complete = self.path.stat().st_size // row_bytes
+        rows = np.fromfile(self.path, np.float64, complete * (1 + self.width)).reshape(complete, 1 + self.width)
+        with self.path.open("r+b") as file:
+            file.truncate(complete * row_bytes)
+        rows = rows[(rows[:, 0] >= 0) & (rows[:, 0] < len(values))]
+        values[rows[:, 0].astype(np.int64)] = rows[:, 1:]
+
+    def append(self, indices: list[int], values: np.ndarray) -> None:
+        """Add rows."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with self.path.open("ab") as file:
+            file.write(np.column_stack((np.array(indices, np.float64), values)).astype(np.float64).tobytes())

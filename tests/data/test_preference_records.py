@@ -1,0 +1,198 @@
+"""Records of preferences: formats, what is learned, what is cut or skipped, and which split they go into."""
+
+from pathlib import Path
+
+import pytest
+from conftest import script, write_records
+
+from litft.args import DataArgs
+from litft.data.dataset import load_data
+from litft.data.encoder import CUT, EMPTY, Encoder
+from litft.data.preferences import EQUAL, PROMPT_CUT, to_preferences
+from litft.data.tokenizer import Tokenizer
+from litft.model.loss import IGNORED
+
+USER, SYSTEM = {"role": "user", "content": "Add 1 and 2."}, {"role": "system", "content": "Be brief."}
+GOOD, BAD = {"role": "assistant", "content": "3"}, {"role": "assistant", "content": "12"}
+MORE = {"role": "user", "content": "And 4?"}
+TEXTS = {"chosen": "3", "rejected": "12"}
+
+
+def human(text: str) -> dict[str, str]:
+    return {"from": "human", "value": text}
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt"),
+    [
+        ({"prompt": "Add 1 and 2.", **TEXTS}, [USER]),
+        ({"question": "Add 1 and 2.", "system": "Be brief.", **TEXTS}, [SYSTEM, USER]),
+        ({"instruction": "Add.", "input": "1, 2", **TEXTS}, [{"role": "user", "content": "Add.\n\n1, 2"}]),
+        ({"prompt": [SYSTEM, USER], "chosen": [GOOD], "rejected": [BAD]}, [SYSTEM, USER]),
+        ({"prompt": [USER], "chosen": GOOD, "rejected": BAD}, [USER]),
+        ({"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
+        ({"prompt": "Add 1 and 2.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [USER]),
+        ({"prompt": "Add 1 and 2.", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
+        ({"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, BAD]}, [USER, GOOD, MORE]),
+        ({"conversations": [human("Add 1 and 2.")], **TEXTS}, [USER]),
+        (
+            {
+                "conversations": [human("Add 1 and 2.")],
+                "chosen": {"from": "gpt", "value": "3"},
+                "rejected": {"from": "gpt", "value": "12"},
+            },
+            [USER],
+        ),
+        (
+            {"chosen": "\n\nHuman: Add 1 and 2.\n\nAssistant: 3", "rejected": "\n\nHuman: Add 1 and 2.\n\nAssistant: 12"},
+            [USER],
+        ),
+    ],
+)
+def test_the_prompt_is_explicit_or_common(record, prompt):
+    (pair,) = to_preferences(record, "here", "", "pairs")
+    for answer, expected in zip(pair.answers, (GOOD, BAD), strict=True):
+        assert answer.messages == [{**message, "train": False} for message in prompt] + [expected]
+    answers = to_preferences(record, "here", "", "labels")  # a pair is an answer of each kind
+    assert [(a.answers, a.desirable) for a in answers] == [((pair.answers[0],), True), ((pair.answers[1],), False)]
+
+
+@pytest.mark.parametrize(
+    ("record", "desirable"),
+    [
+        ({"prompt": "Add 1 and 2.", "completion": "3", "label": True}, True),
+        ({"prompt": [USER], "completion": [GOOD], "label": 0}, False),
+        ({"messages": [USER, GOOD], "label": "1"}, True),
+        ({"prompt": "Add 1 and 2.", "completion": "3", "label": 0.0}, False),
+    ],
+)
+def test_answers_with_labels(record, desirable):
+    (answer,) = to_preferences(record, "here", "", "labels")
+    assert answer.desirable is desirable and answer.answers[0].messages == [{**USER, "train": False}, GOOD]
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, "pairs", "need the fields chosen and rejected, found 'prompt', 'completion'"),
+        ({"chosen": "a", "rejected": "b"}, "pairs", "there is no prompt"),
+        ({"prompt": "a", "completion": "b", "label": "maybe"}, "labels", "label is 'maybe'"),
+        ({"completion": "b", "label": True}, "labels", "there is no prompt"),
+        ({"prompt": "a", "label": True}, "labels", "there is no answer"),
+        (
+            {"prompt": "a", "chosen": 3, "rejected": "b"},
+            "pairs",
+            "chosen must be text or a list of messages, found a number",
+        ),
+    ],
+)
+def test_records_without_what_is_needed_are_refused(record, kind, message):
+    with pytest.raises(ValueError, match="here") as error:
+        to_preferences(record, "here", "", kind)
+    assert message in str(error.value)
+
+
+@pytest.fixture(scope="module")
+def encoder(shared) -> Encoder:
+    return Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind="pairs")
+
+
+def texts(encoder: Encoder, sample) -> list[tuple[str, str]]:
+    """The inputs and the targets of each document, as text."""
+    return [
+        (
+            encoder.tokenizer.decode(d.tokens.tolist(), skip_special=False),
+            encoder.tokenizer.decode(d.targets[d.targets != IGNORED].tolist(), skip_special=False),
+        )
+        for d in sample.split()
+    ]
+
+
+def samples_of(encoder: Encoder, tmp_path: Path, records: list[dict], **values):
+    """The samples of records, and the report."""
+    path = write_records(tmp_path / "records.jsonl", records)
+    limit = values.pop("limit", encoder.limit)
+    args = DataArgs(path=[str(path)], val_fraction=0.0, max_seq_length=limit, **values)
+    data = load_data(args, encoder.tokenizer, 200_000, 4096, kind=encoder.kind)
+    return [data.train[n] for n in range(len(data.train))], data.reports[str(path)], data
+
+
+def test_both_answers_are_learned_after_the_prompt(encoder, tmp_path):
+    records = [
+        {"prompt": "Add 1 and 2.", **TEXTS},
+        {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, BAD]},
+    ]
+    (first, second), report, data = samples_of(encoder, tmp_path, records)
+    (chosen, learned), (rejected, learned_too) = texts(encoder, first)
+    assert chosen.endswith("<|im_start|>assistant\n3<|im_end|>") and rejected.endswith("assistant\n12<|im_end|>")
+    assert (learned, learned_too) == ("3<|im_end|>", "12<|im_end|>")
+    assert [learned for _, learned in texts(encoder, second)] == ["3<|im_end|>", "12<|im_end|>"]
+    assert encoder.tokenizer.decode(first.answer[1].tolist()) == "3"
+    assert report.formats == {"pairs": 2} and report.samples == 2
+    assert report.tokens == first.tokens.numel() + second.tokens.numel() == data.train.lengths.sum()
+    assert data.train.supervised.tolist() == [first.supervised, second.supervised]
+    assert data.train.document_lengths([1, 0]).tolist() == [*second.documents, *first.documents]
+
+
+def test_unusable_pairs_are_skipped_with_a_reason(encoder, tmp_path):
+    records = [
+        {"prompt": "Hi", "chosen": "same", "rejected": "same"},
+        {"prompt": "Hi", "chosen": "good", "rejected": " "},
+        {"prompt": "Hi", "chosen": "", "rejected": "bad"},
+        {"prompt": "Hi", "chosen": "good", "rejected": "bad"},
+        {"prompt": "Hi", "chosen": "good"},
+    ]
+    samples, report, data = samples_of(encoder, tmp_path, records, skip_bad=0.5)
+    assert len(samples) == 1 and data.skipped == 3 and report.bad[0] == 1
+    assert {note: count for note, (count, _) in report.notes.items()} == {EQUAL: 1, EMPTY: 2}
+
+
+def test_the_prompt_is_cut_before_the_answers(encoder, tmp_path):
+    """By the same tokens on both sides; then the ends of the answers."""
+    long = " ".join(map(str, range(60)))
+    records = [{"prompt": long, "chosen": "yes it is", "rejected": "no"}]
+    (sample,), report, _ = samples_of(encoder, tmp_path, records, limit=32)
+    (chosen, learned), (rejected, learned_too) = texts(encoder, sample)
+    assert (learned, learned_too) == ("yes it is<|im_end|>", "no<|im_end|>")
+    assert sample.documents[0] == 32 and PROMPT_CUT in report.notes and CUT not in report.notes
+    common = chosen.partition("yes")[0]
+    assert rejected.startswith(common) and common.startswith("<|im_start|>") and "59<|im_end|>" in common
+    (sample,), report, _ = samples_of(encoder, tmp_path, [{"prompt": "Hi", "chosen": long, "rejected": "no"}], limit=32)
+    assert {PROMPT_CUT, CUT} <= report.notes.keys() and sample.documents[0] == 32 and sample.answer is None
+    with pytest.raises(ValueError, match="no example"):
+        samples_of(encoder, tmp_path, [{"prompt": "Hi", "chosen": "yes", "rejected": "no"}], limit=1)
+
+
+def test_pairs_of_one_prompt_go_into_one_split(encoder, tmp_path):
+    records = [{"prompt": f"prompt {n // 4}", "chosen": f"good {n}", "rejected": f"bad {n}", "id": n} for n in range(200)]
+    path = write_records(tmp_path / "records.jsonl", records)
+    args = DataArgs(path=[str(path)], val_fraction=0.2, max_seq_length=64)
+    data = load_data(args, encoder.tokenizer, 200_000, 4096, kind="pairs")
+    prompts = [{texts(encoder, s[n])[0][0].split("assistant\n")[0] for n in range(len(s))} for s in (data.train, data.val)]
+    assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]
+    assert len(data.train) + len(data.val) == 200
+
+
+def test_mismatches_have_the_answer_of_another_example(shared, tmp_path):
+    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind="labels")
+    records = [{"prompt": f"prompt {n}", "completion": f"answer {n}", "label": n > 0} for n in range(3)]
+    samples, _, data = samples_of(encoder, tmp_path, records)
+    assert [sample.desirable for sample in samples] == [False, True, True]
+    ((text, learned),) = texts(encoder, data.train.mismatched(0, 2, 64))
+    assert "prompt 0" in text and learned == "answer 2<|im_end|>"
+    assert data.train.mismatched(0, 2, 5).tokens.numel() == 5
+
+
+def test_the_dry_run_shows_both_sides(tiny, tmp_path):
+    write_records(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}] * 2)
+    flags = f"--checkpoint_dir {tiny} --data.path pairs.jsonl --data.val_fraction 0 --objective dpo"
+    for command, more in (("finetune/lora.py", "--dry_run"), ("scripts/prepare_data.py", "--show 1")):
+        text = script(command, *flags.split(), *more.split(), cwd=tmp_path).stdout
+        assert ", chosen: " in text and ", rejected: " in text and "⟦good</s>⟧" in text and "⟦bad</s>⟧" in text
+        assert "2 records (pairs)" in text
+
+
+def test_preferences_without_an_objective_are_pointed_to_it(tiny, tmp_path):
+    write_records(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "good", "rejected": "bad"}])
+    flags = ["--checkpoint_dir", tiny, "--data.path", "pairs.jsonl", "--dry_run"]
+    assert "add --objective dpo" in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr

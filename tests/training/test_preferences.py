@@ -1,0 +1,371 @@
+"""Learning from preferences: the objectives' closed forms, the reference, resumed runs, metrics and memory."""
+
+import math
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, adapted, copy_tokenizer, kill_after, rows_of, script, start, write_records
+from torch import nn
+
+import litft
+from litft.args import (
+    AdapterArgs,
+    AdapterFinetuneArgs,
+    AdapterV2Args,
+    AdapterV2FinetuneArgs,
+    DataArgs,
+    EvalArgs,
+    FullFinetuneArgs,
+    LoRAArgs,
+    LoRAFinetuneArgs,
+    PreferenceArgs,
+    SaveArgs,
+    TrainArgs,
+)
+from litft.data.encoder import Sample
+from litft.data.packing import collate
+from litft.methods.lora import LoRA
+from litft.model.loss import IGNORED
+from litft.training.finetune import finetune, prepare
+from litft.training.objectives import OBJECTIVES, Totals
+from litft.training.references import FOLDER, LogProbFile
+
+
+class Given(nn.Module):
+    """Stands for a network: its losses are a parameter, one for each target."""
+
+    def __init__(self, losses: list[float]) -> None:
+        super().__init__()
+        self.losses = nn.Parameter(torch.tensor(losses, dtype=torch.float64))
+
+    def forward(self, tokens, *, targets, target_indices, reduction, **inputs):
+        return self.losses
+
+
+def pair(lengths: tuple[int, int], supervised: tuple[int, int], reference: tuple[float, float]) -> Sample:
+    targets = [
+        torch.cat((torch.full((length - count,), IGNORED), torch.ones(count, dtype=torch.int64)))
+        for length, count in zip(lengths, supervised, strict=True)
+    ]
+    return Sample(torch.ones(sum(lengths), dtype=torch.int64), torch.cat(targets), documents=lengths, reference=reference)
+
+
+PAIRS = [pair((4, 6), (2, 3), (-2.0, -4.0)), pair((3, 2), (1, 1), (-0.5, -1.5))]
+LOSSES = [0.5, 0.9, 0.7, 1.1, 0.3, 0.4, 2.1]  # chosen: 0.5 + 0.9; rejected: 0.7 + 1.1 + 0.3; chosen: 0.4; rejected: 2.1
+ARGS = PreferenceArgs(
+    beta=0.4, label_smoothing=0.1, gamma=0.6, orpo_lambda=0.3, sft_weight=0.2, desirable_weight=1.5, undesirable_weight=0.7
+)
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def expected_loss(name: str) -> float:
+    """The loss of PAIRS, written out number by number."""
+    chosen, rejected = (-1.4, -0.4), (-2.1, -2.1)
+    counts, references = ((2, 3), (1, 1)), ((-2.0, -4.0), (-0.5, -1.5))
+    total = 0.0
+    for c, r, (n_c, n_r), (ref_c, ref_r) in zip(chosen, rejected, counts, references, strict=True):
+        if name == "dpo":
+            h = 0.4 * ((c - ref_c) - (r - ref_r))
+            total += -0.9 * math.log(sigmoid(h)) - 0.1 * math.log(sigmoid(-h))
+        elif name == "ipo":
+            total += ((c - ref_c) / n_c - (r - ref_r) / n_r - 1 / (2 * 0.4)) ** 2
+        elif name == "simpo":
+            h = 0.4 * (c / n_c - r / n_r) - 0.6
+            total += -0.9 * math.log(sigmoid(h)) - 0.1 * math.log(sigmoid(-h))
+        else:
+            odds = [math.exp(m) / (1 - math.exp(m)) for m in (c / n_c, r / n_r)]
+            total += -0.3 * math.log(sigmoid(math.log(odds[0] / odds[1])))
+    return total / 2 + (1.0 if name == "orpo" else 0.2) * (0.5 + 0.9 + 0.4) / 3
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo", "simpo", "orpo"])
+def test_a_pairs_loss_equals_the_closed_form_and_finite_differences(name):
+    objective, model = OBJECTIVES[name](ARGS), Given(LOSSES)
+    batch, totals = collate([PAIRS]), objective.totals(PAIRS)
+    assert totals == Totals(2, 3)
+    values = objective(model, batch, totals)
+    assert float(values[0]) == pytest.approx(expected_loss(name), rel=1e-12)
+    assert torch.autograd.gradcheck(lambda losses: _at(objective, losses, batch, totals), model.losses, atol=1e-7)
+    scores = dict(zip(objective.scores, values[1:].tolist(), strict=True))
+    assert scores["chosen_logp"] == pytest.approx(-0.9) and scores["rejected_logp"] == pytest.approx(-2.1)
+    assert scores["margin"] == pytest.approx(scores["chosen_reward"] - scores["rejected_reward"])
+
+
+def _at(objective, losses, batch, totals):
+    model = Given(LOSSES)
+    model.forward = lambda *_, **__: losses
+    return objective(model, batch, totals)[0]
+
+
+class OneProcess:
+    """What KTO needs of Fabric in one process."""
+
+    device, global_rank = torch.device("cpu"), 0
+
+    def all_reduce(self, values, reduce_op):
+        return values
+
+
+def test_ktos_loss_equals_the_closed_form():
+    def answer(count: int, desirable: bool, reference: float) -> Sample:
+        tokens = torch.ones(count + 1, dtype=torch.int64)
+        targets = torch.cat((torch.tensor([IGNORED]), torch.ones(count, dtype=torch.int64)))
+        return Sample(tokens, targets, desirable=desirable, reference=(reference,))
+
+    samples = [answer(2, True, -2.0), answer(1, False, -0.5), answer(3, True, -4.0)]
+    samples = [replace(sample, mismatch=answer(1, True, -1.3)) for sample in samples]
+    objective = OBJECTIVES["kto"](ARGS)
+    from litft.data.packing import Layout
+
+    objective.before_step(OneProcess(), Given([0.5, 0.9, 0.7]), samples, Layout(8))
+    kl = (3 * 1.3 - 0.5 - 0.9 - 0.7) / 3
+    assert float(objective.kl) == pytest.approx(kl)
+    values = objective(Given(LOSSES[:6]), collate([samples]), objective.totals(samples))
+    ratios = [-1.4 + 2.0, -0.7 + 0.5, -1.8 + 4.0]
+    losses = [
+        1.5 * (1 - sigmoid(0.4 * (ratios[0] - kl))),
+        0.7 * (1 - sigmoid(0.4 * (kl - ratios[1]))),
+        1.5 * (1 - sigmoid(0.4 * (ratios[2] - kl))),
+    ]
+    assert float(values[0]) == pytest.approx(sum(losses) / 3 + 0.2 * (1.4 + 1.8) / 5, rel=1e-6)
+    scores = dict(zip(objective.scores, values[1:].tolist(), strict=True))
+    assert scores["chosen_reward"] == pytest.approx(0.4 * (ratios[0] + ratios[2]) / 2, rel=1e-6)
+    assert scores["rejected_reward"] == pytest.approx(0.4 * ratios[1], rel=1e-6)
+    assert scores["kl"] == pytest.approx(kl) and scores["accuracy"] == pytest.approx(2 / 3)
+    objective.before_step(OneProcess(), Given([1.5, 1.9, 1.7]), samples, Layout(8))
+    assert float(objective.kl) == 0  # a negative estimate
+
+
+WORDS = "once upon a time there was a little girl named Lily who loved to play outside in the park with her dog".split()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory) -> Path:
+    """Forty ragged pairs: the chosen answer has the words in order."""
+    records = [
+        {
+            "prompt": f"Say {n} words",
+            "chosen": " ".join(WORDS[n % 5 : n % 5 + 2 + n % 9]),
+            "rejected": " ".join(WORDS[::-1][n % 7 : n % 7 + 3 + n % 4]),
+        }
+        for n in range(40)
+    ]
+    return write_records(tmp_path_factory.mktemp("pairs") / "pairs.jsonl", records)
+
+
+def flags(base: Path, data: Path, out: Path, kind=LoRAFinetuneArgs, objective: str = "dpo", **values):
+    train = dict(max_steps=4, global_batch_size=8, learning_rate=5e-3) | values.pop("train", {})
+    return kind(
+        checkpoint_dir=str(base),
+        out_dir=str(out),
+        objective=objective,
+        data=DataArgs(path=[str(data)], val_fraction=0.2),
+        train=TrainArgs(**train),
+        eval=EvalArgs(interval=2, max_new_tokens=0),
+        save=SaveArgs(interval=2),
+        **values,
+    )
+
+
+def reference_of(run: Path, part: str = "train") -> dict[int, list[float]]:
+    """The stored log-probabilities of a run, by sample."""
+    (path,) = (run / FOLDER).glob(f"{part}-*.bin")
+    rows = np.fromfile(path, np.float64).reshape(-1, 3)
+    return {int(index): values.tolist() for index, *values in rows.tolist() for values in [np.array(values)]}
+
+
+def plain_log_probs(model: nn.Module, sample: Sample) -> list[float]:
+    """Each side's log-probability from the whole logits of that side alone."""
+    values = []
+    for side in sample.split():
+        with torch.no_grad():
+            log_probs = model(side.tokens[None])[0].double().log_softmax(-1)
+        mask = side.targets != IGNORED
+        values.append(float(log_probs[mask].gather(1, side.targets[mask][:, None]).sum()))
+    return values
+
+
+METHODS = [
+    (LoRAFinetuneArgs, {"lora": LoRAArgs(r=4)}),
+    (FullFinetuneArgs, {}),
+    (AdapterFinetuneArgs, {"adapter": AdapterArgs(start_layer=0)}),
+    (AdapterV2FinetuneArgs, {"adapter": AdapterV2Args(start_layer=0)}),
+]
+
+
+@pytest.mark.parametrize(("kind", "values"), METHODS, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path, kind, values):
+    args = flags(tiny, pairs, tmp_path / "run", kind, **values)
+    finetune(args)
+    data, model = prepare(args)[1].data, litft.load(tiny, precision="fp32")[0]
+    for part, samples in (("train", data.train), ("val", data.val)):
+        stored = reference_of(tmp_path / "run", part)
+        assert len(stored) == min(32, len(samples))
+        for index, actual in stored.items():
+            assert actual == pytest.approx(plain_log_probs(model, samples[index]), rel=1e-6)
+    rows = rows_of(tmp_path / "run")
+    assert rows[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6) and rows[0]["val_margin"] == 0
+    assert rows[1]["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+
+def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(tiny, pairs, tmp_path):
+    adapter = adapted(tiny, tmp_path / "adapter", LoRA(LoRAArgs(r=4)))
+    copy_tokenizer(tiny, adapter)
+    args = flags(adapter, pairs, tmp_path / "run")
+    finetune(args)
+    data, model = prepare(args)[1].data, litft.load(adapter, precision="fp32")[0]
+    base = litft.load(tiny, precision="fp32")[0]
+    stored = reference_of(tmp_path / "run")
+    for index, actual in stored.items():
+        assert actual == pytest.approx(plain_log_probs(model, data.train[index]), rel=1e-6)
+        assert actual != pytest.approx(plain_log_probs(base, data.train[index]), rel=1e-3)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tmp_path, quantize):
+    args = flags(tiny, pairs, tmp_path / "run", quantize=quantize)
+    finetune(args)
+    assert rows_of(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
+    data, model = prepare(args)[1].data, litft.load(tiny, precision="fp32", quantize=quantize)[0]
+    for index, actual in reference_of(tmp_path / "run").items():
+        assert actual == pytest.approx(plain_log_probs(model, data.train[index]), rel=1e-6)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_two_processes_learn_as_one(tiny, pairs, tmp_path, strategy):
+    """Also with labels, whose KL divergence is that of the global batch."""
+    common = f"--checkpoint_dir {tiny} --data.path {pairs} --data.val_fraction 0.2 --train.max_steps 3 "
+    common += "--train.global_batch_size 6 --eval.interval 2 --eval.max_new_tokens 0 --train.learning_rate 0.005"
+    results = {}
+    for name, more in (("one", ""), ("two", f"--devices 2 --strategy {strategy}")):
+        for objective in ("dpo", "kto"):
+            out = f"{name}-{objective}"
+            script(
+                "finetune/lora.py", *common.split(), *more.split(), "--objective", objective, "--out_dir", out, cwd=tmp_path
+            )
+            results[out] = rows_of(tmp_path / out)
+    for objective in ("dpo", "kto"):
+        one, two = results[f"one-{objective}"], results[f"two-{objective}"]
+        for name in (
+            "loss",
+            "val_loss",
+            "margin",
+            "val_margin",
+            "val_accuracy",
+            "grad_norm",
+            *["kl"] * (objective == "kto"),
+        ):
+            expected = [row[name] for row in one if name in row]
+            assert expected and [row[name] for row in two if name in row] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+def test_an_interrupted_run_equals_an_uninterrupted_one(tiny, pairs, tmp_path, objective):
+    common = ["--checkpoint_dir", tiny, "--data.path", pairs, "--data.val_fraction", "0.2", "--objective", objective]
+    common += "--train.max_steps 4 --train.global_batch_size 8 --eval.interval 2 --eval.max_new_tokens 0".split()
+    common += "--save.interval 2 --train.learning_rate 0.005".split()
+    script("finetune/lora.py", *common, "--out_dir", "whole", cwd=tmp_path)
+    kill_after(2, tmp_path / "killed", "finetune/lora.py", *common, "--out_dir", "killed", cwd=tmp_path)
+    for path in (tmp_path / "killed" / FOLDER).glob("train-*"):  # what was lost is computed with the weights of the start
+        path.unlink()
+    script("finetune/lora.py", "--resume", "--out_dir", "killed", cwd=tmp_path)
+    for name in ("adapter_model.safetensors",):
+        whole, killed = ((tmp_path / run / "final" / name).read_bytes() for run in ("whole", "killed"))
+        assert whole == killed
+    timed = ("tokens_per_second", "mfu", "memory_gib", "data_share", "seconds")
+    whole, killed = (
+        [{name: value for name, value in row.items() if name not in timed} for row in rows_of(tmp_path / run)]
+        for run in ("whole", "killed")
+    )
+    assert whole == killed
+
+
+def test_a_run_killed_within_the_reference_resumes_it(tiny, pairs, tmp_path, monkeypatch):
+    args = flags(tiny, pairs, tmp_path / "run")
+    finetune(args)
+    (path,) = (tmp_path / "run" / FOLDER).glob("train-*.bin")
+    stored = path.read_bytes()
+    assert len(stored) == 32 * 3 * 8
+    killed = tmp_path / "killed"
+    (killed / FOLDER).mkdir(parents=True)
+    (killed / "config.yaml").write_bytes((tmp_path / "run" / "config.yaml").read_bytes())
+    marked = np.frombuffer(stored[: 10 * 24], np.float64).copy()
+    marked[1::3] += 1e-9  # as if computed elsewhere: such rows are not computed again
+    (killed / FOLDER / path.name).write_bytes(marked.tobytes() + b"torn")
+    finetune(replace(args, out_dir=str(killed), resume=True))
+    resumed = (killed / FOLDER / path.name).read_bytes()
+    assert len(resumed) == len(stored) and resumed[:240] == marked.tobytes()
+    rows = np.frombuffer(resumed, np.float64).reshape(-1, 3)
+    assert len(set(rows[:, 0])) == 32
+
+
+@pytest.mark.slow
+def test_kill_9_within_the_reference_pass(checkpoints, tmp_path):
+    """The pass over 400 pairs of a real model takes seconds; what was written stays, and the run goes on from there."""
+    records = [{"prompt": f"Tell {n}", "chosen": "Once " * (20 + n % 30), "rejected": "upon " * 30} for n in range(400)]
+    data = write_records(tmp_path / "pairs.jsonl", records)
+    common = ["--checkpoint_dir", checkpoints["stories15M"], "--data.path", data, "--objective", "dpo", "--out_dir", "run"]
+    common += "--train.max_steps 60 --train.global_batch_size 8 --eval.max_new_tokens 0".split()
+    process = start("finetune/lora.py", *common, cwd=tmp_path)
+    folder = tmp_path / "run" / FOLDER
+    while not any(path.stat().st_size for path in folder.glob("train-*.bin")):
+        assert process.poll() is None
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    (path,) = folder.glob("train-*.bin")
+    before = path.read_bytes()
+    assert 0 < len(before) < 24 * 380
+    script("finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "2", cwd=tmp_path)
+    assert path.read_bytes()[: len(before) // 24 * 24] == before[: len(before) // 24 * 24]
+
+
+def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
+    finetune(flags(tiny, pairs, tmp_path / "run", train={"max_steps": 30, "learning_rate": 1e-2, "global_batch_size": 16}))
+    rows = rows_of(tmp_path / "run")
+    last = rows[-1]
+    assert last["val_accuracy"] >= 0.9 and last["val_margin"] > 0.5 and "val_perplexity" not in last
+    assert last["val_margin"] == pytest.approx(last["val_chosen_reward"] - last["val_rejected_reward"], rel=1e-6)
+    page = (tmp_path / "run" / "report.html").read_text("utf-8")
+    for text in ("Accuracy: the chosen answer", "Margin between the rewards", "<th>accuracy</th>", "validation accuracy"):
+        assert text in page
+
+
+def test_log_probs_of_a_torn_file_are_read_up_to_the_tear(tmp_path):
+    file = LogProbFile(tmp_path / "x" / "y.bin", 1)
+    file.append([3, 1], np.array([[-1.0], [-2.0]]))
+    with file.path.open("ab") as stream:
+        stream.write(b"12345")
+    values = np.full((5, 1), np.nan)
+    file.read_into(values)
+    assert values[[1, 3], 0].tolist() == [-2.0, -1.0] and np.isnan(values[[0, 2, 4]]).all()
+    assert file.path.stat().st_size == 32
+
+
+def test_flags_without_a_meaning_are_refused(tiny, pairs, tmp_path):
+    cases = {
+        "--preference.gamma applies only to --objective simpo": {"preference": PreferenceArgs(gamma=2.0)},
+        "--preference.beta 0": {"preference": PreferenceArgs(beta=0.0)},
+        "--data.mask_prompt false": {"data": DataArgs(path=[str(pairs)], mask_prompt=False)},
+        "--train.label_smoothing 0.1": {"train": TrainArgs(label_smoothing=0.1)},
+    }
+    for message, values in cases.items():
+        problems = replace(flags(tiny, pairs, tmp_path / "run"), **values).problems()
+        assert any(problem.startswith(message) for problem in problems), message
+    supervised = replace(flags(tiny, pairs, tmp_path / "run", objective="sft"), preference=PreferenceArgs(beta=0.2))
+    assert any("--preference.beta applies only to" in problem for problem in supervised.problems())
+
+
+def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_path):
+    expected = {(LoRAFinetuneArgs, "dpo"): 5e-5, (FullFinetuneArgs, "dpo"): 5e-6, (LoRAFinetuneArgs, "simpo"): 1e-5}
+    for (kind, objective), rate in expected.items():
+        args = flags(tiny, pairs, tmp_path / "run", kind, objective, train={"learning_rate": None})
+        assert prepare(args)[0].args.train.learning_rate == pytest.approx(rate)
+    supervised = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(ROOT / "litft" / "demo")]))
+    assert prepare(supervised)[0].args.train.learning_rate == 2e-4
