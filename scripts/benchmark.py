@@ -156,7 +156,7 @@ def write_setup(args: BenchmarkArgs, device: str, folder: Path) -> dict[str, Any
         "adapter": str(folder / "adapter") if shares_adapter else None,
         "samples": str(folder / "samples.json"),
         "longest": max(len(tokens) for tokens, *_ in samples),
-        "room": limit * (1 if args.objective == "sft" else 2) if packs else None,
+        "room": limit if packs else None,
         "objective": args.objective,
         "rows": args.train.micro_batch_size or (1 if packs else 4),
         "recomputed": args.train.activation_checkpointing,

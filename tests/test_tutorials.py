@@ -183,6 +183,15 @@ def test_the_guide_to_serving(clone):
 
 
 @pytest.mark.slow
+def test_the_guide_to_preferences(clone):
+    folder, paths = clone
+    first, shown = run_guide("finetune_preferences.md", folder, paths)
+    assert "validation accuracy" in first and "| accuracy over the base |" in first and ", rejected: " in shown
+    row = next(row for row in rows_of(folder / "out" / "dpo") if row["val_loss"])
+    assert float(row["val_loss"]) == pytest.approx(0.693147, abs=1e-5)
+
+
+@pytest.mark.slow
 def test_the_guide_to_scores(clone):
     examples, task = run_guide("evaluate.md", *clone)
     assert "exact_match" in examples and re.search(r"base \| +tuned", examples) and "expected:" in examples
@@ -239,6 +248,11 @@ def test_benchmark_script(shared, tmp_path):
     (config / "config.json").write_text((stories / "config.json").read_text())
     done = script(*words, "--checkpoint_dir", config, "--method", "full", cwd=tmp_path)
     assert "| litft |" in done.stdout
+    pairs = tmp_path / "pairs.json"
+    pairs.write_text(json.dumps([{"prompt": r["instruction"], "chosen": r["output"], "rejected": "No."} for r in RECORDS]))
+    flags = ["--checkpoint_dir", stories, "--data.path", pairs, "--objective", "dpo", "--peer", "trl"]
+    done = script(*words, *flags, "--out", tmp_path / "trl.json", cwd=tmp_path)
+    assert set(json.loads((tmp_path / "trl.json").read_text())["figures"]) == {"litft", "trl", "trl, precomputed"}
     done = script(*real, "--peer", "nobody", cwd=tmp_path, code=2)
     assert "--peer nobody: neither a peer nor a commit" in done.stderr
 

@@ -40,11 +40,6 @@ class DataSplits:
     context: int  # the model's maximum number of tokens
     kind: str = "supervised"  # or "pairs", "labels": see `Encoder`
 
-    @property
-    def row_tokens(self) -> int:
-        """The most tokens of a row of packed samples; a pair has two documents, each within the limit."""
-        return self.limit * (2 if self.kind == "pairs" else 1)
-
     def count(self, *notes: str) -> int:
         """Return the number of examples in both splits with any of these notes."""
         return sum(report.notes.get(note, [0])[0] for report in self.reports.values() for note in notes)

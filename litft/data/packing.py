@@ -64,7 +64,7 @@ class Layout:
     """How a set of samples becomes micro-batches."""
 
     rows: int  # the most rows of a micro-batch
-    row_tokens: int | None = None  # tokens of a row, into which samples are packed; None: a row is one sample
+    row_tokens: int | None = None  # tokens of a row of packed samples, or of one longer pair; None: a row is one sample
     ranks: int = 1
 
     def plan(self, lengths: Sequence[int]) -> list[list[list[int]]]:
@@ -115,6 +115,8 @@ def num_slots(lengths: np.ndarray, rows: list[list[int]]) -> int:
 
 def pack(lengths: Sequence[int], row_tokens: int, ranks: int = 1) -> list[list[int]]:
     """Pack samples into few rows of at most `row_tokens` tokens, as even as possible, and return rows of sample indices.
+
+    A longer sample, which only a pair can be, is a row of its own.
 
     Best fit decreasing finds the number of rows, which is within 11/9 of the minimum (Johnson, 1973). The rows are then
     filled again, each sample into the emptiest row (Graham, 1969), if no row exceeds `row_tokens` that way: rows of equal

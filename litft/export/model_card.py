@@ -14,6 +14,7 @@ from litft.args import FinetuneArgs
 from litft.checkpoints.hub import HubId, fetch, hub_id
 from litft.data.sources import hub_dataset
 from litft.pretrained import PretrainedFolder, resolve
+from litft.training.objectives import OBJECTIVES
 
 # the settings table lists these flags always, and those of LISTED_GROUPS if they differ from their defaults
 ALWAYS_LISTED = (
@@ -30,13 +31,6 @@ UNLISTED = ("path", "val_path", "template", "log_interval", "micro_batch_size") 
 TITLES = {"lora": "LoRA", "adapter": "LLaMA-Adapter", "adapter_v2": "LLaMA-Adapter v2", "full": "full fine-tuning"}
 
 
-PREFERENCE_TITLES = {
-    "dpo": "DPO, [2305.18290](https://arxiv.org/abs/2305.18290)",
-    "ipo": "IPO, [2310.12036](https://arxiv.org/abs/2310.12036)",
-    "simpo": "SimPO, [2405.14734](https://arxiv.org/abs/2405.14734)",
-    "orpo": "ORPO, [2403.07691](https://arxiv.org/abs/2403.07691)",
-    "kto": "KTO, [2402.01306](https://arxiv.org/abs/2402.01306)",
-}
 VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # supported values of vLLM's --max-lora-rank
 
 
@@ -108,7 +102,8 @@ def _about(info: CardInfo) -> Iterator[str]:
     commit = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
     method = f" by {TITLES[info.method]}" if info.method else ""
     if info.args and info.args.objective != "sft":
-        method += f" from preferences ({PREFERENCE_TITLES[info.args.objective]})"
+        objective = OBJECTIVES[info.args.objective]
+        method += f" from preferences with {objective.title} ([{objective.paper}](https://arxiv.org/abs/{objective.paper}))"
     if info.args or info.source.adapter:
         what = "An adapter for" if info.source.adapter else "A model derived from"
         yield f"{what} {link}{commit}, trained{method} with litft {__version__}.\n"

@@ -103,7 +103,7 @@ def packing_line(schedule: Schedule) -> str:
         for batch in schedule.layout.plan(lengths.tolist()):
             slots, rows = slots + num_slots(lengths, batch), rows + len(batch)
     room = (
-        f"packed into rows of at most {schedule.data.row_tokens:,} tokens"
+        f"packed into rows of at most {schedule.data.limit:,} tokens"
         if schedule.layout.row_tokens
         else "a row for each example"
     )
@@ -141,7 +141,9 @@ def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float
         yield note
     recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
     yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
-    yield time_line(schedule.flops(plan.flops), settings.slowdown, "the run", chip, peak, schedule.layout.ranks)
+    yield time_line(
+        schedule.flops(plan.flops, setup.objective), settings.slowdown, "the run", chip, peak, schedule.layout.ranks
+    )
     if plan.memory.peak > settings.device_bytes:
         flag = "--train.micro_batch_size" if schedule.layout.rows > 1 else "--data.max_seq_length"
         yield f"warning: that is more than the {format_bytes(settings.device_bytes)} there are; lower {flag}"

@@ -97,20 +97,33 @@ class Flops:
             "full": sum(2 * size for size, _, _ in matrices) + mixers,
         }
         self.per_target = 2 * head.numel() * (3 if head.requires_grad else 2)
+        self.forward_per_target = 2 * head.numel()
         config = model.config
         # QK and PV of each pair of a query and a key; backward costs twice the forward
         self.windows = [(layer.window, 2 * config.pair_dims(layer) * 3) for layer in config.layers]
 
     def __call__(self, samples: Sequence[Sample]) -> float:
-        """Return the FLOPs of one step over `samples`."""
+        """Return the FLOPs of one step over `samples`, and of a forward pass over their mismatches."""
         lengths = [length for sample in samples for length in sample.documents or (sample.tokens.numel(),)]
-        return self.for_lengths(lengths, [sample.supervised for sample in samples])
+        mismatches = [sample.mismatch for sample in samples if sample.mismatch is not None]
+        forward = (
+            self.forward(*zip(*((m.tokens.numel(), m.supervised) for m in mismatches), strict=True)) if mismatches else 0
+        )
+        return self.for_lengths(lengths, [sample.supervised for sample in samples]) + forward
 
     def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
         """Return the FLOPs over documents with these lengths, and counts of target tokens."""
+        return float(self.per_token * np.sum(lengths) + self.per_target * np.sum(supervised) + self._attention(lengths))
+
+    def forward(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
+        """Return the FLOPs of a forward pass without a backward pass."""
+        head, per_token = self.forward_per_target * np.sum(supervised), self.recompute_per_token["full"]
+        return float(per_token * np.sum(lengths) + head + self._attention(lengths) / 3)
+
+    def _attention(self, lengths: Sequence[int]) -> float:
+        """Return the FLOPs of attention, forward and backward."""
         lengths = np.asarray(lengths, np.float64)
-        attention = sum(_attention_pairs(lengths, window).sum() * per_pair for window, per_pair in self.windows)
-        return float(self.per_token * lengths.sum() + self.per_target * np.sum(supervised) + attention)
+        return sum(_attention_pairs(lengths, window).sum() * per_pair for window, per_pair in self.windows)
 
 
 def _num_weights(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter) -> int:

@@ -279,15 +279,15 @@ class Recorder:
             machine=machine_lines(self.fabric.device, self.fabric.world_size),
             lengths=histogram(self.schedule.data.train.lengths),
             answers=self.validation.answers,
-            loss="Loss per token" if self.args.objective == "sft" else f"Loss ({self.args.objective})",
+            loss="Loss per token" if self.args.objective == "sft" else f"Loss ({self.setup.objective.title})",
         )
         write_report(self.folder, report)
 
     @property
     def _title(self) -> str:
         """The method, and the objective if it is not the supervised one."""
-        objective = self.args.objective
-        return self.setup.method.title + ("" if objective == "sft" else f", {objective}")
+        objective = self.setup.objective
+        return self.setup.method.title + ("" if objective.data == "supervised" else f", {objective.title}")
 
     def close_logger(self, status: str) -> None:
         """Report the run's end, "success" or "failed", to the logger."""

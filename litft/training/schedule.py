@@ -10,6 +10,7 @@ from litft.data.packing import Layout, num_slots
 from litft.data.sampler import Sampler, largest_micro_batch
 from litft.training.flops import Flops
 from litft.training.memory_trace import Shape
+from litft.training.objectives import Objective
 
 
 class Schedule:
@@ -77,19 +78,22 @@ class Schedule:
         """The number of tokens of each of a step's samples."""
         return self.data.train.lengths[self.step_indices(step)]
 
-    def flops(self, flops: Flops) -> float:
-        """FLOPs of the whole run, from its first 200,000 samples."""
+    def flops(self, flops: Flops, objective: Objective) -> float:
+        """FLOPs of the whole run, from its first 200,000 samples, with the forward passes that its objective needs."""
         train = self.data.train
         numbers = self.order.indices(0, min(self.samples, 200_000))
-        return flops.for_lengths(train.document_lengths(numbers), train.supervised[numbers]) * self.samples / len(numbers)
+        counts = train.document_lengths(numbers), train.supervised[numbers]
+        passes = len(set(numbers)) / len(numbers) if objective.needs_reference else 0.0
+        passes += 2.0 if objective.needs_mismatches else 0.0  # each mismatch, in the reference and in its step
+        return (flops.for_lengths(*counts) + passes * flops.forward(*counts)) * self.samples / len(numbers)
 
 
 def initial_layout(args: FinetuneArgs, data: DataSplits, ranks: int) -> Layout:
     """The layout that the flags ask for; without packing where no two samples fit into a row."""
     rows, two_shortest = args.train.micro_batch_size, np.sort(data.train.lengths)[:2]
-    packs = args.data.packing and (len(two_shortest) < 2 or two_shortest.sum() <= data.row_tokens)
+    packs = args.data.packing and (len(two_shortest) < 2 or two_shortest.sum() <= data.limit)
     rows = (1 if args.data.packing else 4) if rows in (None, "auto") else rows
-    return Layout(rows, data.row_tokens if packs else None, ranks)
+    return Layout(rows, data.limit if packs else None, ranks)
 
 
 def planned_samples(train: TrainArgs, size: int) -> int:

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from litft.model import loss as loss_module
-from litft.model.loss import IGNORED, summed_cross_entropy
+from litft.model.loss import IGNORED, summed_cross_entropy, token_cross_entropy
 
 
 def unchunked_loss(hidden, head, targets, softcap=None, smoothing=0.0):
@@ -44,6 +44,48 @@ def test_loss_and_gradients_equal_the_unchunked_ones(batch, bias, frozen, softca
     for actual, expected in zip(*results, strict=True):
         if expected is not None:
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+class Doubled(nn.Linear):
+    """A head that computes its own logits."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Doubled])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_token_losses_and_their_gradients_equal_the_unchunked_ones(batch, kind, frozen, softcap):
+    """Each token's loss has another weight, which is only known after all losses are."""
+    hidden, targets = batch
+    head = kind(12, 50).requires_grad_(not frozen)
+    weights = torch.linspace(-1, 2, int((targets != IGNORED).sum()))
+    results = []
+    for chunked in (True, False):
+        hidden_states = hidden.clone().requires_grad_()
+        head.zero_grad()
+        if chunked:
+            losses = token_cross_entropy(hidden_states, head, targets, softcap)
+        else:
+            logits = loss_module.apply_softcap(head(hidden_states), softcap)[targets != IGNORED]
+            losses = nn.functional.cross_entropy(logits, targets[targets != IGNORED], reduction="none")
+        (losses * weights).sum().pow(2).backward()
+        results.append([losses, hidden_states.grad, *(p.grad for p in head.parameters())])
+    for actual, expected in zip(*results, strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_token_losses_of_a_frozen_head_keep_one_tensor(batch):
+    hidden, targets = batch
+    head, hidden = nn.Linear(12, 50).requires_grad_(False), hidden.requires_grad_()
+    saved = token_cross_entropy(hidden, head, targets).grad_fn.saved_tensors
+    assert [tuple(tensor.shape) for tensor in saved] == [(int((targets != IGNORED).sum()), 12)]
+    losses = token_cross_entropy(hidden, head, torch.full_like(targets, IGNORED))
+    losses.sum().backward()
+    assert losses.shape == (0,) and torch.equal(hidden.grad, torch.zeros_like(hidden))
 
 
 @pytest.mark.parametrize("softcap", [None, 0.7])

@@ -1,5 +1,6 @@
 """Learning from preferences: the objectives' closed forms, the reference, resumed runs, metrics and memory."""
 
+import json
 import math
 import signal
 from dataclasses import replace
@@ -32,7 +33,7 @@ from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
 from litft.training.finetune import finetune, prepare
 from litft.training.objectives import OBJECTIVES, Totals
-from litft.training.references import FOLDER, LogProbFile
+from litft.training.references import FOLDER, LogProbFile, References
 
 
 class Given(nn.Module):
@@ -332,6 +333,9 @@ def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
     last = rows[-1]
     assert last["val_accuracy"] >= 0.9 and last["val_margin"] > 0.5 and "val_perplexity" not in last
     assert last["val_margin"] == pytest.approx(last["val_chosen_reward"] - last["val_rejected_reward"], rel=1e-6)
+    card = script("scripts/upload.py", "--checkpoint_dir", "run", "--repo_id", "me/mine", "--dry_run", cwd=tmp_path).stdout
+    assert "trained by LoRA from preferences with DPO ([2305.18290]" in card
+    assert f"| validation accuracy, at the end | {last['val_accuracy']:.1%} |" in card
     page = (tmp_path / "run" / "report.html").read_text("utf-8")
     for text in ("Accuracy: the chosen answer", "Margin between the rewards", "<th>accuracy</th>", "validation accuracy"):
         assert text in page
@@ -346,6 +350,20 @@ def test_log_probs_of_a_torn_file_are_read_up_to_the_tear(tmp_path):
     file.read_into(values)
     assert values[[1, 3], 0].tolist() == [-2.0, -1.0] and np.isnan(values[[0, 2, 4]]).all()
     assert file.path.stat().st_size == 32
+
+
+def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
+    """Each position of the stream has the answer of another example, and another one in the next epoch."""
+    args = flags(tiny, pairs, tmp_path / "run", objective="kto", train={"epochs": 2, "max_steps": None})
+    partners = {}
+    for seed in (42, 42, 43):
+        setup, schedule, _ = prepare(replace(args, seed=seed))
+        references = References(setup.objective, schedule, 0)
+        drawn = [references._train_partners(position) for position in range(schedule.samples)]
+        assert partners.setdefault(seed, drawn) == drawn and all(i != j for i, j in drawn)
+        assert [i for i, _ in drawn] == schedule.order.indices(0, schedule.samples)
+    size = len(partners[42]) // 2
+    assert partners[42] != partners[43] and dict(partners[42][:size]) != dict(partners[42][size:])
 
 
 def test_flags_without_a_meaning_are_refused(tiny, pairs, tmp_path):
@@ -369,3 +387,20 @@ def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_
         assert prepare(args)[0].args.train.learning_rate == pytest.approx(rate)
     supervised = LoRAFinetuneArgs(checkpoint_dir=str(tiny), data=DataArgs(path=[str(ROOT / "litft" / "demo")]))
     assert prepare(supervised)[0].args.train.learning_rate == 2e-4
+
+
+@pytest.mark.slow
+def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
+    """The run's own held-out pairs without flags; a file of pairs is recognised by its fields."""
+    finetune(flags(tiny, pairs, tmp_path / "run", train={"max_steps": 20, "learning_rate": 1e-2}))
+    script("scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path)
+    scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
+    last = rows_of(tmp_path / "run")[-1]
+    assert scores["tuned"]["margin over the base"] * 0.1 == pytest.approx(last["val_margin"], rel=1e-4)
+    assert scores["tuned"]["accuracy over the base"] == last["val_accuracy"]
+    data, model = prepare(flags(tiny, pairs, tmp_path / "x"))[1].data, litft.load(tiny, precision="fp32")[0]
+    expected = np.array([plain_log_probs(model, data.val[n]) for n in range(len(data.val))])
+    assert scores["base"]["margin"] == pytest.approx(float((expected[:, 0] - expected[:, 1]).mean()), rel=1e-5)
+    script("scripts/run_eval.py", "--checkpoint_dir", tiny, "--data.path", pairs, "--out", "file.json", cwd=tmp_path)
+    (only,) = json.loads((tmp_path / "file.json").read_text())["scores"].values()
+    assert only["pairs"] == 40 and 0 <= only["accuracy"] <= 1

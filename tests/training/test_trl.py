@@ -17,7 +17,6 @@ from litft.training import references
 from litft.training.finetune import finetune, prepare
 from litft.training.trainer import Trainer, accumulate
 
-trl = pytest.importorskip("trl")
 pytestmark = pytest.mark.slow
 STEPS, BATCH, RATE = 10, 8, 3e-4
 TEMPLATE = (
@@ -113,6 +112,7 @@ def first_gradients(args: LoRAFinetuneArgs, folder: Path) -> dict[str, torch.Ten
 
 def trl_trainer(objective: str, adapter: Path, data: Path, order: list[int]):
     """TRL's trainer for the same run; order: of the records."""
+    import trl
     from datasets import Dataset
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -15,6 +15,8 @@ class DPO(PairObjective):
     """
 
     name = "dpo"
+    title = "DPO"
+    paper = "2305.18290"
     needs_reference = True
     full_learning_rate = 5e-6
 

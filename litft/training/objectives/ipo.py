@@ -13,6 +13,8 @@ class IPO(PairObjective):
     """
 
     name = "ipo"
+    title = "IPO"
+    paper = "2310.12036"
     needs_reference = True
     full_learning_rate = 5e-6
 

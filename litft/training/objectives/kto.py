@@ -20,6 +20,8 @@ class KTO(Objective):
     """
 
     name = "kto"
+    title = "KTO"
+    paper = "2402.01306"
     data = "labels"
     needs_reference = needs_mismatches = True
     scores = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "kl")

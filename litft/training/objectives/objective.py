@@ -33,6 +33,8 @@ class Objective:
     """
 
     name: ClassVar[str]
+    title: ClassVar[str]
+    paper: ClassVar[str | None] = None  # its number on arXiv
     data: ClassVar[Literal["supervised", "pairs", "labels"]]  # what its samples are, see `Encoder`
     needs_reference: ClassVar[bool] = False  # the samples have the log-probabilities of the model at the start
     needs_mismatches: ClassVar[bool] = False  # the samples have the answers of others

@@ -15,6 +15,8 @@ class ORPO(PairObjective):
     """
 
     name = "orpo"
+    title = "ORPO"
+    paper = "2403.07691"
     full_learning_rate = 8e-6
 
     @property

@@ -14,6 +14,8 @@ class SimPO(PairObjective):
     """
 
     name = "simpo"
+    title = "SimPO"
+    paper = "2405.14734"
     full_learning_rate = 1e-6
 
     @property

@@ -13,6 +13,7 @@ class Supervised(Objective):
     """The mean cross-entropy of the target tokens."""
 
     name = "sft"
+    title = "supervised"
     data = "supervised"
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
