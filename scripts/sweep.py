@@ -72,7 +72,7 @@ def halves() -> list[Cell]:
     """Return three cells per method: half, once and twice its default learning rate."""
     cells = []
     for method, args in METHODS.items():
-        rate = args().train.learning_rate
+        rate = args.default_learning_rate
         cells += [
             Cell(f"{method} {part:g} x {rate:g}", method, f"--train.learning_rate {rate * part}") for part in (0.5, 1, 2)
         ]

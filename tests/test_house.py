@@ -29,7 +29,7 @@ LAYERS = [
 LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in layer}
 # within a component, a file imports only files to its left
 ORDER = """
-args: checks sampling methods processes data preference finetune plan inference serving evaluation export hub parser
+args: checks sampling methods processes data preference finetune plan inference serving evaluation export hub aliases parser
 model: config_file rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
  packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
  quantization

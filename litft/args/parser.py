@@ -17,6 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from litft import args as flags
 from litft import run_dir
+from litft.args.aliases import explain
 from litft.args.finetune import FINETUNE
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -97,6 +98,7 @@ def _read_argv(argv: list[str], flag_types: dict[str, Any]) -> tuple[list[tuple[
         if not word.startswith("--"):
             problems.append(f"{word!r} is no flag: flags start with --")
             continue
+        name = _full_name(name, flag_types)
         if not equals:
             is_bare = flag_types.get(name) in (bool, bool | None) and (
                 not words or words[0].lower() not in ("true", "false")
@@ -106,7 +108,7 @@ def _read_argv(argv: list[str], flag_types: dict[str, Any]) -> tuple[list[tuple[
             file_values, file_problems = _read_config(value, flag_types)
             values, problems = values + file_values, problems + file_problems
         elif name not in flag_types:
-            problems.append(_unknown_flag(name, flag_types))
+            problems.append(_unknown_flag(name, flag_types, value))
         elif value is None:
             problems.append(f"--{name} needs a value")
         else:
@@ -164,10 +166,11 @@ def _read_config(path: str | Path | None, flag_types: dict[str, Any]) -> tuple[l
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
-        entries = dict(_flatten(content))
+        entries = {_full_name(name, flag_types): value for name, value in _flatten(content)}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
-    problems = [f"{path}: {_unknown_flag(name, flag_types)}" for name in entries if name not in flag_types]
+    unknown = {name: _as_text(value) for name, value in entries.items() if name not in flag_types}
+    problems = [f"{path}: {_unknown_flag(name, flag_types, value)}" for name, value in unknown.items()]
     texts = {name: _as_text(value) for name, value in entries.items() if name in flag_types}
     lists = {name: value for name, value in entries.items() if name in texts and get_origin(flag_types[name]) is list}
     for name, value in lists.items():
@@ -195,7 +198,16 @@ def _as_text(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
 
 
-def _unknown_flag(name: str, flag_types: dict[str, Any]) -> str:
+def _full_name(name: str, flag_types: dict[str, Any]) -> str:
+    """Return the dotted name of a flag that is given without its group, if only one group has it."""
+    matches = [flag for flag in flag_types if flag.rpartition(".")[2] == name] if name not in flag_types else []
+    return matches[0] if len(matches) == 1 else name
+
+
+def _unknown_flag(name: str, flag_types: dict[str, Any], value: str | None = None) -> str:
+    """Return a message about a flag that does not exist: what another program's is called here, or the nearest names."""
+    if "data.path" in flag_types and "train.epochs" in flag_types and (message := explain(name, value)):
+        return message
     matches = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.5)
     matches = matches or [flag for flag in flag_types if flag.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     return f"--{name} does not exist" + (f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags")

@@ -64,10 +64,15 @@ class Trl(Contender):
 
 def _pair(tokens: list[int], targets: list[int], lengths: list[int]) -> dict[str, Any]:
     """Return the ids of the prompt and of both answers."""
-    prompt = next(n for n, target in enumerate(targets) if target >= 0) + 1
-    (first, _), (end, last) = lengths, (targets[lengths[0] - 1], targets[-1])
-    chosen, rejected = [*tokens[:first], max(end, 0)], [*tokens[first:], max(last, 0)]
-    return {"prompt_ids": chosen[:prompt], "chosen_ids": chosen[prompt:], "rejected_ids": rejected[prompt:]}
+    first = lengths[0]
+    (prompt, chosen), (_, rejected) = (_split(tokens[part], targets[part]) for part in (slice(first), slice(first, None)))
+    return {"prompt_ids": prompt, "chosen_ids": chosen, "rejected_ids": rejected}
+
+
+def _split(tokens: list[int], targets: list[int]) -> tuple[list[int], list[int]]:
+    """Return the ids of the prompt and of the answer; what a template adds after the answer is left out."""
+    learned = [n for n, target in enumerate(targets) if target >= 0]
+    return tokens[: learned[0] + 1], targets[learned[0] : learned[-1] + 1]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from conftest import ROOT, refused, script
 
 import litft
 from litft import args as flags
+from litft.args import parser
+from litft.args.aliases import ALIASES, explain
+from litft.args.finetune import FINETUNE, LoRAFinetuneArgs
 from litft.args.parser import _flag_types, parse
 from litft.cli import COMMANDS, run
 
@@ -136,7 +139,7 @@ def test_print_config_can_be_passed_back(tmp_path):
     "words, messages",
     [
         ("--train.learnin_rate 1", ["--train.learnin_rate does not exist; did you mean --train.learning_rate?"]),
-        ("--learning_rate 1", ["did you mean --train.learning_rate?"]),
+        ("--learning_rat 1", ["did you mean --train.learning_rate?"]),
         ("--lora.r many --devices x", ["--lora.r many: expected a whole number", "--devices x: expected a whole number"]),
         ("--strategy magic", ["--strategy magic: expected auto or ddp"]),
         ("--lora.r 0 --train.max_grad_norm -1", ["--lora.r 0: must be at least 1", "must not be negative"]),
@@ -318,3 +321,33 @@ def test_gpu_memory_is_allocated_in_expandable_segments(tmp_path):
         env = {name: value for name, value in os.environ.items() if "ALLOC_CONF" not in name} | user_env
         done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, cwd=tmp_path)
         assert done.stdout.splitlines()[-1] == expected
+
+
+def test_flags_of_other_programs_are_translated(capsys):
+    """The message has the flag and its value; every flag that it names exists."""
+    types = {name: kind for cls in FINETUNE.values() for name, kind in parser._flag_types(cls).items()}
+    assert len(ALIASES) >= 60
+    for name, alias in ALIASES.items():
+        words = alias.flags.split()
+        names = [word.removeprefix("--") for word in words if word.startswith("--")]
+        assert names and set(names) <= types.keys(), name
+        assert parser._full_name(name, types) not in types, f"{name} is a flag here"
+        assert alias.flags.format(value="7") in explain(name, "7")
+    with pytest.raises(ValueError) as error:
+        parser.parse(LoRAFinetuneArgs, "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split())
+    lines = str(error.value).splitlines()
+    assert lines[0] == "--lr does not exist; here it is --train.learning_rate 1e-4"
+    assert lines[1].startswith("--fsdp does not exist; here it is --strategy fsdp (--devices 2")
+    assert lines[2] == "--load_in_4bit does not exist; here it is --quantize nf4"
+    assert lines[3].startswith("--lora.rank does not exist; did you mean --lora.")
+
+
+def test_a_flag_needs_its_group_only_where_several_have_it(tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("max_steps: 7\n")
+    words = ["--checkpoint_dir", "m", "--path", "d", "--learning_rate", "0.5", "--rslora", "--config", str(config)]
+    args = parser.parse(LoRAFinetuneArgs, [*words, "--seed", "3"])
+    assert (args.train.learning_rate, args.data.path, args.lora.rslora, args.train.max_steps) == (0.5, ["d"], True, 7)
+    assert (args.seed, args.data.seed) == (3, 42)
+    with pytest.raises(ValueError, match="--interval does not exist"):
+        parser.parse(LoRAFinetuneArgs, [*words, "--interval", "3"])

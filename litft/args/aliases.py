@@ -1,0 +1,124 @@
+"""Flags of transformers, TRL, PEFT, litgpt, axolotl, LLaMA-Factory and unsloth, and what they are called here."""
+
+from typing import NamedTuple
+
+
+class Alias(NamedTuple):
+    """What a flag of another program is here."""
+
+    flags: str  # with {value} for the value, if it carries over
+    note: str = ""  # where the meaning differs
+
+
+_MICRO = "litft's counts rows per device; it changes speed and memory, never the result"
+_GLOBAL = "the global batch is given directly: micro-batches x devices x accumulation steps"
+_STEPS = "an interval in steps"
+_STRATEGY = "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp if the model does not fit"
+_LOAD = "the model is a folder or a hub id"
+
+ALIASES: dict[str, Alias] = {
+    # model and output
+    "model": Alias("--checkpoint_dir {value}", _LOAD),
+    "model_name": Alias("--checkpoint_dir {value}", _LOAD),
+    "model_name_or_path": Alias("--checkpoint_dir {value}", _LOAD),
+    "base_model": Alias("--checkpoint_dir {value}", _LOAD),
+    "adapter_name_or_path": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
+    "output_dir": Alias("--out_dir {value}"),
+    "overwrite_output_dir": Alias("--overwrite"),
+    "resume_from_checkpoint": Alias("--resume --out_dir RUN", "a run continues from its newest checkpoint"),
+    "run_name": Alias("--out_dir out/{value}", "W&B also reads WANDB_NAME"),
+    # data
+    "dataset": Alias("--data.path {value}", "a file, a folder or a hub id"),
+    "dataset_name": Alias("--data.path {value}", "a file, a folder or a hub id"),
+    "data": Alias("--data.path {value}", "a file, a folder or a hub id"),
+    "train_file": Alias("--data.path {value}"),
+    "validation_file": Alias("--data.val_path {value}"),
+    "eval_dataset": Alias("--data.val_path {value}"),
+    "val_set_size": Alias("--data.val_fraction {value}", "a fraction, not a count"),
+    "val_size": Alias("--data.val_fraction {value}", "a fraction, not a count"),
+    "val_split_fraction": Alias("--data.val_fraction {value}"),
+    "cutoff_len": Alias("--data.max_seq_length {value}"),
+    "max_length": Alias("--data.max_seq_length {value}"),
+    "sequence_len": Alias("--data.max_seq_length {value}"),
+    "model_max_length": Alias("--data.max_seq_length {value}"),
+    "sample_packing": Alias("--data.packing {value}", "it is on by default; packed examples do not attend to each other"),
+    "chat_template": Alias("--data.template {value}", "the checkpoint's own is the default"),
+    "prompt_style": Alias("--data.template {value}"),
+    "train_on_inputs": Alias("--data.mask_prompt false", "with false, prompts are learned too"),
+    "completion_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
+    "assistant_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
+    "mask_history": Alias("--data.train_on last"),
+    # steps and batches
+    "num_train_epochs": Alias("--train.epochs {value}"),
+    "num_epochs": Alias("--train.epochs {value}"),
+    "per_device_train_batch_size": Alias("--train.micro_batch_size {value}", _MICRO),
+    "batch_size": Alias("--train.global_batch_size {value}", "the examples of a step on all devices"),
+    "gradient_accumulation_steps": Alias("--train.global_batch_size N", _GLOBAL),
+    "gradient_accumulation_iters": Alias("--train.global_batch_size N", _GLOBAL),
+    "eval_steps": Alias("--eval.interval {value}", _STEPS),
+    "eval_strategy": Alias("--eval.interval N", _STEPS),
+    "evals_per_epoch": Alias("--eval.interval N", _STEPS),
+    "save_steps": Alias("--save.interval {value}", _STEPS),
+    "save_strategy": Alias("--save.interval N", _STEPS),
+    "save_total_limit": Alias("--save.keep_last {value}"),
+    "load_best_model_at_end": Alias("--save.best", "the best weights are written to best/"),
+    "logging_steps": Alias("--train.log_interval {value}"),
+    "early_stopping_patience": Alias("--eval.patience {value}", "validations without a new lowest loss"),
+    "report_to": Alias("--logger {value}"),
+    "wandb_project": Alias("--logger wandb --logger_project {value}"),
+    # optimization
+    "lr": Alias("--train.learning_rate {value}"),
+    "lr_scheduler": Alias("--train.lr_schedule {value}", "cosine, linear, constant or wsd"),
+    "lr_scheduler_type": Alias("--train.lr_schedule {value}", "cosine, linear, constant or wsd"),
+    "warmup_ratio": Alias("--train.warmup_fraction {value}"),
+    "warmup_steps": Alias("--train.warmup_fraction F", "a fraction of all steps, 0.05 by default"),
+    "min_lr": Alias("--train.min_lr_ratio R", "a fraction of the peak learning rate"),
+    "optim": Alias("--train.optimizer {value}", "adamw, adamw_8bit, lion, adafactor, muon, sgd, schedule_free"),
+    "max_norm": Alias("--train.max_grad_norm {value}"),
+    "gradient_clipping": Alias("--train.max_grad_norm {value}"),
+    "neftune_noise_alpha": Alias("--train.neftune_alpha {value}"),
+    "label_smoothing_factor": Alias("--train.label_smoothing {value}"),
+    "gradient_checkpointing": Alias("--train.activation_checkpointing full", "auto recomputes no more than memory needs"),
+    "torch_compile": Alias("--train.compile {value}", "it is on by default on a GPU"),
+    # LoRA
+    "lora_r": Alias("--lora.r {value}"),
+    "lora_rank": Alias("--lora.r {value}"),
+    "lora_alpha": Alias("--lora.alpha {value}"),
+    "lora_dropout": Alias("--lora.dropout {value}"),
+    "lora_target": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
+    "lora_target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
+    "target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
+    "use_rslora": Alias("--lora.rslora"),
+    "use_dora": Alias("--lora.dora"),
+    "init_lora_weights": Alias("--lora.init {value}", "default, pissa or olora"),
+    "loraplus_lr_ratio": Alias("--lora.lr_ratio {value}"),
+    # precision, memory and devices
+    "bf16": Alias("--precision bf16", "the default on a GPU that has bf16 arithmetic"),
+    "fp16": Alias("--precision auto", "bf16 or fp32: there is no fp16 training, which needs loss scaling"),
+    "dtype": Alias("--precision {value}", "bf16 or fp32"),
+    "torch_dtype": Alias("--precision {value}", "bf16 or fp32"),
+    "load_in_4bit": Alias("--quantize nf4"),
+    "load_in_8bit": Alias("--quantize int8"),
+    "quantization_bit": Alias("--quantize nf4", "or int8"),
+    "qlora": Alias("--quantize nf4"),
+    "fsdp": Alias("--strategy fsdp", _STRATEGY),
+    "ddp": Alias("--strategy ddp", _STRATEGY),
+    "deepspeed": Alias("--strategy fsdp", _STRATEGY),
+    "num_processes": Alias("--devices {value}"),
+    "gpus": Alias("--devices {value}"),
+    # preferences
+    "pref_beta": Alias("--preference.beta {value}"),
+    "pref_loss": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
+    "loss_type": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
+    "simpo_gamma": Alias("--preference.gamma {value}"),
+    "precompute_ref_log_probs": Alias("--objective dpo", "the reference is always computed before the first step"),
+}
+
+
+def explain(name: str, value: str | None) -> str | None:
+    """Return what another program's flag is here, with its value carried over; None for an unknown name."""
+    alias = ALIASES.get(name.replace("-", "_"))
+    if alias is None:
+        return None
+    flags = alias.flags.format(value="VALUE" if value is None else value)
+    return f"--{name} does not exist; here it is {flags}" + (f" ({alias.note})" if alias.note else "")
