@@ -136,14 +136,18 @@ class Encoder:
         # without a template, as for other records; examples with one prompt go into the same split
         plain = to_preferences(record, where, "", self.kind)
         unit = unit_hash(_prompt_of(plain[0].answers[0]))
-        for answers, desirable in to_preferences(record, where, self.tokenizer.chat_template, self.kind):
+        preferences = to_preferences(record, where, self.tokenizer.chat_template, self.kind)
+        if len(preferences) == 2 and preferences[0].answers == preferences[1].answers:
+            encoded.notes.append(EQUAL)
+            return
+        for answers, desirable in preferences:
             sides = [self._encode_answer(answer, encoded) for answer in answers]
             if any(side is None for side in sides):
                 continue
-            if len(sides) == 2 and np.array_equal(*sides):
+            cut, lost = cut_together(sides, self.limit, SUPERVISED, ID_MASK)
+            if len(sides) == 2 and np.array_equal(*cut):
                 encoded.notes.append(EQUAL)
                 continue
-            cut, lost = cut_together(sides, self.limit, SUPERVISED, ID_MASK)
             if lost:
                 encoded.notes.append(PROMPT_CUT)
             if any(len(after) < len(before) - lost for before, after in zip(sides, cut, strict=True)):

@@ -46,13 +46,13 @@ def to_preferences(record: Record, where: str, template: str, kind: str) -> list
     """
     tools = read_tools(record.get("tools"), where)
     if record.get("chosen") is not None and record.get("rejected") is not None:
-        dialogues = _dialogues(record, where, template)
+        dialogues = [_dialogue(record, name, where, template) for name in ("chosen", "rejected")]
         shared = _common_messages(*dialogues)
         answers = tuple(Example(_masked(messages, shared), tools) for messages in dialogues)
         if kind == "pairs":
             return [Preference(answers)]
         return [Preference((answer,), desirable) for answer, desirable in zip(answers, (True, False), strict=True)]
-    if kind == "labels" and "label" in record:
+    if kind == "labels" and record.get("label") is not None:
         messages, shared = _labelled(record, where, template)
         return [Preference((Example(_masked(messages, shared), tools),), _label(record["label"], where))]
     needed = "chosen and rejected" if kind == "pairs" else "prompt, completion and label, or chosen and rejected"
@@ -70,43 +70,57 @@ def _label(value: Any, where: str) -> bool:
     return known[text]
 
 
-def _dialogues(record: Record, where: str, template: str) -> list[list[Message]]:
-    """Return the chosen and the rejected dialogue, each with the prompt."""
-    prompt = _prompt(record, where, template)
-    dialogues = []
-    for name in ("chosen", "rejected"):
-        answer = _answer(record[name], f"{where}: {name}", is_dialogue=not prompt)
-        if not prompt and answer[:1] and answer[0]["role"] == "assistant":
-            raise ValueError(f"{where}: there is no prompt; give the field prompt, or dialogues that begin with it")
-        dialogues.append(answer if _begins_with(answer, prompt) else prompt + answer)
-    return dialogues
+def _dialogue(record: Record, name: str, where: str, template: str) -> list[Message]:
+    """Return the prompt with the answer in field `name`, which may be a whole dialogue."""
+    question = _question(record, where, template)
+    answer = _answer(record[name], f"{where}: {name}", is_dialogue=not question)
+    if answer[0]["role"] != "assistant" and answer[-1]["role"] == "assistant":
+        return _with_system(answer, record, where)
+    prompt = question or _conversation(record, where, template)
+    if not prompt:
+        raise ValueError(f"{where}: there is no prompt; give the field prompt, or dialogues that begin with it")
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError(f"{where}: the prompt ends with an answer; it must end with the turn to be answered")
+    return _with_system(prompt + answer, record, where)
 
 
 def _labelled(record: Record, where: str, template: str) -> tuple[list[Message], int]:
     """Return a dialogue whose last turn is the labelled answer, and how many messages come before it."""
-    prompt = _prompt(record, where, template)
-    if "completion" in record:
-        answer = _answer(record["completion"], f"{where}: completion", is_dialogue=False)
-        if not prompt:
-            raise ValueError(f"{where}: there is no prompt; give the field prompt")
-        return prompt + answer, len(prompt)
-    if not prompt or prompt[-1]["role"] != "assistant":
-        raise ValueError(f"{where}: there is no answer; give the field completion, or messages that end with one")
-    return prompt, len(prompt) - 1
+    if record.get("completion") is None:
+        dialogue = _with_system(_conversation(record, where, template), record, where)
+        if not dialogue or dialogue[-1]["role"] != "assistant":
+            raise ValueError(f"{where}: there is no answer; give the field completion, or messages that end with one")
+        return dialogue, len(dialogue) - 1
+    dialogue = _dialogue(record, "completion", where, template)
+    first = next((n for n in reversed(range(len(dialogue))) if dialogue[n]["role"] not in ("assistant", "tool")), -1)
+    return dialogue, first + 1
 
 
-def _prompt(record: Record, where: str, template: str) -> list[Message]:
-    """Return the messages before the answers; an empty list if the answers are whole dialogues."""
-    for name, form in (("conversations", "sharegpt"), ("messages", "messages")):
-        if record.get(name):
-            return FORMATS[form].convert(record, where, template).messages
+def _question(record: Record, where: str, template: str) -> list[Message]:
+    """Return the prompt that a field of its own has; an empty list without one."""
     name = next((name for name in QUESTIONS if record.get(name)), None)
     if name is None:
         return []
     if isinstance(record[name], list):
-        return system_message(record, where) + check_messages(record[name], where)
-    question = user_content(text_field(record, name, where), text_field(record, "input", where), template)
-    return [*system_message(record, where), {"role": "user", "content": question}]
+        return check_messages(record[name], where)
+    text = text_field(record, name, where)
+    if (dialogue := _split_dialogue(text)) and dialogue[-1] == {"role": "assistant", "content": ""}:
+        return dialogue[:-1]
+    return [{"role": "user", "content": user_content(text, text_field(record, "input", where), template)}]
+
+
+def _conversation(record: Record, where: str, template: str) -> list[Message]:
+    """Return the messages of `conversations` or `messages`; an empty list without either."""
+    for name, form in (("conversations", "sharegpt"), ("messages", "messages")):
+        if record.get(name):
+            return FORMATS[form].convert({name: record[name]}, where, template).messages
+    return []
+
+
+def _with_system(messages: list[Message], record: Record, where: str) -> list[Message]:
+    """Return the messages after the record's system prompt, unless they have one."""
+    has_system = any(message["role"] in ("system", "developer") for message in messages[:1])
+    return messages if has_system or not messages else system_message(record, where) + messages
 
 
 def _answer(value: Any, where: str, is_dialogue: bool) -> list[Message]:
@@ -129,13 +143,6 @@ def _split_dialogue(text: str) -> list[Message]:
     roles = {"Human": "user", "Assistant": "assistant"}
     turns = zip(parts[::2], parts[1::2], strict=True)
     return [] if before.strip() else [{"role": roles[speaker], "content": content.strip()} for speaker, content in turns]
-
-
-def _begins_with(messages: list[Message], prompt: list[Message]) -> bool:
-    """Return whether a dialogue has the prompt at its beginning, with or without a system prompt before it."""
-    prompt = [message for message in prompt if message["role"] != "system"]
-    start = sum(message["role"] == "system" for message in messages[:1])
-    return bool(prompt) and messages[start : start + len(prompt)] == prompt
 
 
 def _common_messages(first: list[Message], second: list[Message]) -> int:

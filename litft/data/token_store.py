@@ -82,6 +82,8 @@ class TokenStoreWriter:
         self._ends |= encoded.ends
         self._first_sizes += encoded.first_sizes or [0] * len(encoded.samples)
         self._labels += map(int, encoded.labels or [NO_LABEL] * len(encoded.samples))
+        for fact in (*encoded.first_sizes, *encoded.labels):  # others have none, and keep their hash
+            self._hash.update(int(fact).to_bytes(8, "little"))
         for number, (stored, unit, turn) in enumerate(zip(encoded.samples, encoded.units, encoded.turns, strict=True)):
             kind = (TEXT if number == 0 else CONTINUATION) if encoded.text else EXAMPLE
             data, ids = stored.tobytes(), stored & ID_MASK

@@ -44,7 +44,8 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> DataArgs:
             raise ValueError(f"--data.path {','.join(data.path)}: not the same files as {own_run} was trained on; {remedy}")
         data = _apply_overrides(data, run_data[own_run], own_run)
     for run, trained_data in run_data.items():
-        if run != own_run and _was_trained_on(data, trained_data):
+        same_split = own_run is None or is_supervised(run) == is_supervised(own_run)
+        if run != own_run and _was_trained_on(data, trained_data, same_split):
             remedy = "score both on a file that neither was trained on"
             raise ValueError(f"{run} was trained on some of what {own_run or 'this'} would be scored on; {remedy}")
     if own_run is not None:
@@ -54,16 +55,22 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> DataArgs:
 
 def kind_of(args: RunEvalArgs, source: PretrainedFolder) -> str:
     """Return what the examples of --data are, see `Encoder`: by the flag, the run that held them out, or their fields."""
-    if args.objective:
-        return OBJECTIVES[args.objective].data
     files = _train_files(args.data)
     for run, trained_data in _training_runs(args, source).items():
         if files == _train_files(trained_data):
-            return OBJECTIVES[finetune_args(run).objective].data
+            objective = args.objective or finetune_args(run).objective
+            if args.data.val_fraction and (objective == "sft") != is_supervised(run):
+                reason = f"{run} was trained with {finetune_args(run).objective}, which holds out other examples"
+                raise ValueError(f"--objective {objective}: {reason}; leave it out, or score a file of its own")
+            if OBJECTIVES[objective].data != "labels":
+                return OBJECTIVES[objective].data
+    if args.objective:
+        return OBJECTIVES[args.objective].data
     _, record = next(iter(locate(args.data)[0][0].records()), ("", {}))
     if isinstance(record, dict):
         record = rename_columns(record, dict(item.split("=", 1) for item in args.data.columns))
-    return "pairs" if isinstance(record, dict) and {"chosen", "rejected"} <= record.keys() else "supervised"
+    is_pair = isinstance(record, dict) and record.get("chosen") is not None and record.get("rejected") is not None
+    return "pairs" if is_pair else "supervised"
 
 
 def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, DataArgs]:
@@ -95,8 +102,16 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
     return run_data
 
 
-def _was_trained_on(data: DataArgs, trained_data: DataArgs) -> bool:
-    """Return whether a run was trained on some of the files that are scored of `data`."""
+def is_supervised(run: Path) -> bool:
+    """Return whether a run has learned answers; examples of preferences are held out by their prompts alone."""
+    return finetune_args(run).objective == "sft"
+
+
+def _was_trained_on(data: DataArgs, trained_data: DataArgs, same_split: bool) -> bool:
+    """Return whether a run was trained on some of the files that are scored of `data`.
+
+    same_split: equal flags hold out the same examples.
+    """
     splits = [
         [
             _train_files(item),
@@ -105,7 +120,7 @@ def _was_trained_on(data: DataArgs, trained_data: DataArgs) -> bool:
         ]
         for item in (data, trained_data)
     ]
-    if splits[0] == splits[1]:
+    if splits[0] == splits[1] and same_split:
         return False
     return bool((_val_files(data) or _train_files(data)) & _train_files(trained_data))
 

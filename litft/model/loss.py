@@ -85,8 +85,7 @@ def _head_losses(
 ) -> Iterator[Tensor]:
     """Yield the losses of each chunk of tokens with a head that computes its own logits, which backward computes again."""
     for hidden_chunk, target_chunk in zip(hidden.split(CHUNK), targets.split(CHUNK), strict=True):
-        if hidden_chunk.size(0):
-            yield checkpoint(_head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False)
+        yield checkpoint(_head_loss, head, hidden_chunk, target_chunk, softcap, smoothing, use_reentrant=False)
 
 
 def target_indices_of(targets: Tensor) -> Tensor:

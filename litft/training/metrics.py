@@ -2,6 +2,7 @@
 
 import csv
 import io
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -140,6 +141,9 @@ class Metrics:
             row["memory_gib"] = peak_memory(device)
             row.setdefault("seconds", self.seconds)
         written = [{name: _number(row[name]) for name in self.columns if row.get(name) is not None} for row in self.rows]
+        for row in written:  # NaN: a step without desirable, or undesirable, answers
+            for name in [name for name in self.scores if math.isnan(row.get(name, 0.0))]:
+                del row[name]
         for row in written:
             self.newest |= row
         steps = [row for row in written if "loss" in row]

@@ -93,7 +93,12 @@ class Recorder:
         return progress, damaged
 
     def claim(self) -> None:
-        """Make the folder of a new run and write its config.yaml, before `open`: files are written into it earlier."""
+        """Make the folder of a new run and write its config.yaml, before `open`: files are written into it earlier.
+
+        Raises ValueError if the run in the folder cannot be resumed with these settings.
+        """
+        if self.args.resume:
+            run_checkpoints.check_resumable(self.folder, self.identity())
         if self.is_writer and not (self.args.resume and run_dir.is_run(self.folder)):
             self._write_config()
         self.fabric.barrier()

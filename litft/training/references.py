@@ -117,7 +117,10 @@ class References:
 
         identity: what they depend on. before_batch: called by every process before each forward pass; it may raise.
         """
-        key = hashlib.sha256(json.dumps(identity, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        facts = json.dumps(identity | {"limit": self.schedule.data.limit}, default=str)
+        # config.yaml turns some whole numbers into floats
+        facts = json.dumps(json.loads(facts, parse_int=float), sort_keys=True)
+        key = hashlib.sha256(facts.encode()).hexdigest()[:16]
         for name, (samples, indices) in self.parts.items():
             file = LogProbFile(folder / FOLDER / f"{name}-{key}.bin", self.width)
             values = np.full((len(samples), self.width), np.nan)

@@ -175,6 +175,25 @@ def _index(reader: "_Reader") -> dict[str, Any]:
         raise DamagedCheckpoint(Path(reader.path), error) from None
 
 
+def check_resumable(run: Path, identity: dict[str, Any]) -> None:
+    """Raise ValueError if `restore_newest` would refuse the newest readable checkpoint; nothing is restored."""
+    for folder in reversed(_all(run)):
+        try:
+            return _check_identity(folder, read_progress(folder), identity)
+        except DamagedCheckpoint:
+            continue
+
+
+def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, Any]) -> None:
+    if "split" in identity and progress.get("identity", {}).get("split") != identity["split"]:
+        reason = "with an older validation split, so it would now train on examples it was validated on"
+        remedy = "start another run, with this one's newest result as --checkpoint_dir"
+        raise ValueError(f"{folder} was saved {reason}; {remedy}")
+    if changed := identity_changes(progress, identity):
+        remedy = "resume with the original settings, or start another run with its newest result as --checkpoint_dir"
+        raise ValueError(f"{folder} was saved with {'; '.join(changed)}; {remedy}")
+
+
 def restore_newest(
     run: Path, identity: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer
 ) -> tuple[dict[str, Any] | None, list[str]]:
@@ -187,13 +206,7 @@ def restore_newest(
     for folder in reversed(_all(run)):
         try:
             progress = read_progress(folder)
-            if "split" in identity and progress.get("identity", {}).get("split") != identity["split"]:
-                reason = "with an older validation split, so it would now train on examples it was validated on"
-                remedy = "start another run, with this one's newest result as --checkpoint_dir"
-                raise ValueError(f"{folder} was saved {reason}; {remedy}")
-            if changed := identity_changes(progress, identity):
-                remedy = "resume with the original settings, or start another run with its newest result as --checkpoint_dir"
-                raise ValueError(f"{folder} was saved with {'; '.join(changed)}; {remedy}")
+            _check_identity(folder, progress, identity)
             _restore(folder, progress, parameters, optimizer)
             return progress, damaged
         except DamagedCheckpoint as error:

@@ -71,7 +71,11 @@ def exact_match(
     for start in range(0, len(samples), ranks * rows):
         before_batch()
         local_samples = [samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)]
-        questions = [[ids.tolist() for ids in sample.answer] for sample in local_samples if sample.answer]
+        questions = [
+            [ids.tolist() for ids in sample.answer]
+            for sample in local_samples
+            if sample.answer and sample.desirable is not False
+        ]
         with join_uneven(model, hosts):
             answers = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in questions])
         pairs = zip(answers, questions, strict=True)

@@ -131,6 +131,7 @@ class Trainer:
                     self.references.compute(self.fabric, self.model, folder, identity, self._check_signals)
             except SignalCaught as signal:
                 raise Interrupted(signal.number, self.step, self.recorder.folder) from None
+            self.start_time, self.elapsed = time.monotonic(), 0.0  # --train.max_time does not count the reference
         self.validation.samples = self.references.validation()
 
     def _start(self) -> tuple[nn.Module, Optimizer]:

@@ -73,7 +73,7 @@ class Validation:
             subject = self.fabric, self.objective, self.model
             self.losses[step], *scores = validation_scores(*subject, samples, layout, self.before_batch)
             names = (f"val_{name}" for name in self.objective.scores)
-            self.scores[step] = dict(zip(names, scores, strict=True))
+            self.scores[step] = {n: score for n, score in zip(names, scores, strict=True) if not math.isnan(score)}
         loss = self.losses[step]
         values = {"val_loss": loss} | self.scores[step]
         if self.objective.data == "supervised":

@@ -35,6 +35,12 @@ def human(text: str) -> dict[str, str]:
         ({"prompt": "Add 1 and 2.", "chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}, [SYSTEM, USER]),
         ({"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, BAD]}, [USER, GOOD, MORE]),
         ({"conversations": [human("Add 1 and 2.")], **TEXTS}, [USER]),
+        # UltraFeedback: `messages` is the chosen dialogue again; a prompt that differs in white space
+        ({"prompt": "Add 1 and 2. ", "chosen": [USER, GOOD], "rejected": [USER, BAD], "messages": [USER, GOOD]}, [USER]),
+        ({"prompt": "And 4?", "chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, GOOD, MORE, BAD]}, [USER, GOOD, MORE]),
+        ({"system": "Be brief.", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, [SYSTEM, USER]),
+        ({"system": "Be brief.", "prompt": [SYSTEM, USER], **TEXTS}, [SYSTEM, USER]),
+        ({"system": None, "prompt": "\n\nHuman: Add 1 and 2.\n\nAssistant:", **TEXTS}, [USER]),
         (
             {
                 "conversations": [human("Add 1 and 2.")],
@@ -63,6 +69,8 @@ def test_the_prompt_is_explicit_or_common(record, prompt):
         ({"prompt": "Add 1 and 2.", "completion": "3", "label": True}, True),
         ({"prompt": [USER], "completion": [GOOD], "label": 0}, False),
         ({"messages": [USER, GOOD], "label": "1"}, True),
+        ({"prompt": None, "completion": None, "messages": [USER, GOOD], "label": "1"}, True),
+        ({"prompt": [USER], "completion": [USER, GOOD], "label": True}, True),
         ({"prompt": "Add 1 and 2.", "completion": "3", "label": 0.0}, False),
     ],
 )
@@ -76,6 +84,7 @@ def test_answers_with_labels(record, desirable):
     [
         ({"prompt": "a", "completion": "b"}, "pairs", "need the fields chosen and rejected, found 'prompt', 'completion'"),
         ({"chosen": "a", "rejected": "b"}, "pairs", "there is no prompt"),
+        ({"messages": [USER, GOOD], "chosen": "a", "rejected": "b"}, "pairs", "the prompt ends with an answer"),
         ({"prompt": "a", "completion": "b", "label": "maybe"}, "labels", "label is 'maybe'"),
         ({"completion": "b", "label": True}, "labels", "there is no prompt"),
         ({"prompt": "a", "label": True}, "labels", "there is no answer"),
@@ -171,6 +180,13 @@ def test_pairs_of_one_prompt_go_into_one_split(encoder, tmp_path):
     prompts = [{texts(encoder, s[n])[0][0].split("assistant\n")[0] for n in range(len(s))} for s in (data.train, data.val)]
     assert prompts[0] and prompts[1] and not prompts[0] & prompts[1]
     assert len(data.train) + len(data.val) == 200
+
+
+def test_equal_answers_are_not_both_desirable_and_undesirable(shared, tmp_path):
+    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind="labels")
+    records = [{"prompt": "Hi", "chosen": "same", "rejected": "same"}, {"prompt": "Hi", "chosen": "a", "rejected": "b"}]
+    samples, report, _ = samples_of(encoder, tmp_path, records)
+    assert [sample.desirable for sample in samples] == [True, False] and report.notes[EQUAL][0] == 1
 
 
 def test_mismatches_have_the_answer_of_another_example(shared, tmp_path):

@@ -120,7 +120,7 @@ def test_ktos_loss_equals_the_closed_form():
         targets = torch.cat((torch.tensor([IGNORED]), torch.ones(count, dtype=torch.int64)))
         return Sample(tokens, targets, desirable=desirable, reference=(reference,))
 
-    samples = [answer(2, True, -2.0), answer(1, False, -0.5), answer(3, True, -4.0)]
+    samples = [answer(2, True, -2.1), answer(1, False, -0.5), answer(3, True, -4.0)]
     samples = [replace(sample, mismatch=answer(1, True, -1.3)) for sample in samples]
     objective = OBJECTIVES["kto"](ARGS)
     from litft.data.packing import Layout
@@ -129,7 +129,7 @@ def test_ktos_loss_equals_the_closed_form():
     kl = (3 * 1.3 - 0.5 - 0.9 - 0.7) / 3
     assert float(objective.kl) == pytest.approx(kl)
     values = objective(Given(LOSSES[:6]), collate([samples]), objective.totals(samples))
-    ratios = [-1.4 + 2.0, -0.7 + 0.5, -1.8 + 4.0]
+    ratios = [-1.4 + 2.1, -0.7 + 0.5, -1.8 + 4.0]
     losses = [
         1.5 * (1 - sigmoid(0.4 * (ratios[0] - kl))),
         0.7 * (1 - sigmoid(0.4 * (kl - ratios[1]))),
@@ -139,7 +139,7 @@ def test_ktos_loss_equals_the_closed_form():
     scores = dict(zip(objective.scores, values[1:].tolist(), strict=True))
     assert scores["chosen_reward"] == pytest.approx(0.4 * (ratios[0] + ratios[2]) / 2, rel=1e-6)
     assert scores["rejected_reward"] == pytest.approx(0.4 * ratios[1], rel=1e-6)
-    assert scores["kl"] == pytest.approx(kl) and scores["accuracy"] == pytest.approx(2 / 3)
+    assert scores["kl"] == pytest.approx(kl) and scores["accuracy"] == 1
     objective.before_step(OneProcess(), Given([1.5, 1.9, 1.7]), samples, Layout(8))
     assert float(objective.kl) == 0  # a negative estimate
 
@@ -333,7 +333,8 @@ def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
     last = rows[-1]
     assert last["val_accuracy"] >= 0.9 and last["val_margin"] > 0.5 and "val_perplexity" not in last
     assert last["val_margin"] == pytest.approx(last["val_chosen_reward"] - last["val_rejected_reward"], rel=1e-6)
-    card = script("scripts/upload.py", "--checkpoint_dir", "run", "--repo_id", "me/mine", "--dry_run", cwd=tmp_path).stdout
+    words = "--checkpoint_dir run --repo_id me/mine --base_model me/base --dry_run".split()
+    card = script("scripts/upload.py", *words, cwd=tmp_path).stdout
     assert "trained by LoRA from preferences with DPO ([2305.18290]" in card
     assert f"| validation accuracy, at the end | {last['val_accuracy']:.1%} |" in card
     page = (tmp_path / "run" / "report.html").read_text("utf-8")
@@ -364,6 +365,27 @@ def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
         assert [i for i, _ in drawn] == schedule.order.indices(0, schedule.samples)
     size = len(partners[42]) // 2
     assert partners[42] != partners[43] and dict(partners[42][:size]) != dict(partners[42][size:])
+
+
+def test_a_run_that_cannot_be_resumed_computes_no_reference(tiny, pairs, tmp_path):
+    """And one that can, from the command line, computes none again."""
+    common = ["--checkpoint_dir", tiny, "--data.path", pairs, "--objective", "dpo", "--train.max_steps", "2"]
+    script("finetune/lora.py", *common, "--eval.max_new_tokens", "0", "--out_dir", "run", cwd=tmp_path)
+    files = {path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()}
+    script("finetune/lora.py", "--resume", "--out_dir", "run", cwd=tmp_path)
+    flags = "--resume --out_dir run --preference.beta 0.3".split()
+    assert "preference.beta None, now 0.3" in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
+    assert files == {path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()}
+
+
+def test_a_step_with_one_kind_of_labels_has_no_margin(tiny, tmp_path):
+    records = [{"prompt": f"Say {n}", "completion": f"it is {n}", "label": True} for n in range(8)]
+    data = write_records(tmp_path / "labels.jsonl", records)
+    finetune(flags(tiny, data, tmp_path / "run", objective="kto"))
+    for row in rows_of(tmp_path / "run"):
+        names = {name.removeprefix("val_") for name in row}
+        assert "chosen_reward" in names and not names & {"margin", "rejected_reward", "rejected_logp"}
+    assert rows_of(tmp_path / "run")[0]["val_accuracy"] == 0.5
 
 
 def test_flags_without_a_meaning_are_refused(tiny, pairs, tmp_path):

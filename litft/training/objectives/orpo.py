@@ -34,5 +34,6 @@ class ORPO(PairObjective):
 
 
 def _log_odds(log_p: Tensor) -> Tensor:
-    """Return log (p / (1 - p)) from log p < 0."""
+    """Return log (p / (1 - p)) from log p; a probability of 1 counts as slightly less."""
+    log_p = log_p.clamp(max=-1e-9)
     return log_p - torch.log(-torch.expm1(log_p))
