@@ -1,4 +1,4 @@
-"""Direct preference optimization (arXiv 2305.18290), with the conservative form for noisy labels (its section on cDPO)."""
+"""Direct preference optimization (arXiv 2305.18290), with the conservative form for noisy labels."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -10,8 +10,8 @@ class DPO(PairObjective):
     """-log sigmoid(beta (r_chosen - r_rejected)), where r is the log-probability relative to the reference.
 
     With label smoothing e, the loss of the pair as it is has the weight 1 - e, and that of the exchanged pair e
-    (https://ericmitchell.ai/cdpo.pdf). Learning rate: 5e-7 to 5e-6 are used for full fine-tuning of 7B models (Zephyr, arXiv
-    2310.16944; Tulu 2, arXiv 2311.10702).
+    (https://ericmitchell.ai/cdpo.pdf). Learning rate: 7B models were trained in full with 5e-7 (Zephyr, arXiv 2310.16944;
+    Tulu 2, arXiv 2311.10702); smaller models and shorter runs take more.
     """
 
     name = "dpo"
@@ -19,11 +19,6 @@ class DPO(PairObjective):
     paper = "2305.18290"
     needs_reference = True
     full_learning_rate = 5e-6
-
-    @property
-    def beta(self) -> float:
-        """How closely the model is kept to the reference."""
-        return self.args.beta or 0.1
 
     def losses(self, chosen: Side, rejected: Side) -> Tensor:
         """Return the loss of each pair, (P,)."""

@@ -8,8 +8,8 @@ from litft.training.objectives.pairs import PairObjective, Side
 class IPO(PairObjective):
     """(r_chosen - r_rejected - 1 / (2 beta))^2, where r is the *mean* log-probability of a token relative to the reference.
 
-    The paper writes sums (equation 17). Means keep the target difference independent of the answers' lengths; TRL and the
-    authors' later experiments use them too (https://huggingface.co/blog/pref-tuning). Learning rate: as for DPO.
+    The paper writes sums (equation 17). Means keep the target difference independent of the answers' lengths; TRL uses them
+    too, and has confirmed them with the authors (https://huggingface.co/blog/pref-tuning). Learning rate: as for DPO.
     """
 
     name = "ipo"
@@ -17,11 +17,6 @@ class IPO(PairObjective):
     paper = "2310.12036"
     needs_reference = True
     full_learning_rate = 5e-6
-
-    @property
-    def beta(self) -> float:
-        """How closely the model is kept to the reference."""
-        return self.args.beta or 0.1
 
     def losses(self, chosen: Side, rejected: Side) -> Tensor:
         """Return the loss of each pair, (P,)."""

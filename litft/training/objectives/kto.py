@@ -16,8 +16,8 @@ class KTO(Objective):
     """w (1 - sigmoid(beta (r - z))) for desirable answers, and w (1 - sigmoid(beta (z - r))) for undesirable ones.
 
     r is the log-probability of an answer relative to the reference. z estimates the KL divergence from the reference: the
-    mean of r over the step's prompts with answers of other examples, at least 0 and without a gradient (section 4.1).
-    Learning rate: 5e-7 to 5e-6 for full fine-tuning (appendix C recommends no more than 5e-6).
+    mean of r over the step's prompts with answers of other examples, at least 0 and without a gradient.
+    Learning rate: as for DPO; TRL's example trains a model of 1.8B in full with 5e-7.
     """
 
     name = "kto"
@@ -28,11 +28,6 @@ class KTO(Objective):
     scores = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "kl")
     full_learning_rate = 5e-6
     kl: Tensor  # z of the current step, () fp64
-
-    @property
-    def beta(self) -> float:
-        """How closely the model is kept to the reference."""
-        return self.args.beta or 0.1
 
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples."""

@@ -39,10 +39,16 @@ class Objective:
     needs_reference: ClassVar[bool] = False  # the samples have the log-probabilities of the model at the start
     needs_mismatches: ClassVar[bool] = False  # the samples have the answers of others
     scores: ClassVar[tuple[str, ...]] = ()  # columns of metrics.csv next to the loss
+    default_beta: ClassVar[float] = 0.1
     full_learning_rate: ClassVar[float | None] = None  # the default for full fine-tuning; None: the method's default
 
     def __init__(self, args: PreferenceArgs) -> None:
         self.args = args
+
+    @property
+    def beta(self) -> float:
+        """How closely the model is kept to the reference, or the scale of the rewards without one."""
+        return self.args.beta or self.default_beta
 
     @classmethod
     def learning_rate(cls, method: str, default: float) -> float:

@@ -11,7 +11,7 @@ class ORPO(PairObjective):
     """The loss of the chosen answer, plus lambda times -log sigmoid(log odds_chosen - log odds_rejected).
 
     The odds p / (1 - p) are those of the mean log-probability of a token, log p (equations 4 to 7). The loss of the chosen
-    answer is the mean over the answers' tokens; the prompt is not part of it. Learning rate: 8e-6 in the paper (appendix C).
+    answer is the mean over the answers' tokens; the prompt is not part of it. Learning rate: 8e-6 in the paper.
     """
 
     name = "orpo"

@@ -9,19 +9,15 @@ from litft.training.objectives.pairs import PairObjective, Side
 class SimPO(PairObjective):
     """-log sigmoid(beta (m_chosen - m_rejected) - gamma), where m is the mean log-probability of a token.
 
-    Defaults: the paper recommends beta of 2 to 2.5, gamma / beta around 0.5, and learning rates of 5e-7 to 1e-6 for full
-    fine-tuning (its table 7).
+    Defaults: the authors recommend beta of 2 to 2.5, gamma / beta of about 0.5, and learning rates of 3e-7 to 1e-6 for full
+    fine-tuning (https://github.com/princeton-nlp/SimPO).
     """
 
     name = "simpo"
     title = "SimPO"
     paper = "2405.14734"
     full_learning_rate = 1e-6
-
-    @property
-    def beta(self) -> float:
-        """The scale of the rewards."""
-        return self.args.beta or 2.0
+    default_beta = 2.0
 
     def losses(self, chosen: Side, rejected: Side) -> Tensor:
         """Return the loss of each pair, (P,)."""
