@@ -238,7 +238,7 @@ launch(fabric, "60s")
 for args.train.cpu_offload in ("none", "parameters"):
     setup = Setup(args, resolve(args.checkpoint_dir))
     model, parameters = setup.build("fp32", fabric.device, mesh_of(args, "fsdp", fabric.device))
-    wrapped, optimizer = fabric.setup(model, make_optimizer(args.train, setup.method, parameters))
+    wrapped, optimizer = fabric.setup(model, make_optimizer(setup.args.train, setup.method, parameters))
     tokens = torch.randint(512, (2, 33), generator=torch.Generator().manual_seed(0))
     for _ in range(3):
         with sync_gradients(fabric, wrapped, last=True):

@@ -160,7 +160,7 @@ def train(hf: dict[str, Any], args: FinetuneArgs, capability: tuple[int, int], s
         assert not torch.backends.cuda.cudnn_sdp_enabled()
         fabric = make_fabric(args, "single")
         trainer = Trainer(fabric, launch(fabric, args.timeout), setup, schedule, settings, Path(folder))
-        optimizer = make_optimizer(args.train, setup.method, trainer.trained)
+        optimizer = make_optimizer(setup.args.train, setup.method, trainer.trained)
         model, optimizer = fabric.setup(trainer.model, optimizer, move_to_device=False)  # all of it is there already
         gradients = {
             name: p.register_hook(lambda grad, name=name: gradients.__setitem__(name, grad) or grad)
