@@ -46,7 +46,7 @@ def ragged_preferences(count: int, objective: str) -> list[Sample]:
     """Pairs of ragged answers, or answers with labels and mismatches, with log-probabilities of a reference."""
     answers = ragged(2 * count)
     if objective == "kto":
-        others = [replace(answer, desirable=True, reference=(-3.0 * answer.supervised,)) for answer in answers[1:]]
+        others = [replace(answer, desirable=True, reference=(-8.0 * answer.supervised,)) for answer in answers[1:]]
         references = [(-5.5 * answer.supervised,) for answer in answers]
         return [
             replace(answers[n], desirable=n % 3 > 0, reference=references[n], mismatch=others[n + count - 1])
