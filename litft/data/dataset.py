@@ -119,8 +119,8 @@ def load_data(
     _check_columns(args.columns, reports)
     if not len(data.train):
         raise ValueError(_no_samples_message(data, context))
-    splits = [samples for samples in (data.train, data.val) if len(samples)]
-    if (longest := max(int(samples.document_lengths(np.arange(len(samples))).max()) for samples in splits)) > context:
+    non_empty = [samples for samples in (data.train, data.val) if len(samples)]
+    if (longest := max(int(samples.document_lengths(np.arange(len(samples))).max()) for samples in non_empty)) > context:
         reason = f"the longest example has {longest:,} tokens, but the model was made for {context:,}"
         remedy = f"use {context}, or set rope_scaling in the model's config.json"
         raise ValueError(f"--data.max_seq_length {limit}: {reason}; {remedy}")

@@ -35,6 +35,11 @@ class Sample:
     mismatch: "Sample | None" = None  # the prompt with the answer of another example, for KTO
 
     @property
+    def document_lengths(self) -> tuple[int, ...]:
+        """The number of tokens of each document."""
+        return self.documents or (self.tokens.numel(),)
+
+    @property
     def is_preference(self) -> bool:
         """Whether it is a pair, or an answer with a label."""
         return bool(self.documents) or self.desirable is not None
@@ -46,8 +51,8 @@ class Sample:
 
     def split(self) -> "list[Sample]":
         """Return each document as a sample of its own."""
-        lengths = list(self.documents or [self.tokens.numel()])
-        return [Sample(*parts) for parts in zip(self.tokens.split(lengths), self.targets.split(lengths), strict=True)]
+        parts = (values.split(list(self.document_lengths)) for values in (self.tokens, self.targets))
+        return [Sample(*document) for document in zip(*parts, strict=True)]
 
 
 # notes on what happens to examples; reports print them after a count

@@ -157,7 +157,7 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
         for sample in samples:
             end = start + sample.tokens.numel()
             tokens[row, start:end], targets[row, start:end] = sample.tokens, sample.targets
-            for length in sample.documents or (end - start,):
+            for length in sample.document_lengths:
                 document = slice(start, start + length)
                 positions[row, document], documents[row, document] = torch.arange(length), count
                 numbers[row, document] = count
@@ -171,6 +171,6 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
 
 
 def _sequences(numbers: Tensor, samples: list[Sample]) -> Sequences:
-    references = [value for sample in samples for value in sample.reference or (0.0,) * len(sample.documents or (0,))]
-    desirable = [sample.desirable is not False for sample in samples for _ in sample.documents or (0,)]
+    references = [value for sample in samples for value in sample.reference or (0.0,) * len(sample.document_lengths)]
+    desirable = [sample.desirable is not False for sample in samples for _ in sample.document_lengths]
     return Sequences(numbers, torch.tensor(references, dtype=torch.float64), torch.tensor(desirable))

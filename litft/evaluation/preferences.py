@@ -8,11 +8,10 @@ from tqdm import tqdm
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.model.transformer import GPT
-from litft.training.objectives.objective import sequence_log_probs
+from litft.training.objectives.objective import document_log_probs
 from litft.training.objectives.pairs import wins
 
 
-@torch.no_grad()
 def score_preferences(model: GPT, samples: list[Sample], rows: int, name: str) -> tuple[dict[str, float], np.ndarray]:
     """Return the scores of the pairs, and their answers' summed log-probabilities, (N, 2): chosen and rejected.
 
@@ -21,12 +20,9 @@ def score_preferences(model: GPT, samples: list[Sample], rows: int, name: str) -
     """
     if not all(sample.documents for sample in samples):
         raise ValueError("only pairs of a chosen and a rejected answer can be scored; give a file of pairs with --data.path")
-    log_probs, lengths = (torch.zeros(len(samples), 2, dtype=torch.float64) for _ in range(2))
-    layout = Layout(rows)
-    for batch_rows in tqdm(layout.plan([sample.tokens.numel() for sample in samples]), f"{name}: preferences", disable=None):
-        order = [index for row in batch_rows for index in row]
-        batch = layout.collate_rows([[samples[index] for index in row] for row in batch_rows]).to(model.device)
-        log_probs[order], lengths[order] = (values.view(-1, 2).cpu() for values in sequence_log_probs(model, batch))
+    with tqdm(total=-(-len(samples) // rows), desc=f"{name}: preferences", disable=None) as bar:
+        log_probs, lengths = document_log_probs(model, samples, Layout(rows), model.device, before_batch=bar.update)
+    log_probs, lengths = log_probs.cpu(), lengths.cpu()
     means = _margins(log_probs / lengths)
     scores = {"pairs": len(samples)} | _margins(log_probs) | {f"{key} per token": value for key, value in means.items()}
     return scores, log_probs.numpy()

@@ -1,6 +1,6 @@
 """Cross-entropy of target tokens, summed or each, in chunks, so that the logits of a whole batch never exist at once."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 
 import torch
@@ -76,8 +76,7 @@ def token_cross_entropy(
     if is_plain(head):
         training = torch.is_grad_enabled()
         return _ChunkedTokenLoss.apply(hidden, head.weight, head.bias, targets, softcap, training, compiled and training)
-    losses = list(_head_losses(head, hidden, targets, softcap, 0.0))
-    return torch.cat([hidden.sum(1, dtype=torch.float32)[:0], *losses])
+    return torch.cat(list(_head_losses(head, hidden, targets, softcap, 0.0)))
 
 
 def _head_losses(
@@ -172,6 +171,33 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype))
 
 
+def _chunks(hidden: Tensor) -> Iterator[slice]:
+    """Yield the slices of CHUNK tokens that hidden (N, C) is divided into."""
+    for start in range(0, hidden.size(0), CHUNK):
+        yield slice(start, start + CHUNK)
+
+
+class _HeadGradients:
+    """The gradients of a head's input, weight and bias, accumulated over chunks of tokens; None where not needed."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, needed: Sequence[bool]) -> None:
+        # needed: which of the three
+        self.inputs = hidden, weight
+        self.hidden = torch.empty_like(hidden) if needed[0] else None
+        self.weight = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+        self.bias = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+
+    def add(self, chunk: slice, d_logits: Tensor) -> None:
+        """Add the gradients of a chunk of tokens, whose logits have the gradient d_logits (n, V)."""
+        hidden, weight = self.inputs
+        if self.bias is not None:
+            self.bias += d_logits.sum(0, dtype=torch.float32)
+        if self.hidden is not None:
+            torch.mm(d_logits, weight.to(hidden.dtype), out=self.hidden[chunk])
+        if self.weight is not None:
+            self.weight += d_logits.t() @ hidden[chunk]
+
+
 class _ChunkedLoss(torch.autograd.Function):
     """Computes the gradients together with the loss, so that each chunk's logits are computed once and then freed.
 
@@ -190,25 +216,15 @@ class _ChunkedLoss(torch.autograd.Function):
         training: bool,
         compiled: bool,
     ) -> Tensor:
-        needs_hidden, needs_weight, needs_bias = (needed and training for needed in ctx.needs_input_grad[:3])
+        needed = [needs_grad and training for needs_grad in ctx.needs_input_grad[:3]]
         total = torch.zeros((), device=hidden.device, dtype=torch.float32)
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for start in range(0, hidden.size(0), CHUNK):
-            hidden_chunk, target_chunk = hidden[start : start + CHUNK], targets[start : start + CHUNK]
-            logits = _logits(hidden_chunk, weight, bias)
-            needs_grad = needs_hidden or needs_weight or needs_bias
-            total += _chunk_losses(logits, target_chunk, softcap, smoothing, needs_grad, compiled).sum()
-            # the logits now contain their gradient
-            if needs_bias:
-                d_bias += logits.sum(0, dtype=torch.float32)
-            if needs_hidden:
-                torch.mm(logits, weight.to(hidden_chunk.dtype), out=d_hidden[start : start + CHUNK])
-            if needs_weight:
-                d_weight += logits.t() @ hidden_chunk
+        grads = _HeadGradients(hidden, weight, bias, needed)
+        for chunk in _chunks(hidden):
+            logits = _logits(hidden[chunk], weight, bias)
+            total += _chunk_losses(logits, targets[chunk], softcap, smoothing, any(needed), compiled).sum()
+            grads.add(chunk, logits)  # which now contain their gradient
             del logits  # free them before the next chunk is computed
-        ctx.save_for_backward(d_hidden, d_weight, d_bias)
+        ctx.save_for_backward(grads.hidden, grads.weight, grads.bias)
         ctx.dtypes = weight.dtype, bias.dtype if bias is not None else None
         return total
 
@@ -241,16 +257,14 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         trains_head = any(ctx.needs_input_grad[1:3]) and training
         keeps_grad = ctx.needs_input_grad[0] and training and not trains_head
         losses = torch.empty(hidden.size(0), device=hidden.device, dtype=torch.float32)
-        d_hidden = torch.empty_like(hidden) if keeps_grad else None
-        for start in range(0, hidden.size(0), CHUNK):
-            chunk = slice(start, start + CHUNK)
+        grads = _HeadGradients(hidden, weight, bias, (keeps_grad, False, False))
+        for chunk in _chunks(hidden):
             logits = _logits(hidden[chunk], weight, bias)
             losses[chunk] = _chunk_losses(logits, targets[chunk], softcap, 0.0, keeps_grad, compiled and keeps_grad)
-            if keeps_grad:  # the logits now contain their gradient
-                torch.mm(logits, weight.to(hidden.dtype), out=d_hidden[chunk])
+            grads.add(chunk, logits)  # which now contain their gradient
             del logits  # free them before the next chunk is computed
         ctx.options = softcap, compiled
-        ctx.save_for_backward(*((hidden, weight, bias, targets) if trains_head else (d_hidden,)))
+        ctx.save_for_backward(*((hidden, weight, bias, targets) if trains_head else (grads.hidden,)))
         return losses
 
     @staticmethod
@@ -260,22 +274,14 @@ class _ChunkedTokenLoss(torch.autograd.Function):
             (d_hidden,) = ctx.saved_tensors
             return d_hidden.mul_(grad.to(d_hidden.dtype)[:, None]) if d_hidden is not None else None, *[None] * 6
         hidden, weight, bias, targets = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         softcap, compiled = ctx.options
-        d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
-        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
-        for start in range(0, hidden.size(0), CHUNK):
-            chunk = slice(start, start + CHUNK)
+        grads = _HeadGradients(hidden, weight, bias, ctx.needs_input_grad[:3])
+        for chunk in _chunks(hidden):
             logits = _logits(hidden[chunk], weight, bias)
             _chunk_losses(logits, targets[chunk], softcap, 0.0, True, compiled)
             logits *= grad[chunk, None].to(logits.dtype)
-            if needs_bias:
-                d_bias += logits.sum(0, dtype=torch.float32)
-            if needs_hidden:
-                torch.mm(logits, weight.to(hidden.dtype), out=d_hidden[chunk])
-            if needs_weight:
-                d_weight += logits.t() @ hidden[chunk]
+            grads.add(chunk, logits)
             del logits
-        d_weight = d_weight.to(weight.dtype) if needs_weight else None
-        return d_hidden, d_weight, d_bias.to(bias.dtype) if needs_bias else None, *[None] * 4
+        d_weight = grads.weight.to(weight.dtype) if grads.weight is not None else None
+        d_bias = grads.bias.to(bias.dtype) if grads.bias is not None else None
+        return grads.hidden, d_weight, d_bias, *[None] * 4

@@ -193,6 +193,17 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(previous)
 
 
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into eval mode for a block of code, and then back into the mode it was in."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
 def add_neftune_noise(x: Tensor, alpha: float, targets: Tensor, document_ids: Tensor | None) -> Tensor:
     """Add NEFTune noise (arXiv 2310.05914) to embeddings (B, T, C): uniform within alpha / sqrt(L C).
 

@@ -104,12 +104,8 @@ class Flops:
 
     def __call__(self, samples: Sequence[Sample]) -> float:
         """Return the FLOPs of one step over `samples`, and of a forward pass over their mismatches."""
-        lengths = [length for sample in samples for length in sample.documents or (sample.tokens.numel(),)]
         mismatches = [sample.mismatch for sample in samples if sample.mismatch is not None]
-        forward = (
-            self.forward(*zip(*((m.tokens.numel(), m.supervised) for m in mismatches), strict=True)) if mismatches else 0
-        )
-        return self.for_lengths(lengths, [sample.supervised for sample in samples]) + forward
+        return self.for_lengths(*_counts(samples)) + self.forward(*_counts(mismatches))
 
     def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
         """Return the FLOPs over documents with these lengths, and counts of target tokens."""
@@ -124,6 +120,12 @@ class Flops:
         """Return the FLOPs of attention, forward and backward."""
         lengths = np.asarray(lengths, np.float64)
         return sum(_attention_pairs(lengths, window).sum() * per_pair for window, per_pair in self.windows)
+
+
+def _counts(samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+    """Return the lengths of the samples' documents, and each sample's number of target tokens."""
+    lengths = [length for sample in samples for length in sample.document_lengths]
+    return lengths, [sample.supervised for sample in samples]
 
 
 def _num_weights(linear: nn.Linear | ExpertLinear, name: str, parameter: nn.Parameter) -> int:

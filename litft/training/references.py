@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from lightning_fabric import Fabric
 from tqdm import tqdm
 
@@ -22,7 +21,7 @@ from litft.data.packing import Layout
 from litft.data.token_store import Samples
 from litft.model.transformer import GPT
 from litft.training.objectives import Objective
-from litft.training.objectives.objective import sequence_log_probs
+from litft.training.objectives.objective import document_log_probs
 from litft.training.schedule import Schedule
 from litft.training.scoring import evenly_spaced
 
@@ -66,10 +65,10 @@ class References:
         self.objective, self.schedule, data = objective, schedule, schedule.data
         self.width = 2 if objective.data == "pairs" else 1
         val_indices = evenly_spaced(range(len(data.val)), num_val)
-        train_indices = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
         # by name: samples, and the indices whose log-probabilities a run needs
         self.parts: dict[str, tuple[Sequence, Sequence[int]]] = {}
         if objective.needs_reference:
+            train_indices = np.unique(schedule.order.indices(0, schedule.samples)).tolist()
             self.parts = {"train": (data.train, train_indices), "val": (data.val, val_indices)}
         if objective.needs_mismatches:
             of_train = Mismatches(data.train, self._train_partners, data.limit, schedule.samples)
@@ -135,35 +134,23 @@ class References:
                 for start in range(0, len(missing), size):
                     block = missing[start : start + size]
                     part = [samples[index] for index in block]
-                    values[block] = log_probs(fabric, model, self.schedule.layout, part, self.width, before_batch)
+                    values[block] = log_probs(fabric, model, self.schedule.layout, part, before_batch)
                     if fabric.global_rank == 0:
                         file.append(block, values[block])
                     bar.update(len(block))
             self.values[name] = values
 
 
-@torch.no_grad()
 def log_probs(
     fabric: Fabric,
     model: GPT,
     layout: Layout,
     samples: list[Sample],
-    width: int,
     before_batch: Callable[[], None] = lambda: None,
 ) -> np.ndarray:
-    """Return the summed log-probability of each document's targets, (len(samples), width) fp64, on every process."""
-    training = model.training
-    model.eval()
-    total = torch.zeros(len(samples), width, dtype=torch.float64, device=fabric.device)
-    planned = layout.plan([sample.tokens.numel() for sample in samples])
-    for rows in planned[fabric.global_rank :: layout.ranks]:
-        before_batch()
-        batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(fabric.device)
-        values, _ = sequence_log_probs(model, batch)
-        order = [index for row in rows for index in row]
-        total[order] = values.view(-1, width)
-    model.train(training)
-    return fabric.all_reduce(total, reduce_op="sum").cpu().numpy()
+    """Return the summed log-probability of each document's targets, (len(samples), documents) fp64, on every process."""
+    values, _ = document_log_probs(model, samples, layout, fabric.device, fabric.global_rank, before_batch)
+    return fabric.all_reduce(values, reduce_op="sum").cpu().numpy()
 
 
 class LogProbFile:

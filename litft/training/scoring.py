@@ -13,7 +13,7 @@ from litft.distributed.process_group import HostGroup, join_uneven
 from litft.inference.decoder import Decoder
 from litft.inference.generation import Completion, Request, generate_completions
 from litft.inference.sampling import Sampling
-from litft.model.transformer import GPT
+from litft.model.transformer import GPT, eval_mode
 from litft.training.objectives import Objective
 
 BLOCK = 64  # samples that a rank loads and lays out at once
@@ -29,15 +29,13 @@ def validation_scores(
     before_batch: Callable[[], None] = lambda: None,
 ) -> list[float]:
     """Return the objective's loss and scores over the samples of all ranks. before_batch: called before each micro-batch."""
-    training = model.training
-    model.eval()
-    objective.before_step(fabric, model, samples, layout, before_batch)
-    totals = objective.totals(samples)
-    values = torch.zeros(1 + len(objective.scores), dtype=torch.float64, device=fabric.device)
-    for batch in layout.iter_batches(samples, BLOCK * fabric.world_size, fabric.global_rank):
-        before_batch()
-        values += objective(model, batch.to(fabric.device), totals)
-    model.train(training)
+    with eval_mode(model):
+        objective.before_step(fabric, model, samples, layout, before_batch)
+        totals = objective.totals(samples)
+        values = torch.zeros(1 + len(objective.scores), dtype=torch.float64, device=fabric.device)
+        for batch in layout.iter_batches(samples, BLOCK * fabric.world_size, fabric.global_rank):
+            before_batch()
+            values += objective(model, batch.to(fabric.device), totals)
     return fabric.all_reduce(values, reduce_op="sum").tolist()
 
 
@@ -64,8 +62,6 @@ def exact_match(
 
     rows: answers that each rank generates at once. before_batch: called by all ranks before each of these batches.
     """
-    training = model.training
-    model.eval()
     matches = count = 0
     ranks, rank = fabric.world_size, fabric.global_rank
     for start in range(0, len(samples), ranks * rows):
@@ -76,12 +72,11 @@ def exact_match(
             for sample in local_samples
             if sample.answer and sample.desirable is not False
         ]
-        with join_uneven(model, hosts):
+        with eval_mode(model), join_uneven(model, hosts):
             answers = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in questions])
         pairs = zip(answers, questions, strict=True)
         matches += sum(is_exact(answer, tokenizer.decode(ids)) for answer, (_, ids) in pairs)
         count += len(questions)
-    model.train(training)
     totals = torch.tensor((matches, count), dtype=torch.float64, device=fabric.device)
     matches, count = map(int, fabric.all_reduce(totals, reduce_op="sum").tolist())
     return matches, count

@@ -1,7 +1,6 @@
 """What a fine-tuning command stands for once its folder is known: the tokenizer, the method and its first values."""
 
 import dataclasses
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ class Setup:
         self.objective = objective_of(args)
         if args.train.learning_rate is None:
             rate = self.objective.learning_rate(method_of(args).name, args.default_learning_rate)
-            args = replace(args, train=replace(args.train, learning_rate=rate))
+            args = dataclasses.replace(args, train=dataclasses.replace(args.train, learning_rate=rate))
         self.args, self.source = args, source
         self.quantize = source.quantization(args.quantize) or "none"
         self.tokenizer = source.tokenizer()
@@ -179,8 +178,10 @@ class Setup:
         """What a resumed run must share with its beginning, of what the command and the model's folder say."""
         flags = dataclasses.asdict(self.args)
         method_flags = flags.get(self.method.name, {})
-        objective = {} if self.args.objective == "sft" else {"objective": self.args.objective}
-        objective |= {f"preference.{name}": value for name, value in flags["preference"].items() if objective}
+        objective = {}
+        if self.args.objective != "sft":
+            objective = {"objective": self.args.objective}
+            objective |= {f"preference.{name}": value for name, value in flags["preference"].items()}
         return {
             "method": self.method.title,
             "quantize": self.quantize,

@@ -16,7 +16,7 @@ from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
 from litft.inference.generation import prompt_ids
-from litft.model.transformer import GPT
+from litft.model.transformer import GPT, eval_mode
 from litft.training.metrics import Row
 from litft.training.objectives import Objective, Supervised
 from litft.training.scoring import evenly_spaced, exact_match, greedy_answers, validation_scores
@@ -87,14 +87,12 @@ class Validation:
 
     def generate_answers(self, step: int) -> Iterator[dict[str, str | int]]:
         """Generate and yield the model's answers to the prompts after `step` steps, and write them to samples.jsonl."""
-        training = self.model.training
-        self.model.eval()
         for text, ids in self.prompts:
             self.before_batch()
-            (completion,) = greedy_answers(self.model, self.tokenizer, [(ids, self.args.max_new_tokens)])
+            with eval_mode(self.model):
+                (completion,) = greedy_answers(self.model, self.tokenizer, [(ids, self.args.max_new_tokens)])
             self.answers.append({"step": step, "prompt": text, "answer": completion.text.strip()})
             yield self.answers[-1]
-        self.model.train(training)
         self._write()
 
     def _write(self) -> None:

@@ -96,7 +96,7 @@ class Litft(Contender):
         ]
         if not self.objective.needs_reference:
             return made
-        references = log_probs(self.fabric, self.model, self.layout, made, width=2).tolist()
+        references = log_probs(self.fabric, self.model, self.layout, made).tolist()
         return [replace(sample, reference=tuple(values)) for sample, values in zip(made, references, strict=True)]
 
     def accumulate(self, samples: list[data.Sample], count: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from litft.data.encoder import Sample
 from litft.data.packing import Layout, MicroBatch
+from litft.model.transformer import eval_mode
 from litft.training.objectives.objective import Objective, Totals, sequence_log_probs
 from litft.training.objectives.pairs import wins
 
@@ -45,18 +46,14 @@ class KTO(Objective):
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute the KL divergence over the step's samples with the answers of others."""
-        training = model.training
         total = torch.zeros((), dtype=torch.float64, device=fabric.device)
         mismatches = [sample.mismatch for sample in samples]
-        try:
-            model.eval()
+        with eval_mode(model):
             for batch in layout.batches(mismatches, fabric.global_rank):
                 before_batch()
                 batch = batch.to(fabric.device)
                 log_probs, _ = sequence_log_probs(model, batch)
                 total += (log_probs - (batch.sequences.references if batch.sequences else 0.0)).sum()
-        finally:
-            model.train(training)
         self.kl = (fabric.all_reduce(total, reduce_op="sum") / len(samples)).clamp(min=0)
 
     def begin_probe(self, device: torch.device) -> None:
@@ -76,20 +73,10 @@ class KTO(Objective):
             loss = loss - self.args.sft_weight * (log_probs * desirable).sum() / max(1, totals.tokens)
         with torch.no_grad():
             rewards = self.beta * (log_probs - references)
-            means = [_mean(values, label) for values in (rewards, log_probs) for label in self._labels(desirable, totals)]
+            labels = (desirable, totals.desirable), (~desirable, totals.undesirable)
+            # this micro-batch's share of the means over the step's answers with each label, NaN without any
+            means = [(values * mask).sum() / count for values in (rewards, log_probs) for mask, count in labels]
             accuracy = wins(torch.where(desirable, advantage, -advantage)).sum() / totals.samples
             kl = self.kl * (len(log_probs) / totals.samples)  # the shares of all micro-batches sum to it
             scores = torch.stack([accuracy, means[0] - means[1], *means, kl])
         return torch.cat([loss[None], scores])
-
-    def _labels(self, desirable: Tensor, totals: Totals) -> list[tuple[Tensor, int]]:
-        return [(desirable, totals.desirable), (~desirable, totals.undesirable)]
-
-
-def _mean(values: Tensor, label: tuple[Tensor, int]) -> Tensor:
-    """Return this micro-batch's share of the mean of the values with a label, NaN if the step has none.
-
-    label: (which, how many in the step).
-    """
-    mask, count = label
-    return (values * mask).sum() / count

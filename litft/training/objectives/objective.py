@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from litft.args import PreferenceArgs
 from litft.data.encoder import Sample
 from litft.data.packing import Layout, MicroBatch
+from litft.model.transformer import GPT, eval_mode
 
 LORA_RATIO = 10  # learning rate of LoRA divided by that of full fine-tuning (https://thinkingmachines.ai/blog/lora)
 SFT_LORA_RATE = 2e-4  # the default learning rate of LoRA with the supervised objective
@@ -90,3 +91,29 @@ def sequence_log_probs(model: nn.Module, batch: MicroBatch) -> tuple[Tensor, Ten
     numbers = batch.sequences.numbers.flatten().index_select(0, batch.target_indices)
     zeros = torch.zeros_like(batch.sequences.references)
     return zeros.index_add(0, numbers, -losses.double()), zeros.index_add(0, numbers, torch.ones_like(losses.double()))
+
+
+@torch.no_grad()
+def document_log_probs(
+    model: GPT,
+    samples: Sequence[Sample],
+    layout: Layout,
+    device: torch.device,
+    rank: int = 0,
+    before_batch: Callable[[], None] = lambda: None,
+) -> tuple[Tensor, Tensor]:
+    """Return the summed log-probability of each document's targets, and the number of targets: both (S, D) fp64.
+
+    For S samples with D documents each. Rows of samples that another rank computes are 0.
+    """
+    log_probs, lengths = torch.zeros(2, len(samples), len(samples[0].document_lengths), dtype=torch.float64, device=device)
+    planned = layout.plan([sample.tokens.numel() for sample in samples])
+    with eval_mode(model):
+        for rows in planned[rank :: layout.ranks]:
+            before_batch()
+            batch = layout.collate_rows([[samples[index] for index in row] for row in rows]).to(device)
+            order = [index for row in rows for index in row]
+            log_probs[order], lengths[order] = (
+                values.view(-1, log_probs.size(1)) for values in sequence_log_probs(model, batch)
+            )
+    return log_probs, lengths
