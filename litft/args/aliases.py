@@ -10,7 +10,7 @@ class Alias(NamedTuple):
     note: str = ""  # where the meaning differs
 
 
-_MICRO = "litft's counts rows per device; it changes speed and memory, never the result"
+_MICRO = "it changes speed and memory, never the result: a step has --train.global_batch_size examples, 16 by default"
 _GLOBAL = "the global batch is given directly: micro-batches x devices x accumulation steps"
 _STEPS = "an interval in steps"
 _STRATEGY = "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp if the model does not fit"

@@ -22,6 +22,8 @@ SHAREGPT_ROLES = {
 LOSS_FIELDS = ("train", "loss_weight", "weight")  # fields of a turn that say whether the loss is computed on it
 LONG_TEXT = 65_536  # characters of text above which a record is divided between training and validation
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a message, which templates may show
+# what the label of an answer may be, as text: whether the answer is desirable
+LABELS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
 # written after every answer in some files, and removed: the chat template ends answers with the model's own token
 END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
 
@@ -64,8 +66,24 @@ def to_example(record: Record, where: str, template: str, form: str | None = Non
     return FORMATS[form].convert(record, where, template)
 
 
+def read_label(value: Any) -> bool | None:
+    """Return whether a label means that an answer is desirable; None if it has another meaning."""
+    return LABELS.get(str(value).lower().removesuffix(".0"))
+
+
+def preference_kind(record: Record) -> str | None:
+    """Return what a record of preferences has, "pairs" or "labels"; None for other records."""
+    if record.get("chosen") is not None and record.get("rejected") is not None:
+        return "pairs"
+    has_answer = any(record.get(name) for name in ("completion", "messages", "conversations"))
+    return "labels" if has_answer and read_label(record.get("label")) is not None else None
+
+
 def detect_format(record: Record, where: str) -> str:
-    """Return the name of a record's format; raise ValueError if no format matches its fields."""
+    """Return the name of a record's format; raise ValueError if no format matches its fields, or if it has a label."""
+    if preference_kind(record) == "labels":
+        reason = "the field label says whether the answer is desirable, and --objective sft would learn both kinds"
+        raise ValueError(f"{where}: {reason}; add --objective kto, or name the format with --data.format to ignore it")
     for filled in (True, False):  # prefer formats whose fields are not empty: a table may have columns of several formats
         for name, form in FORMATS.items():
             if all(field in record and (record[field] not in (None, "") or not filled) for field in form.fields):
@@ -73,7 +91,7 @@ def detect_format(record: Record, where: str) -> str:
     supported = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
     field_names = ", ".join(map(repr, record))[:200] or "none"
     remedy = "map the fields with --data.columns OURS=THEIRS,..."
-    if "chosen" in record and "rejected" in record:
+    if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
     raise ValueError(f"{where}: no known format has the fields {field_names} ({supported}); {remedy}")
 

@@ -16,6 +16,8 @@ from litft.data.formats import (
     Record,
     check_messages,
     json_type,
+    preference_kind,
+    read_label,
     read_tools,
     sharegpt_turn,
     system_message,
@@ -45,7 +47,7 @@ def to_preferences(record: Record, where: str, template: str, kind: str) -> list
     kind: "pairs", or "labels" for answers with a label, of which a pair has two. template: see `formats.to_example`.
     """
     tools = read_tools(record.get("tools"), where)
-    if record.get("chosen") is not None and record.get("rejected") is not None:
+    if preference_kind(record) == "pairs":
         dialogues = [_dialogue(record, name, where, template) for name in ("chosen", "rejected")]
         shared = _common_messages(*dialogues)
         answers = tuple(Example(_masked(messages, shared), tools) for messages in dialogues)
@@ -55,19 +57,20 @@ def to_preferences(record: Record, where: str, template: str, kind: str) -> list
     if kind == "labels" and record.get("label") is not None:
         messages, shared = _labelled(record, where, template)
         return [Preference((Example(_masked(messages, shared), tools),), _label(record["label"], where))]
+    if preference_kind(record) == "labels":
+        raise ValueError(f"{where}: an answer with a label is no pair of chosen and rejected answers; use --objective kto")
     needed = "chosen and rejected" if kind == "pairs" else "prompt, completion and label, or chosen and rejected"
     names = ", ".join(map(repr, record))[:200] or "none"
-    remedy = "map the fields with --data.columns OURS=THEIRS,..., or use --objective sft"
+    remedy = "name those of the file, as in --data.columns chosen=better,rejected=worse, or use --objective sft"
     raise ValueError(f"{where}: preferences need the fields {needed}, found {names}; {remedy}")
 
 
 def _label(value: Any, where: str) -> bool:
     """Return whether a label means that the answer is desirable."""
-    known = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
-    text = str(value).lower().removesuffix(".0")
-    if text not in known:
+    label = read_label(value)
+    if label is None:
         raise ValueError(f"{where}: label is {value!r}; use true for a desirable answer, or false for an undesirable one")
-    return known[text]
+    return label
 
 
 def _dialogue(record: Record, name: str, where: str, template: str) -> list[Message]:

@@ -113,7 +113,8 @@ def _write(file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float,
                 writer.add(encoded)
                 bar.update()
                 if writer.report.bad[0] == MAX_NAMED and not max_bad:  # enough to fix at once
-                    raise ValueError("\n".join(writer.report.bad[1]) + f"\nreading {file.label} stopped here; {SKIP_HINT}")
+                    lines = "\n".join(writer.report.bad_lines())
+                    raise ValueError(f"{lines}\nreading {file.label} stopped here; {SKIP_HINT}")
         _check_bad(file.label, writer.report, max_bad)
         if file.digest() != digest:
             raise ValueError(f"{file.label} changed while it was read; start again when it is completely written")
@@ -125,7 +126,7 @@ def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:
     if count > max_bad * report.records:
         more = f"\nand {count - len(messages):,} more" if count > len(messages) else ""
         share = f"\n{count:,} of {report.records:,} records of {name} are bad; {SKIP_HINT}" if count > 1 or max_bad else ""
-        raise ValueError("\n".join(messages) + more + share)
+        raise ValueError("\n".join(report.bad_lines()) + more + share)
 
 
 def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded]:

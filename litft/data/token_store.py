@@ -52,6 +52,13 @@ class EncodingReport:
         for note in encoded.notes:
             _count(self.notes.setdefault(note, [0, []]), encoded.where)
 
+    def bad_lines(self) -> list[str]:
+        """Return the first of the named messages with each reason, and how many others have the same one."""
+        by_reason: dict[str, list[str]] = {}
+        for message in self.bad[1]:
+            by_reason.setdefault(message.partition(": ")[2], []).append(message)
+        return [same[0] + (f" (and {len(same) - 1} more like it)" if len(same) > 1 else "") for same in by_reason.values()]
+
 
 def _count(counter: list, name: str) -> None:
     counter[0] += 1

@@ -10,7 +10,7 @@ from litft.args import DataArgs, RunEvalArgs
 from litft.args.parser import finetune_args
 from litft.checkpoints.hub import hub_id
 from litft.data.dataset import DataSplits, length_limit, load_data
-from litft.data.formats import rename_columns
+from litft.data.formats import preference_kind, rename_columns
 from litft.data.sources import File, HubSplit, locate
 from litft.data.token_store import Samples
 from litft.data.tokenizer import Tokenizer
@@ -24,13 +24,13 @@ SPLIT_FLAGS = ("val_path", "val_fraction", "seed", "subset", "format", "columns"
 ANY_VOCAB_SIZE = 1 << 30  # larger than any token id: the model's vocabulary size is checked when it is scored
 
 
-def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> DataArgs:
-    """Return the data flags to score with: a run's own (its held-out part is scored), or for another file the given ones.
+def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs, Path | None]:
+    """Return the data flags to score with, and the run whose held-out part is scored; None for a file of its own.
 
     Raise ValueError if a run was trained on some of the examples.
     """
     if args.tasks and not args.data.path:
-        return args.data
+        return args.data, None
     requested, run_data = _train_files(args.data), _training_runs(args, source)
     own_run = next(
         (run for run, trained_data in run_data.items() if not requested or requested & _train_files(trained_data)), None
@@ -50,27 +50,25 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> DataArgs:
             raise ValueError(f"{run} was trained on some of what {own_run or 'this'} would be scored on; {remedy}")
     if own_run is not None:
         print(f"reading {', '.join(data.path)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
-    return data
+    return data, own_run
 
 
-def kind_of(args: RunEvalArgs, source: PretrainedFolder) -> str:
+def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
     """Return what the examples of --data are, see `Encoder`: by the flag, the run that held them out, or their fields."""
-    files = _train_files(args.data)
-    for run, trained_data in _training_runs(args, source).items():
-        if files == _train_files(trained_data):
-            objective = args.objective or finetune_args(run).objective
-            if args.data.val_fraction and (objective == "sft") != is_supervised(run):
-                reason = f"{run} was trained with {finetune_args(run).objective}, which holds out other examples"
-                raise ValueError(f"--objective {objective}: {reason}; leave it out, or score a file of its own")
-            if OBJECTIVES[objective].data != "labels":
-                return OBJECTIVES[objective].data
-    if args.objective:
-        return OBJECTIVES[args.objective].data
+    objective = args.objective
+    if own_run is not None:
+        trained = finetune_args(own_run).objective
+        objective = objective or trained
+        if args.data.val_fraction and (objective == "sft") != (trained == "sft"):
+            reason = f"{own_run} was trained with {trained}, which holds out other examples"
+            raise ValueError(f"--objective {objective}: {reason}; leave it out, or score a file of its own")
+    if objective and OBJECTIVES[objective].data != "labels":
+        return OBJECTIVES[objective].data
     _, record = next(iter(locate(args.data)[0][0].records()), ("", {}))
-    if isinstance(record, dict):
-        record = rename_columns(record, dict(item.split("=", 1) for item in args.data.columns))
-    is_pair = isinstance(record, dict) and record.get("chosen") is not None and record.get("rejected") is not None
-    return "pairs" if is_pair else "supervised"
+    if not isinstance(record, dict):
+        return "supervised"
+    columns = dict(item.split("=", 1) for item in args.data.columns)
+    return preference_kind(rename_columns(record, columns)) or ("labels" if objective else "supervised")
 
 
 def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, DataArgs]:

@@ -1,6 +1,7 @@
-"""Scores on preferences: how often, and by how much, a model finds the chosen answer more probable than the rejected one."""
+"""Scores on preferences: how probable a model finds the chosen and the rejected, or desirable and undesirable, answers."""
 
-import numpy as np
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -12,28 +13,38 @@ from litft.training.objectives.objective import document_log_probs
 from litft.training.objectives.pairs import wins
 
 
-def score_preferences(model: GPT, samples: list[Sample], rows: int, name: str) -> tuple[dict[str, float], np.ndarray]:
-    """Return the scores of the pairs, and their answers' summed log-probabilities, (N, 2): chosen and rejected.
+@dataclass(frozen=True)
+class PreferenceScores:
+    """A model's log-probabilities of the answers of N examples: pairs, or single answers with labels."""
 
-    Scores compare summed log-probabilities, and with `per token` their means over an answer's tokens. rows: pairs per
-    forward pass. Raise ValueError for answers with labels, which have no pairs.
-    """
-    if not all(sample.documents for sample in samples):
-        raise ValueError("only pairs of a chosen and a rejected answer can be scored; give a file of pairs with --data.path")
-    with tqdm(total=-(-len(samples) // rows), desc=f"{name}: preferences", disable=None) as bar:
-        log_probs, lengths = document_log_probs(model, samples, Layout(rows), model.device, before_batch=bar.update)
-    log_probs, lengths = log_probs.cpu(), lengths.cpu()
-    means = _margins(log_probs / lengths)
-    scores = {"pairs": len(samples)} | _margins(log_probs) | {f"{key} per token": value for key, value in means.items()}
-    return scores, log_probs.numpy()
+    log_probs: Tensor  # summed over tokens: (N, 2), chosen and rejected, or (N, 1)
+    lengths: Tensor  # number of tokens, like log_probs
+    desirable: Tensor | None  # (N,) bool: the labels; None for pairs
 
+    @classmethod
+    def of(cls, model: GPT, samples: list[Sample], rows: int, name: str) -> "PreferenceScores":
+        """Compute them. rows: examples per forward pass; name: the model's, for the progress bar."""
+        labels = None if samples[0].documents else torch.tensor([sample.desirable for sample in samples])
+        with tqdm(total=-(-len(samples) // rows), desc=f"{name}: preferences", disable=None) as bar:
+            values = document_log_probs(model, samples, Layout(rows), model.device, before_batch=bar.update)
+        return cls(*(value.cpu() for value in values), labels)
 
-def relative_scores(base: np.ndarray, tuned: np.ndarray) -> dict[str, float]:
-    """Return the scores of log-probabilities (N, 2) relative to the base's: those that DPO optimizes, with a beta of 1."""
-    return {f"{key} over the base": value for key, value in _margins(torch.from_numpy(tuned - base)).items()}
+    def scores(self) -> dict[str, float]:
+        """Return the number of examples, and the scores of summed and of mean log-probabilities (`per token`)."""
+        means = {f"{key} per token": value for key, value in self._compare(self.log_probs / self.lengths).items()}
+        if self.desirable is None:
+            return {"pairs": len(self.log_probs)} | self._compare(self.log_probs) | means
+        return {"labelled answers": len(self.log_probs)} | self._compare(self.log_probs) | means
 
+    def over(self, base: "PreferenceScores") -> dict[str, float]:
+        """Return the scores relative to the base's: those that DPO and KTO optimize, with a beta of 1."""
+        relative = self._compare(self.log_probs - base.log_probs)
+        return {f"{key} over the base": value for key, value in relative.items()}
 
-def _margins(values: Tensor) -> dict[str, float]:
-    """Return how often, and by how much, the first column (N, 2) exceeds the second."""
-    margins = values[:, 0] - values[:, 1]
-    return {"accuracy": float(wins(margins).mean()), "margin": float(margins.mean())}
+    def _compare(self, values: Tensor) -> dict[str, float]:
+        """Return how often, and by how much, chosen answers have higher values than rejected ones, or the labels' means."""
+        if self.desirable is None:
+            margins = values[:, 0] - values[:, 1]
+            return {"accuracy": float(wins(margins).mean()), "margin": float(margins.mean())}
+        labels = {"desirable": self.desirable, "undesirable": ~self.desirable}
+        return {f"{name}: log-probability": float(values[mask].mean()) for name, mask in labels.items() if mask.any()}

@@ -10,7 +10,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from rich import box
 from rich.console import Console
@@ -33,9 +32,10 @@ from litft.evaluation.examples import (
     warn_if_trained_on,
     with_shared_length,
 )
-from litft.evaluation.preferences import relative_scores, score_preferences
+from litft.evaluation.preferences import PreferenceScores
 from litft.inference.generation import Completion
 from litft.inference.session import Session, open_session, source_of
+from litft.model.loss import IGNORED
 from litft.training.scoring import BLOCK, greedy_request, is_exact, summed_loss
 
 
@@ -48,7 +48,8 @@ class ScoredModel:
     answers: dict[Name, str] = field(default_factory=dict)  # by example
     errors: dict[str, float] = field(default_factory=dict)  # standard errors of scores
     harness: dict[str, Any] = field(default_factory=dict)  # the results as the harness returns them
-    log_probs: np.ndarray | None = None  # (N, 2): of the chosen and the rejected answer of each pair
+    preferences: PreferenceScores | None = None
+    log_probs: dict[Name, list[float]] = field(default_factory=dict)  # by example: of its answers
 
 
 @dataclass(frozen=True)
@@ -72,11 +73,12 @@ def run_eval(args: RunEvalArgs) -> None:
         raise ValueError(
             f"--out {args.out}: the folder {Path(args.out).parent} does not exist; create it, or name another file"
         )
-    args = replace(args, data=resolve_data(args, source))
+    data, own_run = resolve_data(args, source)
+    args = replace(args, data=data)
     run_harness = _harness_runner(args) if args.tasks else None
     sources, readable, kind = compared_sources(args, source), set(), "supervised"
     if args.data.path:
-        kind = kind_of(args, source)
+        kind = kind_of(args, own_run)
         args = replace(args, data=with_shared_length(args.data, sources))
         readable = readable_by_all(args, sources, kind)
         warn_if_trained_on(args, source, readable)
@@ -88,8 +90,8 @@ def run_eval(args: RunEvalArgs) -> None:
             if run_harness:
                 run_harness(subject, session)
         subjects.append(subject)
-    if len(subjects) == 2 and subjects[0].log_probs is not None:
-        subjects[1].scores |= relative_scores(*(subject.log_probs for subject in subjects))
+    if len(subjects) == 2 and subjects[0].preferences is not None:
+        subjects[1].scores |= subjects[1].preferences.over(subjects[0].preferences)
     _print_results(subjects, dict(islice(examples.items(), args.show)))
     if args.out:
         atomic_write(
@@ -120,8 +122,8 @@ def _subjects(args: RunEvalArgs, separate_base: bool) -> Iterator[tuple[ScoredMo
 @torch.no_grad()
 def _score_examples(
     subject: ScoredModel, session: Session, args: RunEvalArgs, names: set[Name], kind: str
-) -> dict[Name, tuple[str, str]]:
-    """Score the named examples of --data. Return the prompt and the expected answer of each."""
+) -> dict[Name, dict[str, str]]:
+    """Score the named examples of --data. Return the texts of each: its prompt, and the answers that the data has."""
     model, tokenizer = session.model, session.tokenizer
     sizes = model.config.vocab_size, model.config.max_positions
     candidates = scored_samples(load_data(args.data, tokenizer, *sizes, kind=kind), args.data)
@@ -133,9 +135,11 @@ def _score_examples(
         mean = float(loss) / float(count)
         subject.scores |= {"examples": len(samples), "loss": mean, "perplexity": math.exp(min(mean, 700))}
     else:
-        scores, subject.log_probs = score_preferences(model, samples, args.batch_size, subject.name)
-        subject.scores |= scores
+        subject.preferences = PreferenceScores.of(model, samples, args.batch_size, subject.name)
+        subject.scores |= subject.preferences.scores()
         selected, samples = selected[: args.show], samples[: args.show]  # answers are only shown
+        shown_log_probs = subject.preferences.log_probs[: args.show].tolist()
+        subject.log_probs = {name: row for (name, _), row in zip(selected, shown_log_probs, strict=True)}
     answered = [(name, sample) for (name, _), sample in zip(selected, samples, strict=True) if sample.answer]
     examples = [_example(name, sample, tokenizer) for name, sample in answered]
     answers = _answers(subject.name, session, examples, args) if examples else {}
@@ -148,12 +152,23 @@ def _score_examples(
             f"{subject.name}: no example fits into the length limit with its answer, so exact_match is not computed",
             file=sys.stderr,
         )
-    return {example.name: (tokenizer.decode(example.prompt, skip_special=False), example.expected) for example in examples}
+    return {name: _texts(sample, tokenizer) for name, sample in answered}
 
 
 def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> EvalExample:
     prompt, expected = (ids.tolist() for ids in sample.answer)
     return EvalExample(name, prompt, tokenizer.decode(expected).strip(), len(expected))
+
+
+def _texts(sample: Sample, tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the prompt of an example and its answers, by what they are."""
+    prompt, answer = (ids.tolist() for ids in sample.answer)
+    title = {True: "desirable", False: "undesirable", None: "chosen" if sample.documents else "expected"}[sample.desirable]
+    texts = {"prompt": tokenizer.decode(prompt, skip_special=False), title: tokenizer.decode(answer).strip()}
+    if sample.documents:
+        rejected = sample.split()[1].targets
+        texts["rejected"] = tokenizer.decode(rejected[rejected != IGNORED].tolist()).strip()
+    return texts
 
 
 def _answers(name: str, session: Session, examples: list[EvalExample], args: RunEvalArgs) -> dict[Name, Completion]:
@@ -191,7 +206,7 @@ def _harness_runner(args: RunEvalArgs) -> Callable[[ScoredModel, Session], None]
     return run
 
 
-def _print_results(subjects: list[ScoredModel], examples: dict[Name, tuple[str, str]]) -> None:
+def _print_results(subjects: list[ScoredModel], examples: dict[Name, dict[str, str]]) -> None:
     """Print the scores as a Markdown table, and below it the answers."""
     table = Table(box=box.MARKDOWN)
     table.add_column("")
@@ -203,13 +218,15 @@ def _print_results(subjects: list[ScoredModel], examples: dict[Name, tuple[str, 
     with console.capture() as captured:
         console.print(table)
     print(*filter(str.strip, captured.get().splitlines()), sep="\n")
-    for example, (prompt, expected) in examples.items():
-        answers = {subject.name: subject.answers[example] for subject in subjects if example in subject.answers}
-        texts = {"prompt": prompt, "expected": expected} | answers
-        width = max(map(len, texts)) + 2
-        print(
-            "", *(f"{name + ':':<{width}}{json.dumps(text, ensure_ascii=False)}" for name, text in texts.items()), sep="\n"
-        )
+    for example, texts in examples.items():
+        lines = {name: json.dumps(text, ensure_ascii=False) for name, text in texts.items()}
+        for subject in subjects:
+            if example in subject.answers:
+                lines[subject.name] = json.dumps(subject.answers[example], ensure_ascii=False)
+            if example in subject.log_probs:
+                lines[f"{subject.name}, log-probability"] = ", ".join(f"{v:.2f}" for v in subject.log_probs[example])
+        width = max(map(len, lines)) + 2
+        print("", *(f"{name + ':':<{width}}{line}" for name, line in lines.items()), sep="\n")
 
 
 def _cell(score: float | None, error: float | None) -> str:
@@ -220,11 +237,10 @@ def _cell(score: float | None, error: float | None) -> str:
     return text if error is None else f"{text} ± {error:.4f}"
 
 
-def _as_json(args: RunEvalArgs, subjects: list[ScoredModel], examples: dict[Name, tuple[str, str]]) -> dict[str, Any]:
+def _as_json(args: RunEvalArgs, subjects: list[ScoredModel], examples: dict[Name, dict[str, str]]) -> dict[str, Any]:
     """Return the content of --out."""
     answers = [
-        {"prompt": prompt, "expected": expected} | {subject.name: subject.answers.get(example) for subject in subjects}
-        for example, (prompt, expected) in examples.items()
+        texts | {subject.name: subject.answers.get(example) for subject in subjects} for example, texts in examples.items()
     ]
     scores = {
         subject.name: {name: None if math.isnan(value) else value for name, value in subject.scores.items()}

@@ -170,7 +170,7 @@ def details(data: DataSplits) -> Iterator[str]:
         for note, (count, first_records) in report.notes.items():
             records = ", ".join(record.removeprefix(f"{name}, ") for record in first_records)
             yield f"  {note}: {records}{' ...' if count > len(first_records) else ''}"
-        yield from (f"  bad: {message}" for message in report.bad[1])
+        yield from (f"  bad: {message}" for message in report.bad_lines())
         if (more := report.bad[0] - len(report.bad[1])) > 0:
             yield f"  bad: {more:,} more"
 

@@ -32,8 +32,10 @@ class Report:
 # title, columns, whether the y-axis starts at 0
 CHARTS = (
     ("{loss}", ("loss", "val_loss"), False),
-    ("Accuracy: the chosen answer has the higher reward", ("accuracy", "val_accuracy"), True),
+    ("Accuracy of the rewards", ("accuracy", "val_accuracy"), True),
     ("Margin between the rewards", ("margin", "val_margin"), False),
+    ("Log-probability of the chosen (desirable) answers", ("chosen_logp", "val_chosen_logp"), False),
+    ("Log-probability of the rejected (undesirable) answers", ("rejected_logp", "val_rejected_logp"), False),
     ("Learning rate", ("learning_rate",), True),
     ("Gradient norm (L2), before clipping", ("grad_norm",), True),
     ("Tokens per second", ("tokens_per_second",), True),

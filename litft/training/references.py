@@ -110,11 +110,13 @@ class References:
         model: GPT,
         folder: Path,
         identity: dict[str, Any],
+        say: Callable[[str], None],
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Read the log-probabilities from the run's folder, compute those that are missing, and add them to it.
 
-        identity: what they depend on. before_batch: called by every process before each forward pass; it may raise.
+        identity: what they depend on. say: prints a line. before_batch: called by every process before each forward pass; it
+        may raise.
         """
         facts = json.dumps(identity | {"limit": self.schedule.data.limit}, default=str)
         # config.yaml turns some whole numbers into floats
@@ -127,6 +129,9 @@ class References:
                 file.read_into(values)
             values = fabric.broadcast(values)
             missing = [index for index in indices if np.isnan(values[index, 0])]
+            if len(indices):
+                what = f"reference log-probabilities of {len(indices):,} {name.replace('_', ' ')} examples"
+                say(f"{what}: {len(indices) - len(missing):,} read from {FOLDER}/, {len(missing):,} to compute")
             size = BLOCK * fabric.world_size
             hidden = None if fabric.global_rank == 0 else True  # None: shown on a terminal
             bar = tqdm(total=len(missing), desc=f"reference, {name.replace('_', ' ')}", unit=" examples", disable=hidden)

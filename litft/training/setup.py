@@ -36,10 +36,7 @@ class Setup:
 
     def __init__(self, args: FinetuneArgs, source: PretrainedFolder) -> None:
         self.objective = objective_of(args)
-        if args.train.learning_rate is None:
-            rate = self.objective.learning_rate(method_of(args).name, args.default_learning_rate)
-            args = dataclasses.replace(args, train=dataclasses.replace(args.train, learning_rate=rate))
-        self.args, self.source = args, source
+        self.args, self.source = self._with_defaults(args), source
         self.quantize = source.quantization(args.quantize) or "none"
         self.tokenizer = source.tokenizer()
         if self.tokenizer is None:
@@ -49,6 +46,16 @@ class Setup:
         self.method.frozen = self._frozen()
         if self.method.saves_full_model and self.quantize != "none":
             raise ValueError(f"{source.base} is quantized, and full fine-tuning changes every weight; use finetune/lora.py")
+
+    def _with_defaults(self, args: FinetuneArgs) -> FinetuneArgs:
+        """Return the flags with the defaults that depend on the objective and the method."""
+        if args.train.learning_rate is None:
+            rate = self.objective.learning_rate(method_of(args).name, args.default_learning_rate)
+            args = dataclasses.replace(args, train=dataclasses.replace(args.train, learning_rate=rate))
+        if args.preference.beta is None:
+            preference = dataclasses.replace(args.preference, beta=self.objective.default_beta)
+            args = dataclasses.replace(args, preference=preference)
+        return args
 
     def _method(self) -> tuple[Method, Values | None]:
         """The method, and the values of the adapter that training continues from."""

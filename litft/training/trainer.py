@@ -124,15 +124,24 @@ class Trainer:
         """Compute what the objective needs of the model as it stands before the first step, also in a resumed run."""
         if self.references.parts:
             self.recorder.claim()
-            self.recorder.say("computing the log-probabilities of the answers before training, the reference")
-            try:
-                with uncompiled():
-                    identity, folder = self.recorder.identity(), self.recorder.folder
-                    self.references.compute(self.fabric, self.model, folder, identity, self._check_signals)
-            except SignalCaught as signal:
-                raise Interrupted(signal.number, self.step, self.recorder.folder) from None
+            while (reason := self._try_references()) is not None:
+                self.probe.halve(reason)  # what was computed is not computed again
             self.start_time, self.elapsed = time.monotonic(), 0.0  # --train.max_time does not count the reference
         self.validation.samples = self.references.validation()
+
+    def _try_references(self) -> str | None:
+        """Compute the references; return the message of an out-of-memory error that a smaller layout may avoid."""
+        try:
+            with uncompiled():
+                identity, folder = self.recorder.identity(), self.recorder.folder
+                self.references.compute(self.fabric, self.model, folder, identity, self.say, self._check_signals)
+            return None
+        except SignalCaught as signal:
+            raise Interrupted(signal.number, self.step, self.recorder.folder) from None
+        except RuntimeError as error:
+            if self.fabric.world_size > 1 or not is_out_of_memory(error):
+                raise
+            return str(error)
 
     def _start(self) -> tuple[nn.Module, Optimizer]:
         """Resume where asked to, open the run's folder, and try the largest micro-batch."""
@@ -287,7 +296,7 @@ class Trainer:
 
     def _scores_line(self, scores: dict[str, float], exact_match: bool) -> str:
         line = f"step {self.step}: validation loss {scores['val_loss']:.4f}"
-        shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"))
+        shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"), ("chosen_logp", "{:.4g}"))
         line += "".join(f", {name} {form.format(scores[f'val_{name}'])}" for name, form in shown if f"val_{name}" in scores)
         if "exact_match" in scores:
             return f"{line}, exact match {scores['exact_match']:.1%} of {self.validation.num_answers}"

@@ -1,5 +1,6 @@
 """Records of preferences: formats, what is learned, what is cut or skipped, and which split they go into."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,36 @@ def test_the_dry_run_shows_both_sides(tiny, tmp_path):
         text = script(command, *flags.split(), *more.split(), cwd=tmp_path).stdout
         assert ", chosen: " in text and ", rejected: " in text and "⟦good</s>⟧" in text and "⟦bad</s>⟧" in text
         assert "2 records (pairs)" in text
+
+
+@pytest.mark.parametrize(
+    ("record", "kind", "remedy"),
+    [
+        ({"prompt": "a", "completion": "b", "label": False}, "supervised", "add --objective kto"),
+        ({"messages": [USER, GOOD], "label": "undesirable"}, "supervised", "add --objective kto"),
+        ({"prompt": "a", "completion": "b", "label": False}, "pairs", "use --objective kto"),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, "supervised", "add --objective dpo"),
+    ],
+)
+def test_data_for_another_objective_is_pointed_to_it(shared, record, kind, remedy):
+    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind=kind)
+    assert remedy in encoder("here", record).error
+
+
+@pytest.mark.parametrize("label", ["sports", None, 7])
+def test_a_label_with_another_meaning_is_ignored(shared, label):
+    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64)
+    assert len(encoder("here", {"prompt": "a", "completion": "b", "label": label}).samples) == 1
+    assert len(replace(encoder, form="prompt")("here", {"prompt": "a", "completion": "b", "label": 1}).samples) == 1
+    assert len(encoder("here", {"text": "a b c d", "label": 1}).samples) == 1
+
+
+def test_equal_reasons_are_said_once(shared, tmp_path):
+    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind="pairs")
+    records = [{"prompt": "a", "completion": "b"}] * 9 + [{"chosen": "a", "rejected": "b"}]
+    with pytest.raises(ValueError, match="there is no prompt") as error:
+        samples_of(encoder, tmp_path, records)
+    assert str(error.value).count("preferences need the fields") == 1 and "(and 8 more like it)" in str(error.value)
 
 
 def test_preferences_without_an_objective_are_pointed_to_it(tiny, tmp_path):

@@ -33,6 +33,7 @@ from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
 from litft.training.finetune import finetune, prepare
 from litft.training.objectives import OBJECTIVES, Totals
+from litft.training.objectives.pairs import wins
 from litft.training.references import FOLDER, LogProbFile, References
 
 
@@ -338,7 +339,8 @@ def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
     assert "trained by LoRA from preferences with DPO ([2305.18290]" in card
     assert f"| validation accuracy, at the end | {last['val_accuracy']:.1%} |" in card
     page = (tmp_path / "run" / "report.html").read_text("utf-8")
-    for text in ("Accuracy: the chosen answer", "Margin between the rewards", "<th>accuracy</th>", "validation accuracy"):
+    titles = ("Accuracy of the rewards", "Margin between the rewards", "Log-probability of the chosen")
+    for text in (*titles, "<th>accuracy</th>", "validation accuracy"):
         assert text in page
 
 
@@ -374,7 +376,7 @@ def test_a_run_that_cannot_be_resumed_computes_no_reference(tiny, pairs, tmp_pat
     files = {path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()}
     script("finetune/lora.py", "--resume", "--out_dir", "run", cwd=tmp_path)
     flags = "--resume --out_dir run --preference.beta 0.3".split()
-    assert "preference.beta None, now 0.3" in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
+    assert "preference.beta 0.1, now 0.3" in script("finetune/lora.py", *flags, cwd=tmp_path, code=2).stderr
     assert files == {path: path.read_bytes() for path in (tmp_path / "run" / FOLDER).iterdir()}
 
 
@@ -411,6 +413,11 @@ def test_default_learning_rates_depend_on_method_and_objective(tiny, pairs, tmp_
     assert prepare(supervised)[0].args.train.learning_rate == 2e-4
 
 
+def test_rounding_errors_are_ties():
+    """Before the first step, all margins are 0 but for rounding."""
+    assert wins(torch.tensor([1e-7, -1e-7, 0.0, 1e-3, -1e-3])).tolist() == [0.5, 0.5, 0.5, 1.0, 0.0]
+
+
 @pytest.mark.slow
 def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
     """The run's own held-out pairs without flags; a file of pairs is recognised by its fields."""
@@ -424,5 +431,30 @@ def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
     expected = np.array([plain_log_probs(model, data.val[n]) for n in range(len(data.val))])
     assert scores["base"]["margin"] == pytest.approx(float((expected[:, 0] - expected[:, 1]).mean()), rel=1e-5)
     script("scripts/run_eval.py", "--checkpoint_dir", tiny, "--data.path", pairs, "--out", "file.json", cwd=tmp_path)
-    (only,) = json.loads((tmp_path / "file.json").read_text())["scores"].values()
+    written = json.loads((tmp_path / "file.json").read_text())
+    (only,) = written["scores"].values()
     assert only["pairs"] == 40 and 0 <= only["accuracy"] <= 1
+    assert {"prompt", "chosen", "rejected"} <= written["answers"][0].keys()
+
+
+@pytest.mark.slow
+def test_answers_with_labels_are_scored_by_label(tiny, tmp_path):
+    """Undesirable answers are not expected ones: a file of labels is recognised by its fields."""
+    records = [{"prompt": f"Say {n}.", "completion": f"number {n}", "label": n % 3 > 0} for n in range(30)]
+    path = write_records(tmp_path / "labels.jsonl", records)
+    args = flags(tiny, path, tmp_path / "run", objective="kto", train={"max_steps": 4, "learning_rate": 1e-2})
+    finetune(args)
+    done = script("scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path)
+    written = json.loads((tmp_path / "scores.json").read_text())
+    data = prepare(args)[1].data.val
+    folders = {"base": tiny, "tuned": tmp_path / "run" / "final"}
+    models = {name: litft.load(folder, precision="fp32")[0] for name, folder in folders.items()}
+    sums = {name: [plain_log_probs(model, data[n])[0] for n in range(len(data))] for name, model in models.items()}
+    for desirable, title in ((True, "desirable"), (False, "undesirable")):
+        chosen = [n for n in range(len(data)) if data[n].desirable is desirable]
+        means = {name: np.mean([values[n] for n in chosen]) for name, values in sums.items()}
+        for name, mean in means.items():
+            assert written["scores"][name][f"{title}: log-probability"] == pytest.approx(mean, rel=1e-5)
+        gain = written["scores"]["tuned"][f"{title}: log-probability over the base"]
+        assert gain == pytest.approx(means["tuned"] - means["base"], abs=1e-4)
+    assert "exact_match" not in written["scores"]["tuned"] and "tuned, log-probability:" in done.stdout

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT, rows_of, script, start
+from conftest import ROOT, rows_of, script, start, write_records
 from forkserver import Process
 from safetensors.torch import load_file, save_file
 
@@ -285,7 +285,7 @@ def allow(more):
 LARGE = """
 args = LoRAFinetuneArgs(
     checkpoint_dir={model!r}, out_dir={out!r},
-    data=DataArgs(path=[{data!r}], val_fraction=0.0, packing={packing}, max_seq_length={length}),
+    objective={objective!r}, data=DataArgs(path=[{data!r}], val_fraction=0.0, packing={packing}, max_seq_length={length}),
     train=TrainArgs(max_steps={at} + 1, global_batch_size={size}, micro_batch_size={rows}, oom_retry={retry}),
     eval=EvalArgs(max_new_tokens=0))
 at = {at}
@@ -322,7 +322,8 @@ def large(make_model, shared, tmp_path_factory):
 def run_limited(large, tmp_path, name, code=0, **settings):
     """Run with at most `more` additional bytes of memory, from the beginning or from step `at` on."""
     settings = {"rows": 64, "size": 64, "length": 256, "packing": False, "retry": True, "at": 0, "more": 1 << 40} | settings
-    body = LARGE.format(model=str(large[0]), data=str(large[1]), out=str(tmp_path / name), **settings)
+    settings = {"objective": "sft", "data": str(large[1])} | settings
+    body = LARGE.format(model=str(large[0]), out=str(tmp_path / name), **settings)
     (tmp_path / f"{name}.py").write_text(WORKER.format(tests=str(ROOT / "tests"), body=body))
     return script(tmp_path / f"{name}.py", cwd=tmp_path, code=code)
 
@@ -564,3 +565,12 @@ def test_two_processes_resume(tiny, examples, tmp_path):
     for _ in range(3):
         script("finetune/lora.py", "--resume", "--out_dir", "run", cwd=tmp_path)
         assert weights(tmp_path / "run") == expected
+
+
+@pytest.mark.slow
+def test_the_reference_is_computed_in_smaller_micro_batches_after_an_out_of_memory_error(large, tmp_path):
+    records = [{"prompt": f"{n} times", "chosen": "once upon a time " * 60, "rejected": "the end " * 60} for n in range(64)]
+    data = write_records(tmp_path / "pairs.jsonl", records)
+    done = run_limited(large, tmp_path, "limited", objective="dpo", data=str(data), more=450 << 20)
+    assert done.stdout.count("do not fit into memory; continuing with") >= 1
+    assert done.stdout.count("reference log-probabilities of 64 train examples") >= 2

@@ -18,6 +18,7 @@ class DPO(PairObjective):
     title = "DPO"
     paper = "2305.18290"
     needs_reference = True
+    default_beta = 0.1
     full_learning_rate = 5e-6
 
     def losses(self, chosen: Side, rejected: Side) -> Tensor:

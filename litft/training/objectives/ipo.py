@@ -16,6 +16,7 @@ class IPO(PairObjective):
     title = "IPO"
     paper = "2310.12036"
     needs_reference = True
+    default_beta = 0.1
     full_learning_rate = 5e-6
 
     def losses(self, chosen: Side, rejected: Side) -> Tensor:

@@ -27,6 +27,7 @@ class KTO(Objective):
     data = "labels"
     needs_reference = needs_mismatches = True
     scores = ("accuracy", "margin", "chosen_reward", "rejected_reward", "chosen_logp", "rejected_logp", "kl")
+    default_beta = 0.1
     full_learning_rate = 5e-6
     kl: Tensor  # z of the current step, () fp64
 

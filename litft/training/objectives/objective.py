@@ -40,7 +40,7 @@ class Objective:
     needs_reference: ClassVar[bool] = False  # the samples have the log-probabilities of the model at the start
     needs_mismatches: ClassVar[bool] = False  # the samples have the answers of others
     scores: ClassVar[tuple[str, ...]] = ()  # columns of metrics.csv next to the loss
-    default_beta: ClassVar[float] = 0.1
+    default_beta: ClassVar[float | None] = None  # None: it has no beta
     full_learning_rate: ClassVar[float | None] = None  # the default for full fine-tuning; None: the method's default
 
     def __init__(self, args: PreferenceArgs) -> None:

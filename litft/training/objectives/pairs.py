@@ -29,9 +29,12 @@ class Side(NamedTuple):
         return self.log_probs - self.references
 
 
+TIE = 1e-5  # differences of log-probabilities below it are rounding errors: before the first step, all are 0
+
+
 def wins(margins: Tensor) -> Tensor:
     """Return 1 for each pair whose chosen answer has the higher value, one half for a tie, else 0."""
-    return (margins > 0).double() + (margins == 0).double() / 2
+    return (margins > TIE).double() + (margins.abs() <= TIE).double() / 2
 
 
 class PairObjective(Objective):
