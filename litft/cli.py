@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, NamedTuple, NoReturn
 
+from litft import __version__
 from litft import args as flags
 from litft.args.parser import parse
 from litft.args.processes import global_rank, is_first_on_node, local_rank
@@ -38,6 +39,7 @@ COMMANDS = {
     "merge_lora": Command(flags.MergeArgs, "litft.export.convert:merge"),
     "run_eval": Command(flags.RunEvalArgs, "litft.evaluation.run_eval:run_eval"),
     "prepare_data": Command(flags.PrepareArgs, "litft.training.dry_run:prepare_data"),
+    "runs": Command(flags.RunsArgs, "litft.run_list:list_runs"),
     "plan": Command(flags.PlanArgs, "litft.training.plan_command:plan"),
     "convert_hf_checkpoint": Command(flags.ConvertArgs, "litft.export.convert:convert"),
     "convert_to_hf": Command(flags.ExportArgs, "litft.export.convert:export"),
@@ -90,6 +92,9 @@ def user_errors() -> Iterator[None]:
 
 def main() -> None:
     """Run the `litft` command: `litft finetune lora ...`, `litft chat ...`."""
+    if sys.argv[1:] in (["--version"], ["-V"]):
+        print(f"litft {__version__}")
+        return
     for name in COMMANDS:
         words = name.split()
         if sys.argv[1 : 1 + len(words)] == words:

@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "atomic"},
     {"run_dir"},
     {"args"},
-    {"signals"},
+    {"signals", "run_list"},
     {"model"},
     {"checkpoints"},
     {"families", "methods", "data"},
@@ -25,11 +25,13 @@ LAYERS = [
     {"training"},
     {"export", "evaluation", "serving"},
     {"cli"},
+    {"__main__"},
 ]
 LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in layer}
 # within a component, a file imports only files to its left
 ORDER = """
-args: checks sampling methods processes data preference finetune plan inference serving evaluation export hub aliases parser
+args: checks sampling methods processes data preference finetune plan inference serving evaluation export hub runs
+ aliases parser
 model: config_file rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
  packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
  quantization
@@ -48,7 +50,7 @@ serving: openai_replies openai_requests engine routes server
 """
 LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
 ORDERS = {component: files.split() for component, _, files in LINES}
-TORCHLESS = {"errors", "atomic", "run_dir", "args", "signals", "cli"}
+TORCHLESS = {"errors", "atomic", "run_dir", "args", "signals", "run_list", "cli"}
 
 
 def imports(path: Path) -> set[str]:

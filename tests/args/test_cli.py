@@ -32,6 +32,7 @@ SCRIPTS = {
     "merge_lora": "scripts/merge_lora.py",
     "prepare_data": "scripts/prepare_data.py",
     "plan": "scripts/plan.py",
+    "runs": "scripts/runs.py",
     "convert_hf_checkpoint": "scripts/convert_hf_checkpoint.py",
     "convert_to_hf": "scripts/convert_to_hf.py",
     "download": "scripts/download.py",

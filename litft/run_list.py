@@ -1,0 +1,94 @@
+"""The command `runs`: what is in the run folders. Imports no torch."""
+
+import csv
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from litft import run_dir
+from litft.args import RunsArgs
+
+
+class Run(NamedTuple):
+    """A run as its folder describes it."""
+
+    folder: Path
+    started: datetime  # the last time that it was started or resumed
+    method: str
+    model: str
+    steps: int
+    losses: dict[str, float]  # the newest "validation loss" and "loss", where there is one
+    state: str
+
+
+def list_runs(args: RunsArgs) -> None:
+    """Print a table of the runs under a folder, the newest last. Raise ValueError if there is none."""
+    runs = sorted(find_runs(Path(args.folder)), key=lambda run: run.started)
+    if not runs:
+        raise ValueError(f"--folder {args.folder} has no runs; name the folder in which a run's --out_dir is")
+    table = Table(box=None, pad_edge=False)
+    for title in ("run", "last start", "method", "model"):
+        table.add_column(title, overflow="fold")
+    for title in ("steps", "loss", "validation loss"):
+        table.add_column(title, justify="right")
+    table.add_column("state", overflow="fold")
+    for run in runs:
+        losses = (f"{run.losses[name]:.4g}" if name in run.losses else "" for name in ("loss", "validation loss"))
+        started = f"{run.started:%Y-%m-%d %H:%M}"
+        table.add_row(str(run.folder), started, run.method, run.model, f"{run.steps:,}", *losses, run.state)
+    console = Console(highlight=False, markup=False)
+    Console(width=None if console.is_terminal else 10_000, highlight=False, markup=False).print(table)
+
+
+def find_runs(folder: Path) -> list[Run]:
+    """Return the runs in a folder and in its subfolders."""
+    configs = [folder / run_dir.CONFIG, *folder.glob(f"**/{run_dir.CONFIG}")]
+    return [read_run(path) for path in dict.fromkeys(path.parent for path in configs) if run_dir.is_run(path)]
+
+
+def read_run(folder: Path) -> Run:
+    """Return a run's description; files that are damaged or not written yet leave it incomplete."""
+    config = _config(folder)
+    rows = _metrics(folder)
+    newest = {name: float(value) for row in rows for name, value in row.items() if value}
+    losses = {title: newest[name] for name, title in (("loss", "loss"), ("val_loss", "validation loss")) if name in newest}
+    checkpoints = [path.name for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+    state = "finished"
+    if not run_dir.finished(folder):
+        resumable = f"--resume continues after step {int(max(checkpoints)[5:]):,}" if checkpoints else "no checkpoint yet"
+        state = f"not finished; {resumable}"
+    objective = config.get("objective", "sft")
+    method = run_dir.method(folder) + ("" if objective == "sft" else f", {objective}")
+    started = datetime.fromtimestamp((folder / run_dir.CONFIG).stat().st_mtime)
+    model = Path(str(config.get("checkpoint_dir", ""))).name
+    return Run(folder, started, method, model, int(newest.get("step", 0)), losses, state)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    """Return a run's flags, an empty dictionary if they cannot be read."""
+    try:
+        config = yaml.safe_load((folder / run_dir.CONFIG).read_text("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _metrics(folder: Path) -> list[dict[str, str]]:
+    """Return the complete rows of a run's metrics.csv."""
+    path = folder / "metrics.csv"
+    if not path.is_file():
+        return []
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        reader = csv.DictReader(file)
+        return [row for row in reader if None not in row and None not in row.values() and _are_numbers(row)]
+
+
+def _are_numbers(row: dict[str, str]) -> bool:
+    try:
+        return bool([float(value) for value in row.values() if value])
+    except ValueError:  # a crash has cut the row short
+        return False
