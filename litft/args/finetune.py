@@ -64,10 +64,16 @@ class TrainArgs:
     """The fraction of the run, at its end, over which wsd decays the learning rate. Other schedules ignore it."""
     warmup_fraction: float = 0.05
     """The fraction of the run over which the learning rate rises linearly to its peak. 0: no warmup."""
+    warmup_steps: int | None = None
+    """The steps over which the learning rate rises, given directly. Default: warmup_fraction of the run."""
     min_lr_ratio: float = 0.1
     """The learning rate at the end of the schedule, as a fraction of the peak."""
     weight_decay: float = 0.0
     """Decoupled weight decay, applied to matrices only (no biases or norms)."""
+    betas: list[float] = field(default_factory=list)
+    """The decay rates of AdamW's and Lion's two moments. Default: 0.9,0.95; with lion, 0.9,0.99."""
+    eps: float | None = None
+    """The constant in the denominator of AdamW's update. Default: 1e-8."""
     max_grad_norm: float = 1.0
     """Clip gradients whose global 2-norm is larger to this norm. 0: no clipping."""
     freeze: list[str] = field(default_factory=list)
@@ -88,6 +94,7 @@ class TrainArgs:
         problems = below_minimum(self, "train", 1, "global_batch_size", "max_steps", "log_interval")
         problems += below_minimum(self, "train", 1, "micro_batch_size") if self.micro_batch_size != "auto" else []
         problems += below_minimum(self, "train", 0, "learning_rate", "weight_decay", "max_grad_norm", "neftune_alpha")
+        problems += below_minimum(self, "train", 0, "warmup_steps", "eps") + self._moment_problems()
         for name in ("warmup_fraction", "decay_fraction", "min_lr_ratio", "label_smoothing"):
             if not 0 <= getattr(self, name) <= 1:
                 problems.append(f"--train.{name} {getattr(self, name)}: must lie between 0 and 1")
@@ -117,6 +124,17 @@ class TrainArgs:
         if self.optimizer == "schedule_free" and self.lr_schedule != "constant":
             reason = "it averages the weights instead of decaying the learning rate"
             problems.append(f"--train.optimizer schedule_free: {reason}; add --train.lr_schedule constant")
+        return problems
+
+    def _moment_problems(self) -> list[str]:
+        """Return the problems of the flags of AdamW's and Lion's moments."""
+        problems = []
+        if self.betas and (len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas)):
+            text = ",".join(map(str, self.betas))
+            problems.append(f"--train.betas {text}: expected two numbers from 0 to below 1, such as 0.9,0.999")
+        for name, without in (("betas", ("adafactor", "sgd")), ("eps", ("adafactor", "sgd", "lion"))):
+            if getattr(self, name) not in (None, []) and self.optimizer in without:
+                problems.append(f"--train.{name}: --train.optimizer {self.optimizer} has no such setting; leave it out")
         return problems
 
 

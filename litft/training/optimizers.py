@@ -47,8 +47,10 @@ def make_optimizer(args: TrainArgs, method: Method, parameters: dict[str, nn.Par
     for name, parameter in parameters.items():
         decay = args.weight_decay if parameter.dim() > 1 and not name.endswith(VECTORS) else 0.0
         groups.setdefault((method.lr_multiplier(name), decay, is_hidden(name, parameter)), []).append(parameter)
+    moments = ({"betas": tuple(args.betas)} if args.betas else {}) | ({} if args.eps is None else {"eps": args.eps})
     group_list = [
         {"params": members, "lr": args.learning_rate or 0.0, "factor": factor, "weight_decay": decay, "hidden": hidden}
+        | moments
         for (factor, decay, hidden), members in groups.items()
     ]
     make = OPTIMIZERS[args.optimizer].make

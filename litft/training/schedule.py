@@ -106,7 +106,7 @@ def planned_samples(train: TrainArgs, size: int) -> int:
 
 def learning_rate(train: TrainArgs, step: int, steps: int) -> float:
     """The learning rate of step `step` (from 0) of `steps`: a linear warm-up, then the schedule's decay."""
-    warmup = round(train.warmup_fraction * steps)
+    warmup = round(train.warmup_fraction * steps) if train.warmup_steps is None else train.warmup_steps
     if step < warmup:
         return train.learning_rate * (step + 1) / warmup
     progress = (step - warmup) / max(1, steps - warmup)

@@ -24,8 +24,9 @@ from litft.training.cpu_offload import offload_activations, offload_parameters
 from litft.training.objectives import objective_of
 
 # flags that a resumed run must share with its beginning, or it would silently become another run
-SHARED = "global_batch_size learning_rate lr_schedule warmup_fraction min_lr_ratio weight_decay max_grad_norm".split()
-SHARED += "freeze label_smoothing neftune_alpha optimizer decay_fraction compile".split()
+SHARED = "global_batch_size learning_rate lr_schedule warmup_fraction warmup_steps min_lr_ratio".split()
+SHARED += "weight_decay betas eps max_grad_norm freeze label_smoothing neftune_alpha".split()
+SHARED += "optimizer decay_fraction compile".split()
 
 
 class Setup:

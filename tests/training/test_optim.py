@@ -198,6 +198,47 @@ def test_every_optimizer_learns(tiny, name):
     assert sum(losses[-4:]) / 4 < losses[0] - 0.3, losses
 
 
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"adafactor", "sgd"}))
+def test_moments_have_the_given_settings(tiny, name):
+    """With constant gradients, only the given rates and eps lead to other weights; AdamW's equal torch's own."""
+    settings = {"betas": [0.5, 0.6]} | ({} if name == "lion" else {"eps": 0.1})
+    results = []
+    for given in ({}, settings):
+        _, method, parameters = trainable(tiny)
+        optimizer = optimizer_of(name, method, parameters, **given)
+        set_learning_rate(optimizer, 0.1)
+        for scale in (1.0, -3.0, 0.5):
+            for p in parameters.values():
+                p.grad = torch.full_like(p, scale)
+            optimizer.step()
+        results.append({key: p.detach() for key, p in parameters.items()})
+    adamw = {key: key for key in results[0] if name != "muon" or not is_hidden(key, results[0][key])}
+    assert all(not torch.equal(results[0][key], results[1][key]) for key in adamw)
+    if name == "adamw":
+        _, _, parameters = trainable(tiny)
+        reference = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.0, **settings)
+        for scale in (1.0, -3.0, 0.5):
+            for p in parameters.values():
+                p.grad = torch.full_like(p, scale)
+            reference.step()
+        for key, p in parameters.items():
+            torch.testing.assert_close(results[1][key], p.detach(), rtol=1e-6, atol=1e-7, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"betas": [0.9]}, "--train.betas 0.9: expected two numbers"),
+        ({"betas": [0.9, 1.0]}, "--train.betas 0.9,1.0: expected two numbers"),
+        ({"optimizer": "sgd", "betas": [0.9, 0.99]}, "--train.betas: --train.optimizer sgd has no such setting"),
+        ({"optimizer": "lion", "eps": 1e-6}, "--train.eps: --train.optimizer lion has no such setting"),
+        ({"warmup_steps": -1}, "--train.warmup_steps -1"),
+    ],
+)
+def test_impossible_moments_are_refused(values, message):
+    assert any(problem.startswith(message) for problem in TrainArgs(**values).problems())
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_weight_decay_is_decoupled_and_of_matrices(tiny, name):
     """Without a gradient, each step shrinks a matrix by rate times decay and leaves a vector unchanged: no momentum."""

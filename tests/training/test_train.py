@@ -210,6 +210,13 @@ def test_rates_rise_and_fall(warmup, schedule):
     assert learning_rate(args, 0, 1) == 1.0
 
 
+def test_the_warmup_can_be_given_in_steps():
+    rates = [learning_rate(TrainArgs(learning_rate=1.0, warmup_steps=4), step, 10) for step in range(10)]
+    assert rates[:5] == pytest.approx([0.25, 0.5, 0.75, 1.0, 1.0]) and rates[5] < 1
+    assert learning_rate(TrainArgs(learning_rate=1.0, warmup_steps=0), 0, 10) == 1.0
+    assert learning_rate(TrainArgs(learning_rate=1.0, warmup_steps=40), 9, 10) == 0.25  # the run ends in the warmup
+
+
 def test_schedules_have_their_closed_form():
     """Ten steps without warm-up, down to a tenth of the rate."""
     factors = {
