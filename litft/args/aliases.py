@@ -34,6 +34,8 @@ ALIASES: dict[str, Alias] = {
     "train_file": Alias("--data.path {value}"),
     "validation_file": Alias("--data.val_path {value}"),
     "eval_dataset": Alias("--data.val_path {value}"),
+    "max_samples": Alias("--data.limit {value}", "the first records of each path"),
+    "max_train_samples": Alias("--data.limit {value}", "the first records of each path"),
     "val_set_size": Alias("--data.val_fraction {value}", "a fraction, not a count"),
     "val_size": Alias("--data.val_fraction {value}", "a fraction, not a count"),
     "val_split_fraction": Alias("--data.val_fraction {value}"),

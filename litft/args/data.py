@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from typing import Literal
 
+from litft.args.checks import below_minimum
+
 Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
 
 
@@ -24,6 +26,8 @@ class DataArgs:
     """Map litft's field names to those of your file, OURS=THEIRS: instruction=question,output=reply."""
     skip_bad: float = 0.0
     """The fraction of a file's records that may be invalid; invalid records are skipped. 0: the first one ends the run."""
+    limit: int | None = None
+    """Use only the first records of each path, this many. Files with validation examples are used whole. Default: all."""
     val_path: str | None = None
     """A file of validation examples. Default: val.* of the folder in `path`, otherwise a held-out part of `path`."""
     val_fraction: float = 0.05
@@ -68,8 +72,7 @@ class DataArgs:
             problems.append(f"--data.val_fraction {self.val_fraction}: must be at least 0, and less than 1")
         if not 0 <= self.skip_bad <= 1:
             problems.append(f"--data.skip_bad {self.skip_bad}: must lie between 0 and 1")
-        if self.max_seq_length is not None and self.max_seq_length < 1:
-            problems.append(f"--data.max_seq_length {self.max_seq_length}: must be at least 1")
+        problems += below_minimum(self, "data", 1, "max_seq_length", "limit")
         if self.date is not None and not _is_day(self.date):
             problems.append(f"--data.date {self.date}: expected a date such as 2026-11-21")
         return problems

@@ -2,6 +2,7 @@
 
 from functools import cache
 from importlib import import_module
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ class File(NamedTuple):
     """A file of examples."""
 
     name: str
+    limit: int | None = None  # the most records to read
 
     @property
     def label(self) -> str:
@@ -25,7 +27,7 @@ class File(NamedTuple):
 
     def records(self) -> Records:
         """Yield the labelled records."""
-        return read_records(Path(self.name))
+        return islice(read_records(Path(self.name)), self.limit)
 
     def digest(self) -> str:
         """Return the hash of the content."""
@@ -38,6 +40,7 @@ class HubSplit(NamedTuple):
     name: str  # owner/name, or owner/name@revision
     subset: str | None
     split: str
+    limit: int | None = None
 
     @property
     def label(self) -> str:
@@ -50,7 +53,7 @@ class HubSplit(NamedTuple):
 
     def records(self) -> Records:
         """Yield the labelled records."""
-        for index, record in enumerate(self.dataset()):
+        for index, record in enumerate(islice(self.dataset(), self.limit)):
             yield f"{self.label} {index}", drop_nulls(record)
 
     def digest(self) -> str:
@@ -68,7 +71,7 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[File | HubSplit]
         splits = _splits(path, args.subset)
         if "train" not in splits:
             raise ValueError(f"{path} contains no train.json, train.jsonl, ...; name the file itself with --data.path")
-        train.append(splits["train"])
+        train.append(splits["train"]._replace(limit=args.limit))
         val += [splits["val"]] if "val" in splits and not args.val_path else []
     return train, [File(args.val_path)] if args.val_path else val
 

@@ -313,6 +313,23 @@ def test_extreme_val_fractions(tmp_path, tiny):
     assert (len(data.train), len(data.val)) == (50, 50) and not len(data.duplicates)
 
 
+def test_only_the_first_records_of_each_path_are_read(tmp_path, tiny):
+    """Of training paths; the same file as validation data is read whole, and the cache keeps both."""
+    tokenizer = Tokenizer(tiny)
+    records = [{"instruction": f"No {n}", "output": "Yes."} for n in range(9)]
+    paths = [write_records(tmp_path / f"{name}.json", records) for name in "ab"]
+    for limit, count in ((2, 2), (None, 9), (20, 9), (2, 2)):
+        data = load(paths[0], tokenizer, limit=limit, val_path=str(paths[1]))
+        assert (len(data.train), len(data.val)) == (count, 9)
+    data = load(paths[0], tokenizer, limit=3, val_path=str(paths[0]))
+    assert (len(data.train), len(data.val)) == (3, 9)
+    texts = [tokenizer.decode(data.train[n].tokens.tolist()) for n in range(3)]
+    assert all(f"No {n}" in text for n, text in enumerate(texts))
+    both = load_data(DataArgs(path=list(map(str, paths)), val_fraction=0.0, limit=4), tokenizer, 512, 256)
+    assert both.train.sizes == [4, 4]
+    assert DataArgs(limit=0).problems() == ["--data.limit 0: must be at least 1"]
+
+
 def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny, shared):
     tokenizer = Tokenizer(tiny)
     answers = [{"role": "assistant", "content": f"<think>\n{n}\n</think>\n\n{n}"} for n in range(40)]
