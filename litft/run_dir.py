@@ -3,9 +3,10 @@
 A run folder has config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume) and final/ (the result; written at the end).
 """
 
+import csv
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from litft.atomic import atomic_write
@@ -35,6 +36,38 @@ def method(folder: Path) -> str:
 def finished(folder: Path) -> bool:
     """Return whether the run is finished."""
     return (folder / "final").is_dir()
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return all complete checkpoints of a run, the oldest first."""
+    folders = (path for path in (folder / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal())
+    return sorted(folders, key=checkpoint_step)
+
+
+def checkpoint_step(checkpoint: Path) -> int:
+    """Return the number of steps after which a checkpoint was saved."""
+    return int(checkpoint.name.removeprefix("step-"))
+
+
+def metrics_rows(path: Path) -> Iterator[dict[str, str]]:
+    """Yield the values of each row of a metrics.csv, without rows that a crash has damaged.
+
+    Raise ValueError if the file has no header.
+    """
+    if not path.is_file():
+        return
+    with path.open(newline="", encoding="utf-8", errors="replace") as file:
+        reader = csv.DictReader(file)
+        if reader.fieldnames and "step" not in reader.fieldnames:
+            raise ValueError(f"{path} does not start with a row of column names; fix it, or move it away")
+        for row in reader:
+            values = {name: value for name, value in row.items() if name and value}
+            try:
+                complete = None not in row.values()
+                if complete and int(values["step"]) >= 0 and [float(value) for value in values.values()]:
+                    yield values
+            except (KeyError, ValueError, TypeError):
+                continue
 
 
 def newest_run(is_finished: bool) -> Path | None:

@@ -1,6 +1,6 @@
 """The command `runs`: what is in the run folders. Imports no torch."""
 
-import csv
+import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ class Run(NamedTuple):
 
 
 def list_runs(args: RunsArgs) -> None:
-    """Print a table of the runs under a folder, the newest last. Raise ValueError if there is none."""
+    """Print a table of the runs under a folder, sorted by start time. Raise ValueError if there are no runs."""
     runs = sorted(find_runs(Path(args.folder)), key=lambda run: run.started)
     if not runs:
         raise ValueError(f"--folder {args.folder} has no runs; name the folder in which a run's --out_dir is")
@@ -40,27 +40,22 @@ def list_runs(args: RunsArgs) -> None:
         losses = (f"{run.losses[name]:.4g}" if name in run.losses else "" for name in ("loss", "validation loss"))
         started = f"{run.started:%Y-%m-%d %H:%M}"
         table.add_row(str(run.folder), started, run.method, run.model, f"{run.steps:,}", *losses, run.state)
-    console = Console(highlight=False, markup=False)
-    Console(width=None if console.is_terminal else 10_000, highlight=False, markup=False).print(table)
+    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False, markup=False).print(table)
 
 
 def find_runs(folder: Path) -> list[Run]:
     """Return the runs in a folder and in its subfolders."""
-    configs = [folder / run_dir.CONFIG, *folder.glob(f"**/{run_dir.CONFIG}")]
-    return [read_run(path) for path in dict.fromkeys(path.parent for path in configs) if run_dir.is_run(path)]
+    return [read_run(path.parent) for path in folder.rglob(run_dir.CONFIG) if run_dir.is_run(path.parent)]
 
 
 def read_run(folder: Path) -> Run:
     """Return a run's description; files that are damaged or not written yet leave it incomplete."""
-    config = _config(folder)
-    rows = _metrics(folder)
-    newest = {name: float(value) for row in rows for name, value in row.items() if value}
+    config, newest = _config(folder), _newest_metrics(folder)
     losses = {title: newest[name] for name, title in (("loss", "loss"), ("val_loss", "validation loss")) if name in newest}
-    checkpoints = [path.name for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdecimal()]
+    steps = [run_dir.checkpoint_step(checkpoint) for checkpoint in run_dir.checkpoints(folder)]
     state = "finished"
     if not run_dir.finished(folder):
-        resumable = f"--resume continues after step {int(max(checkpoints)[5:]):,}" if checkpoints else "no checkpoint yet"
-        state = f"not finished; {resumable}"
+        state = f"not finished; --resume continues after step {steps[-1]:,}" if steps else "not finished; no checkpoint yet"
     objective = config.get("objective", "sft")
     method = run_dir.method(folder) + ("" if objective == "sft" else f", {objective}")
     started = datetime.fromtimestamp((folder / run_dir.CONFIG).stat().st_mtime)
@@ -77,18 +72,10 @@ def _config(folder: Path) -> dict[str, Any]:
     return config if isinstance(config, dict) else {}
 
 
-def _metrics(folder: Path) -> list[dict[str, str]]:
-    """Return the complete rows of a run's metrics.csv."""
-    path = folder / "metrics.csv"
-    if not path.is_file():
-        return []
-    with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        reader = csv.DictReader(file)
-        return [row for row in reader if None not in row and None not in row.values() and _are_numbers(row)]
-
-
-def _are_numbers(row: dict[str, str]) -> bool:
+def _newest_metrics(folder: Path) -> dict[str, float]:
+    """Return the newest value of each column of a run's metrics.csv, none if it has no header."""
     try:
-        return bool([float(value) for value in row.values() if value])
-    except ValueError:  # a crash has cut the row short
-        return False
+        rows = run_dir.metrics_rows(folder / "metrics.csv")
+        return {name: float(value) for row in rows for name, value in row.items()}
+    except ValueError:
+        return {}

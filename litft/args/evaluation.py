@@ -21,8 +21,9 @@ class RunEvalArgs(OpenArgs):
     chat_template: bool = False
     """Apply the model's chat template to the questions of the tasks."""
     objective: Objectives | None = None
-    """What the examples of --data are for: sft, or dpo or kto, which score the log-probabilities of pairs or of answers with
-    labels. Default: that of the run whose examples are scored; for other files, what the fields of the records say."""
+    """How to score the examples of --data: sft scores loss and exact match; dpo and kto score the log-probabilities of pairs
+    and of labelled answers. Default: the objective of the run whose examples are scored; otherwise detected from the fields
+    of the records."""
     data: DataArgs = field(default_factory=lambda: DataArgs(val_fraction=0.0))
     against: str | None = None
     """The folder of another model to compare with. none: score this model only. Default: the base model of an adapter."""

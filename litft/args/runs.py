@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass
 
+from litft import run_dir
+
 
 @dataclass
 class RunsArgs:
     """List the runs under a folder with method, model, steps, loss and state."""
 
-    folder: str = "out"
-    """The folder with the runs; runs in its subfolders are listed too."""
+    folder: str = str(run_dir.OUT)
+    """The folder to search for runs, with all its subfolders."""

@@ -22,7 +22,7 @@ SHAREGPT_ROLES = {
 LOSS_FIELDS = ("train", "loss_weight", "weight")  # fields of a turn that say whether the loss is computed on it
 LONG_TEXT = 65_536  # characters of text above which a record is divided between training and validation
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a message, which templates may show
-# what the label of an answer may be, as text: whether the answer is desirable
+# accepted labels of an answer, as text, and whether they mean that the answer is desirable
 LABELS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
 # written after every answer in some files, and removed: the chat template ends answers with the model's own token
 END_TOKENS = ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<end_of_turn>", "</s>")
@@ -72,7 +72,7 @@ def read_label(value: Any) -> bool | None:
 
 
 def preference_kind(record: Record) -> str | None:
-    """Return what a record of preferences has, "pairs" or "labels"; None for other records."""
+    """Return "pairs" for a record with a chosen and a rejected answer, "labels" for a labelled answer, otherwise None."""
     if record.get("chosen") is not None and record.get("rejected") is not None:
         return "pairs"
     has_answer = any(record.get(name) for name in ("completion", "messages", "conversations"))

@@ -32,9 +32,8 @@ class PreferenceScores:
     def scores(self) -> dict[str, float]:
         """Return the number of examples, and the scores of summed and of mean log-probabilities (`per token`)."""
         means = {f"{key} per token": value for key, value in self._compare(self.log_probs / self.lengths).items()}
-        if self.desirable is None:
-            return {"pairs": len(self.log_probs)} | self._compare(self.log_probs) | means
-        return {"labelled answers": len(self.log_probs)} | self._compare(self.log_probs) | means
+        counted = "pairs" if self.desirable is None else "labelled answers"
+        return {counted: len(self.log_probs)} | self._compare(self.log_probs) | means
 
     def over(self, base: "PreferenceScores") -> dict[str, float]:
         """Return the scores relative to the base's: those that DPO and KTO optimize, with a beta of 1."""

@@ -105,7 +105,8 @@ class Flops:
     def __call__(self, samples: Sequence[Sample]) -> float:
         """Return the FLOPs of one step over `samples`, and of a forward pass over their mismatches."""
         mismatches = [sample.mismatch for sample in samples if sample.mismatch is not None]
-        return self.for_lengths(*_counts(samples)) + self.forward(*_counts(mismatches))
+        forward = self.forward(*_counts(mismatches)) if mismatches else 0.0
+        return self.for_lengths(*_counts(samples)) + forward
 
     def for_lengths(self, lengths: Sequence[int], supervised: Sequence[int]) -> float:
         """Return the FLOPs over documents with these lengths, and counts of target tokens."""

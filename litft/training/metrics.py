@@ -4,12 +4,13 @@ import csv
 import io
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from litft import run_dir
 from litft.atomic import atomic_write
 from litft.distributed.devices import peak_memory
 
@@ -48,7 +49,8 @@ class Metrics:
         """Continue an existing file after `step`: rows of later steps are removed."""
         if self.path is None:
             return
-        rows = [row for row in self._read_rows() if int(row["step"]) <= step]
+        rows = [row for row in run_dir.metrics_rows(self.path) if int(row["step"]) <= step]
+        rows = [{name: value for name, value in row.items() if name in self.columns} for row in rows]
         self._rewrite(rows)
         self.resumed_rows = [{name: float(value) for name, value in row.items()} for row in rows]
         for row in self.resumed_rows:
@@ -69,22 +71,6 @@ class Metrics:
         writer.writeheader()
         writer.writerows(rows)
         atomic_write(self.path, text.getvalue())
-
-    def _read_rows(self) -> Iterator[dict[str, str]]:
-        """Yield the rows of an existing file, without rows that a crash has damaged; ValueError if it has no header."""
-        if not self.path.is_file():
-            return
-        with self.path.open(newline="", encoding="utf-8", errors="replace") as file:
-            reader = csv.DictReader(file)
-            if reader.fieldnames and "step" not in reader.fieldnames:
-                raise ValueError(f"{self.path} does not start with a row of column names; fix it, or move it away")
-            for row in reader:
-                values = {name: value for name, value in row.items() if name in self.columns and value}
-                try:
-                    if int(values["step"]) >= 0 and [float(value) for value in values.values()]:
-                        yield values
-                except (KeyError, ValueError, TypeError):
-                    continue
 
     def start(self) -> None:
         """Start the clock of a step."""

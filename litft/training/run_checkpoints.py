@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.optim import Optimizer
 
 from litft.atomic import replace_folder
+from litft.run_dir import checkpoint_step, checkpoints
 from litft.training.optimizers import StochasticRounding, averaged_weights
 
 _PROGRESS = "progress.json"
@@ -51,17 +52,7 @@ class DamagedCheckpoint(ValueError):
 
 def newest(run: Path) -> Path | None:
     """Return the newest complete checkpoint of a run; None if it has none."""
-    return max(_all(run), default=None, key=_step)
-
-
-def _all(run: Path) -> list[Path]:
-    """Return all complete checkpoints, the oldest first."""
-    folders = [path for path in (run / "checkpoints").glob("step-*") if path.name.removeprefix("step-").isdecimal()]
-    return sorted(folders, key=_step)
-
-
-def _step(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+    return next(reversed(checkpoints(run)), None)
 
 
 class Saver:
@@ -138,7 +129,7 @@ def read_progress(folder: Path) -> dict[str, Any]:
     """Return progress.json, `step` included. Raises DamagedCheckpoint if it is invalid, or a file's size does not match."""
     try:
         progress = json.loads((folder / _PROGRESS).read_text("utf-8"))
-        if progress["step"] != _step(folder):
+        if progress["step"] != checkpoint_step(folder):
             raise ValueError(f"step {progress['step']!r}")
         for name, types in (("samples", int), ("elapsed", (int, float)), ("identity", dict), ("optimizer", dict)):
             if not isinstance(progress[name], types):
@@ -177,7 +168,7 @@ def _index(reader: "_Reader") -> dict[str, Any]:
 
 def check_resumable(run: Path, identity: dict[str, Any]) -> None:
     """Raise ValueError if `restore_newest` would refuse the newest readable checkpoint; nothing is restored."""
-    for folder in reversed(_all(run)):
+    for folder in reversed(checkpoints(run)):
         try:
             return _check_identity(folder, read_progress(folder), identity)
         except DamagedCheckpoint:
@@ -203,7 +194,7 @@ def restore_newest(
     if the checkpoint's identity differs from `identity`, or if all checkpoints are damaged.
     """
     damaged: list[str] = []
-    for folder in reversed(_all(run)):
+    for folder in reversed(checkpoints(run)):
         try:
             progress = read_progress(folder)
             _check_identity(folder, progress, identity)
@@ -251,12 +242,12 @@ def _restore(folder: Path, progress: dict[str, Any], parameters: dict[str, nn.Pa
 
 def prune(run: Path, keep: int) -> None:
     """Delete all but the newest `keep` checkpoints, and the remains of interrupted saves."""
-    _delete(run, _all(run)[:-keep])
+    _delete(run, checkpoints(run)[:-keep])
 
 
 def delete_after(run: Path, step: int) -> None:
     """Delete the checkpoints after `step`; they are damaged, otherwise the run would continue from them."""
-    _delete(run, [folder for folder in _all(run) if _step(folder) > step])
+    _delete(run, [folder for folder in checkpoints(run) if checkpoint_step(folder) > step])
 
 
 def _delete(run: Path, folders: list[Path]) -> None:

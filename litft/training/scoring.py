@@ -64,19 +64,17 @@ def exact_match(
     """
     matches = count = 0
     ranks, rank = fabric.world_size, fabric.global_rank
-    for start in range(0, len(samples), ranks * rows):
-        before_batch()
-        local_samples = [samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)]
-        questions = [
-            [ids.tolist() for ids in sample.answer]
-            for sample in local_samples
-            if sample.answer and sample.desirable is not False
-        ]
-        with eval_mode(model), join_uneven(model, hosts):
-            answers = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in questions])
-        pairs = zip(answers, questions, strict=True)
-        matches += sum(is_exact(answer, tokenizer.decode(ids)) for answer, (_, ids) in pairs)
-        count += len(questions)
+    with eval_mode(model):
+        for start in range(0, len(samples), ranks * rows):
+            before_batch()
+            block = [samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)]
+            answered = [sample.answer for sample in block if sample.answer and sample.desirable is not False]
+            questions = [[ids.tolist() for ids in answer] for answer in answered]
+            with join_uneven(model, hosts):
+                answers = greedy_answers(model, tokenizer, [(prompt, len(expected) + 8) for prompt, expected in questions])
+            pairs = zip(answers, questions, strict=True)
+            matches += sum(is_exact(answer, tokenizer.decode(ids)) for answer, (_, ids) in pairs)
+            count += len(questions)
     totals = torch.tensor((matches, count), dtype=torch.float64, device=fabric.device)
     matches, count = map(int, fabric.all_reduce(totals, reduce_op="sum").tolist())
     return matches, count

@@ -53,10 +53,7 @@ class Setup:
         if args.train.learning_rate is None:
             rate = self.objective.learning_rate(method_of(args).name, args.default_learning_rate)
             args = dataclasses.replace(args, train=dataclasses.replace(args.train, learning_rate=rate))
-        if args.preference.beta is None:
-            preference = dataclasses.replace(args.preference, beta=self.objective.default_beta)
-            args = dataclasses.replace(args, preference=preference)
-        return args
+        return dataclasses.replace(args, preference=dataclasses.replace(args.preference, beta=self.objective.beta))
 
     def _method(self) -> tuple[Method, Values | None]:
         """The method, and the values of the adapter that training continues from."""

@@ -71,12 +71,13 @@ def test_token_losses_and_their_gradients_equal_the_unchunked_ones(batch, kind, 
         else:
             logits = loss_module.apply_softcap(head(hidden_states), softcap)[targets != IGNORED]
             losses = nn.functional.cross_entropy(logits, targets[targets != IGNORED], reduction="none")
-        (losses * weights).mean().pow(2).backward()
+        (losses * weights).sum().pow(2).backward()
         results.append([losses, hidden_states.grad, *(p.grad for p in head.parameters())])
     for actual, expected in zip(*results, strict=True):
         assert (actual is None) == (expected is None)
-        if expected is not None:
-            torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+        if expected is not None:  # gradients of about 1,000 have larger rounding errors
+            largest = expected.abs().max()
+            torch.testing.assert_close(actual / largest, expected / largest, rtol=1e-5, atol=2e-6)
 
 
 def test_token_losses_of_a_frozen_head_keep_one_tensor(batch):

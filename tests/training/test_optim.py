@@ -14,6 +14,7 @@ from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.optim import AdamW
 
 import litft
 from litft.args import AdapterV2Args, DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, TrainArgs
@@ -202,27 +203,26 @@ def test_every_optimizer_learns(tiny, name):
 def test_moments_have_the_given_settings(tiny, name):
     """With constant gradients, only the given rates and eps lead to other weights; AdamW's equal torch's own."""
     settings = {"betas": [0.5, 0.6]} | ({} if name == "lion" else {"eps": 0.1})
-    results = []
-    for given in ({}, settings):
+
+    def trained(make) -> dict[str, torch.Tensor]:
         _, method, parameters = trainable(tiny)
-        optimizer = optimizer_of(name, method, parameters, **given)
-        set_learning_rate(optimizer, 0.1)
+        optimizer = make(method, parameters)
         for scale in (1.0, -3.0, 0.5):
             for p in parameters.values():
                 p.grad = torch.full_like(p, scale)
             optimizer.step()
-        results.append({key: p.detach() for key, p in parameters.items()})
-    adamw = {key: key for key in results[0] if name != "muon" or not is_hidden(key, results[0][key])}
-    assert all(not torch.equal(results[0][key], results[1][key]) for key in adamw)
+        return {key: p.detach() for key, p in parameters.items()}
+
+    def with_settings(**given):
+        return trained(lambda method, parameters: optimizer_of(name, method, parameters, learning_rate=0.1, **given))
+
+    default, actual = with_settings(), with_settings(**settings)
+    has_moments = [key for key in default if name != "muon" or not is_hidden(key, default[key])]
+    assert all(not torch.equal(default[key], actual[key]) for key in has_moments)
     if name == "adamw":
-        _, _, parameters = trainable(tiny)
-        reference = torch.optim.AdamW(parameters.values(), lr=0.1, weight_decay=0.0, **settings)
-        for scale in (1.0, -3.0, 0.5):
-            for p in parameters.values():
-                p.grad = torch.full_like(p, scale)
-            reference.step()
-        for key, p in parameters.items():
-            torch.testing.assert_close(results[1][key], p.detach(), rtol=1e-6, atol=1e-7, msg=key)
+        expected = trained(lambda _, parameters: AdamW(parameters.values(), lr=0.1, weight_decay=0.0, **settings))
+        for key, p in expected.items():
+            torch.testing.assert_close(actual[key], p, rtol=1e-6, atol=1e-7, msg=key)
 
 
 @pytest.mark.parametrize(

@@ -307,7 +307,7 @@ def test_killed_and_resumed_equals_uninterrupted(uninterrupted, tmp_path):
     (run / "checkpoints" / "step-000099.partial").mkdir()
     (run / "checkpoints" / "step-000099.partial" / "__0_0.distcp").write_bytes(b"half")
     with (run / "metrics.csv").open("a") as file:
-        file.write("47,9,9,9,9,,,9,9,9,,9,9\n")
+        file.write("47,9,9,9,9,,,9,9,9,,9,9,9,9\n")
     done = script("finetune/lora.py", "--resume", cwd=tmp_path)
     assert "continuing after step" in done.stdout
     first, last = (float(row["val_loss"]) for row in (rows_of(reference)[0], rows_of(reference)[-1]))

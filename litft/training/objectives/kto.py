@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from litft.data.encoder import Sample
 from litft.data.packing import Layout, MicroBatch
-from litft.model.transformer import eval_mode
-from litft.training.objectives.objective import Objective, Totals, sequence_log_probs
+from litft.training.objectives.objective import Objective, Totals, document_log_probs, sequence_log_probs
 from litft.training.objectives.pairs import wins
 
 
@@ -37,7 +36,6 @@ class KTO(Objective):
         tokens = sum(sample.supervised for sample in desirable)
         return Totals(len(samples), tokens, len(desirable), len(samples) - len(desirable))
 
-    @torch.no_grad()
     def before_step(
         self,
         fabric: Fabric,
@@ -47,15 +45,11 @@ class KTO(Objective):
         before_batch: Callable[[], None] = lambda: None,
     ) -> None:
         """Compute the KL divergence over the step's samples with the answers of others."""
-        total = torch.zeros((), dtype=torch.float64, device=fabric.device)
         mismatches = [sample.mismatch for sample in samples]
-        with eval_mode(model):
-            for batch in layout.batches(mismatches, fabric.global_rank):
-                before_batch()
-                batch = batch.to(fabric.device)
-                log_probs, _ = sequence_log_probs(model, batch)
-                total += (log_probs - (batch.sequences.references if batch.sequences else 0.0)).sum()
-        self.kl = (fabric.all_reduce(total, reduce_op="sum") / len(samples)).clamp(min=0)
+        log_probs, _ = document_log_probs(model, mismatches, layout, fabric.device, fabric.global_rank, before_batch)
+        total = fabric.all_reduce(log_probs.sum(), reduce_op="sum")
+        references = sum(value for mismatch in mismatches for value in mismatch.reference)
+        self.kl = ((total - references) / len(samples)).clamp(min=0)
 
     def begin_probe(self, device: torch.device) -> None:
         """Prepare for a micro-batch that only measures memory, without `before_step`."""

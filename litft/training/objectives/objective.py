@@ -47,8 +47,8 @@ class Objective:
         self.args = args
 
     @property
-    def beta(self) -> float:
-        """How closely the model is kept to the reference, or the scale of the rewards without one."""
+    def beta(self) -> float | None:
+        """How closely the model is kept to the reference, or the scale of the rewards without one; None: it has no beta."""
         return self.args.beta or self.default_beta
 
     @classmethod
