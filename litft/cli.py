@@ -40,6 +40,7 @@ COMMANDS = {
     "run_eval": Command(flags.RunEvalArgs, "litft.evaluation.run_eval:run_eval"),
     "prepare_data": Command(flags.PrepareArgs, "litft.training.dry_run:prepare_data"),
     "runs": Command(flags.RunsArgs, "litft.run_list:list_runs"),
+    "recipes": Command(flags.RecipesArgs, "litft.recipe_list:list_recipes"),
     "plan": Command(flags.PlanArgs, "litft.training.plan_command:plan"),
     "convert_hf_checkpoint": Command(flags.ConvertArgs, "litft.export.convert:convert"),
     "convert_to_hf": Command(flags.ExportArgs, "litft.export.convert:export"),

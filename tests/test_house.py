@@ -14,7 +14,7 @@ LAYERS = [
     {"errors", "atomic"},
     {"run_dir"},
     {"args"},
-    {"signals", "run_list"},
+    {"signals", "run_list", "recipe_list"},
     {"model"},
     {"checkpoints"},
     {"families", "methods", "data"},
@@ -31,7 +31,7 @@ LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in
 # within a component, a file imports only files to its left
 ORDER = """
 args: checks sampling methods processes data preference finetune plan inference serving evaluation export hub runs
- aliases parser
+ recipes aliases parser
 model: config_file rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
  packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
  quantization
@@ -50,7 +50,7 @@ serving: openai_replies openai_requests engine routes server
 """
 LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
 ORDERS = {component: files.split() for component, _, files in LINES}
-TORCHLESS = {"errors", "atomic", "run_dir", "args", "signals", "run_list", "cli"}
+TORCHLESS = {"errors", "atomic", "run_dir", "args", "signals", "run_list", "recipe_list", "cli"}
 
 
 def imports(path: Path) -> set[str]:

@@ -21,6 +21,7 @@ from litft.args.inference import ChatArgs, GenerateArgs, ModelArgs, OpenArgs, Sp
 from litft.args.methods import AdapterArgs, AdapterV2Args, LoRAArgs
 from litft.args.plan import PlanArgs, PrepareArgs
 from litft.args.preference import Objectives, PreferenceArgs
+from litft.args.recipes import RecipesArgs
 from litft.args.runs import RunsArgs
 from litft.args.sampling import NUMBERS, Sampling
 from litft.args.serving import ServeArgs
@@ -56,6 +57,7 @@ __all__ = [
     "PlanArgs",
     "PreferenceArgs",
     "PrepareArgs",
+    "RecipesArgs",
     "RunEvalArgs",
     "RunsArgs",
     "Sampling",

@@ -19,6 +19,7 @@ from litft import args as flags
 from litft import run_dir
 from litft.args.aliases import explain
 from litft.args.finetune import FINETUNE
+from litft.args.recipes import KEY, names, recipe_file
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -26,14 +27,15 @@ set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
 
 def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
-    """Return an instance of the dataclass `cls` from flags. Later flags win; --config FILE.yaml expands to its contents.
+    """Return an instance of the dataclass `cls` from flags. Later flags win; --config FILE.yaml expands to its contents,
+    and --config NAME to those of a recipe.
 
     Raise ValueError with all mistakes in one message.
     """
     flag_types = _flag_types(cls)
-    values, problems, passthrough = _read_argv(argv, flag_types)
+    values, problems, passthrough = _read_argv(argv, cls)
     if issubclass(cls, flags.FinetuneArgs):
-        implied, invalid = _implied_flags(dict(values), flag_types, _method(cls))
+        implied, invalid = _implied_flags(dict(values), cls)
         values, problems = implied + values, problems + invalid
     parser, value_words = _parser(cls, prog=prog, exit_on_error=False), [f"--{name}={value}" for name, value in values]
     try:
@@ -65,7 +67,8 @@ def _is_valid(parser: ArgumentParser, word: str) -> bool:
 
 def _parser(cls: type, **settings: Any) -> ArgumentParser:
     parser = ArgumentParser(description=cls.__doc__, usage="%(prog)s [flags]", **settings)
-    parser.add_argument("--config", action="config", help="A YAML file of flags, such as a run's config.yaml.")
+    recipe = ", or the name of a recipe (litft recipes)" if cls in FINETUNE.values() else ""
+    parser.add_argument("--config", action="config", help=f"A YAML file of flags, such as a run's config.yaml{recipe}.")
     parser.add_class_arguments(cls, as_group=False)
     groups = [item.name for item in dataclasses.fields(cls) if dataclasses.is_dataclass(item.type)]
     for action in parser._actions:
@@ -86,9 +89,10 @@ def _flag_types(cls: type, prefix: str = "") -> dict[str, Any]:
     return flag_types
 
 
-def _read_argv(argv: list[str], flag_types: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str], list[str]]:
+def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[str], list[str]]:
     """Return the (name, value) pairs, the problems with the names, and the words to pass on to jsonargparse."""
-    values, problems, passthrough, words = [], [], [], list(argv)
+    flag_types, values, problems, passthrough, words = _flag_types(cls), [], [], [], list(argv)
+    recipe = None
     while words:
         word = words.pop(0)
         if word in ("-h", "--help") or word.startswith("--print_config"):
@@ -105,7 +109,8 @@ def _read_argv(argv: list[str], flag_types: dict[str, Any]) -> tuple[list[tuple[
             )
             value = "true" if is_bare else words.pop(0) if words and not words[0].startswith("--") else None
         if name == "config":
-            file_values, file_problems = _read_config(value, flag_types)
+            recipe = value if value in names() and not Path(value).is_file() else recipe
+            file_values, file_problems = _read_config(value, cls)
             values, problems = values + file_values, problems + file_problems
         elif name not in flag_types:
             problems.append(_unknown_flag(name, flag_types, value))
@@ -113,6 +118,8 @@ def _read_argv(argv: list[str], flag_types: dict[str, Any]) -> tuple[list[tuple[
             problems.append(f"--{name} needs a value")
         else:
             values.append((name, _as_list(value, flag_types[name]) if get_origin(flag_types[name]) is list else value))
+    if recipe and not problems and not passthrough and not {"checkpoint_dir", "resume"} & dict(values).keys():
+        problems.append(f"--config {recipe} is a recipe; add the model and the data: --checkpoint_dir and --data.path")
     return values, problems, passthrough
 
 
@@ -126,23 +133,22 @@ def _method(cls: type) -> str:
     return next(name for name, args in FINETUNE.items() if args is cls)
 
 
-def _implied_flags(
-    values: dict[str, str], flag_types: dict[str, Any], method: str
-) -> tuple[list[tuple[str, str]], list[str]]:
+def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the flags that are implied, and problems: those of the resumed run, or the demo's if no model is named."""
+    method = _method(cls)
     if values.get("resume", "").lower() == "true" and "overwrite" not in values:
         run = run_dir.from_flags(values.get("out_dir"), resume=True)
         if run and run_dir.is_run(run):
             if (run_method := run_dir.method(run)) != method:
                 return [], [f"--resume: {run} is a run of another method; continue it with finetune/{run_method}.py"]
-            run_values, problems = _read_config(run / run_dir.CONFIG, flag_types)
+            run_values, problems = _read_config(run / run_dir.CONFIG, cls)
             # other devices may need another strategy
             devices_changed = values.keys() & {"devices", "num_nodes"} and "strategy" not in values
             return [pair for pair in run_values if not (devices_changed and pair[0] in ("strategy", "shard_size"))], problems
         if "checkpoint_dir" not in values:
             reason = f"there is no run in {run}" if run else f"there is no unfinished run under {run_dir.OUT}/"
             return [], [f"--resume: {reason}; to start one, pass --checkpoint_dir and --data.path"]
-    return ([], []) if "checkpoint_dir" in values else _read_config(DEMO / f"{method}.yaml", flag_types)
+    return ([], []) if "checkpoint_dir" in values else _read_config(DEMO / f"{method}.yaml", cls)
 
 
 def _as_list(value: str, flag_type: Any) -> str:
@@ -158,14 +164,21 @@ def _as_list(value: str, flag_type: Any) -> str:
     return json.dumps(items, ensure_ascii=False)  # read as YAML, which has no escapes for surrogate pairs
 
 
-def _read_config(path: str | Path | None, flag_types: dict[str, Any]) -> tuple[list[tuple[str, str]], list[str]]:
-    """Return the (name, value) pairs of a YAML file, and its problems."""
+def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the (name, value) pairs of a YAML file or of a recipe, and its problems."""
     if path is None or not Path(path).is_file():
-        return [], [f"--config {path}: no such file"]
+        if path not in (known := names()):
+            matches = difflib.get_close_matches(str(path), known, n=1)
+            remedy = f"did you mean {matches[0]}?" if matches else "`litft recipes` lists the recipes"
+            return [], [f"--config {path}: no such file or recipe; {remedy}"]
+        path = recipe_file(path)
+    flag_types = _flag_types(cls)
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
+        if (recipe := content.pop(KEY, None)) and cls is not FINETUNE.get(recipe["method"]):
+            return [], [f"--config {Path(path).stem} is a recipe of finetune/{recipe['method']}.py; use that command"]
         entries = {_full_name(name, flag_types): value for name, value in _flatten(content)}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]

@@ -33,6 +33,7 @@ SCRIPTS = {
     "prepare_data": "scripts/prepare_data.py",
     "plan": "scripts/plan.py",
     "runs": "scripts/runs.py",
+    "recipes": "scripts/recipes.py",
     "convert_hf_checkpoint": "scripts/convert_hf_checkpoint.py",
     "convert_to_hf": "scripts/convert_to_hf.py",
     "download": "scripts/download.py",
