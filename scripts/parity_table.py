@@ -1,4 +1,4 @@
-"""Measure how far litft's logits are from transformers', and print the table of model families in the README.
+"""Measure how far litft's logits are from transformers', and print the table in tutorials/families.md.
 
 python scripts/parity_table.py [--families llama,gemma2] [--write]
 """
@@ -11,6 +11,8 @@ from pathlib import Path
 from tables import ROOT, write
 
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+PAGE = "tutorials/families.md"
 
 
 def table(families: list[str]) -> str:
@@ -41,10 +43,10 @@ def table(families: list[str]) -> str:
 
 
 def main() -> None:
-    """Print the table. With --write, also put it into the README."""
+    """Print the table. With --write, also put it into its page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", help="Measure only these families: a,b,c. Default: all.")
-    parser.add_argument("--write", action="store_true", help="Replace the table in README.md.")
+    parser.add_argument("--write", action="store_true", help=f"Replace the table in {PAGE}.")
     args = parser.parse_args()
     try:
         import parity
@@ -54,11 +56,11 @@ def main() -> None:
     if unknown := [name for name in families if name not in parity.ROWS]:
         parser.error(f"--families: no row for {', '.join(unknown)}; choose from: {', '.join(parity.ROWS)}")
     if args.write and args.families:
-        parser.error("--write replaces the complete table in README.md; leave --families out")
+        parser.error("--write replaces the complete table; leave --families out")
     text = table(families)
     print(text, end="")
     if args.write:
-        write(ROOT / "README.md", "parity", text)
+        write(ROOT / PAGE, "parity", text)
 
 
 if __name__ == "__main__":

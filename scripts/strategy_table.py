@@ -1,6 +1,6 @@
-"""Train with several processes and with one, and print the table of loss differences in the README. Takes a few minutes.
+"""Train with several processes and with one, and print the table of loss differences in tutorials/scaling.md.
 
-python scripts/strategy_table.py [--write]
+python scripts/strategy_table.py [--write]     (takes a few minutes)
 """
 
 import json
@@ -50,4 +50,4 @@ def table() -> str:
 
 
 if __name__ == "__main__":
-    main(__doc__, "README.md", "strategies", table)
+    main(__doc__, "tutorials/scaling.md", "strategies", table)

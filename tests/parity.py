@@ -1,4 +1,4 @@
-"""Variations of every family and measures of their difference from transformers, for the tests and the README's table."""
+"""Variations of every family and measures of their difference from transformers, for tests and tutorials/families.md."""
 
 from collections.abc import Iterable
 from pathlib import Path

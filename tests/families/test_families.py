@@ -1,6 +1,6 @@
 """Every family against transformers: configs are read from disk, and every tensor has random values.
 
-There is one row per variation. `python scripts/parity_table.py` writes the README's table from the same rows.
+There is one row per variation. `python scripts/parity_table.py` writes tutorials/families.md from the same rows.
 """
 
 import copy
