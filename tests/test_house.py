@@ -41,9 +41,9 @@ data: chat_template digests tokenizer_backends tokenizer formats readers prefere
  token_store token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling state_snapshots decoder fused_linears speculative tp_decoding generation terminal session chat generate
-training: residence flops metrics loggers html_report adafactor optimizers activation_checkpointing compile cpu_offload
- objectives setup run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule references
- auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
+training: residence flops metrics loggers screen html_report adafactor optimizers activation_checkpointing compile
+ cpu_offload objectives setup run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule
+ references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples preferences run_eval
 serving: openai_replies openai_requests engine routes server

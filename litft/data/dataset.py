@@ -243,7 +243,8 @@ def _check_vocabulary(report: EncodingReport, tokenizer: Tokenizer, vocab_size: 
 
 
 def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Return (shortest length, longest length, number of samples) of each bar of a histogram of lengths."""
-    edges = np.unique(np.linspace(lengths.min() - 1, lengths.max(), NUM_BARS + 1).astype(int))
+    """Return (shortest length, longest length, number of samples) of each bar of a histogram with bars of equal width."""
+    first, width = int(lengths.min()), -(-int(lengths.max() - lengths.min() + 1) // NUM_BARS)
+    edges = np.arange(first - 1, int(lengths.max()) + width, width)
     counts, _ = np.histogram(lengths, edges + 1)
     return [tuple(map(int, bar)) for bar in zip(edges[:-1] + 1, edges[1:], counts, strict=True)]

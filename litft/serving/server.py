@@ -127,10 +127,10 @@ class Server(uvicorn.Server):
     def _handle_signal(self, number: signal.Signals) -> None:
         if self.should_exit:
             os._exit(128 + number)
-        print(f"{number.name}: finishing running answers", file=sys.stderr, flush=True)
         self.should_exit = True
         self.engine.stop()
         self.shutdown_task = asyncio.create_task(self._shut_down())
+        print(f"{number.name}: finishing running answers", file=sys.stderr, flush=True)  # raises if nobody reads stderr
 
     async def _shut_down(self) -> None:
         """Wait for the running answers, then drop clients that do not read them or have not sent their request."""

@@ -160,6 +160,8 @@ def time_line(flops: float, slower: float, what: str, chip: str, peak: float | N
 
 def duration(seconds: float) -> str:
     """A time in the largest unit that fits, with two digits."""
+    if 0 < seconds < 1:
+        return "under 1 s"
     size, unit = next((row for row in ((86400, "days"), (3600, "hours"), (60, "minutes")) if seconds >= row[0]), (1, "s"))
     return f"{seconds / size:.2g} {unit}"
 

@@ -1,19 +1,32 @@
 """report.html: a self-contained page about a run, without scripts or network access."""
 
-import csv
 import html
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
+from litft import __version__
 from litft.atomic import atomic_write
-from litft.run_dir import CONFIG
+from litft.run_dir import CONFIG, metrics_rows
 
 POINTS = 400  # maximum number of points of a curve; longer curves are averaged over intervals
 TICKS = 4
+PROMPTS = 5  # the most prompts whose answers are shown
+# an absolute path, of which the page shows only the last part; not the path of a URL
+ABSOLUTE = re.compile(r"(?<![\w./:~-])~?/(?:[^\s/:,;'\"()]+/)*(?=[^\s/])")
 
 Points = list[tuple[float, float]]
+
+
+class Tile(NamedTuple):
+    """A result in large type."""
+
+    title: str
+    value: str
 
 
 @dataclass(frozen=True)
@@ -21,7 +34,9 @@ class Report:
     """What the page shows in addition to the run's config.yaml and metrics.csv."""
 
     title: str
-    summary: Sequence[str]  # the results
+    state: str  # finished, running, or why the run ended
+    tiles: Sequence[Tile]
+    flags: Mapping[str, str]  # those that matter most
     setup: Sequence[str]  # the data and the plan
     machine: Sequence[str]
     lengths: Sequence[tuple[int, int, int]]  # histogram: tokens from, tokens to, number of examples
@@ -39,6 +54,7 @@ CHARTS = (
     ("Learning rate", ("learning_rate",), True),
     ("Gradient norm (L2), before clipping", ("grad_norm",), True),
     ("Tokens per second", ("tokens_per_second",), True),
+    ("Peak memory, GiB", ("memory_gib",), True),
 )
 SCORES = (
     ("step", "step", "{:.0f}"),
@@ -56,26 +72,29 @@ SCORES = (
 
 def write_report(folder: Path, report: Report) -> None:
     """Write report.html into the run folder."""
-    with (folder / "metrics.csv").open(newline="") as file:
-        rows = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    rows = [{name: float(value) for name, value in row.items()} for row in metrics_rows(folder / "metrics.csv")]
+    config = (folder / CONFIG).read_text("utf-8")
     charts = [
         chart(title.format(loss=report.loss), {column: points(rows, column) for column in columns}, from_zero)
         for title, columns, from_zero in CHARTS
     ]
     parts = [
         f"<h1>{html.escape(report.title)}</h1>",
-        f"<p class=where>{html.escape(str(folder))}</p>",
-        _list(report.summary, "summary"),
+        f"<p class=where>{datetime.now():%Y-%m-%d %H:%M}, litft {__version__}, run {html.escape(folder.name)}</p>",
+        f"<p class=state>{html.escape(public(report.state))}</p>",
+        _tiles(report.tiles),
         f"<div class=charts>{''.join(charts)}</div>",
         _validations(rows),
         _answers(report.answers),
         "<h2>Example lengths</h2>",
         _bars(report.lengths),
         "<h2>Data and plan</h2>",
-        _list(report.setup),
+        _list(map(public, report.setup)),
+        "<h2>Settings</h2>",
+        _flags(report.flags),
         "<h2>Machine</h2>",
         _list(report.machine),
-        f"<details><summary>{CONFIG}</summary><pre>{html.escape((folder / CONFIG).read_text('utf-8'))}</pre></details>",
+        f"<details><summary>{CONFIG}</summary><pre>{html.escape(public(config))}</pre></details>",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
@@ -146,9 +165,24 @@ def _short(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
-def _list(lines: Sequence[str], kind: str = "") -> str:
+def public(text: str) -> str:
+    """Return a text whose absolute paths are shortened to their last part."""
+    return ABSOLUTE.sub("", text)
+
+
+def _list(lines: Iterable[str]) -> str:
     items = "".join(f"<li>{html.escape(line)}</li>" for line in lines)
-    return f'<ul class="{kind}">{items}</ul>' if items else ""
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def _tiles(tiles: Sequence[Tile]) -> str:
+    cells = "".join(f"<div><span>{html.escape(title)}</span><b>{html.escape(value)}</b></div>" for title, value in tiles)
+    return f"<div class=tiles>{cells}</div>" if cells else ""
+
+
+def _flags(flags: Mapping[str, str]) -> str:
+    rows = "".join(f"<dt>{html.escape(name)}</dt><dd>{html.escape(public(value))}</dd>" for name, value in flags.items())
+    return f"<dl>{rows}</dl>"
 
 
 def _validations(rows: list[dict[str, float]]) -> str:
@@ -166,19 +200,19 @@ def _validations(rows: list[dict[str, float]]) -> str:
 
 
 def _answers(answers: Sequence[dict[str, str | int]]) -> str:
-    """Return every prompt with its first and last answer; the others are in a collapsed section."""
+    """Return the first prompts, each with its first and last answer side by side; the others are in a collapsed section."""
     if not answers:
         return ""
     by_prompt: dict[str, list[tuple[int, str]]] = {}
     for item in answers:
         by_prompt.setdefault(str(item["prompt"]), []).append((int(item["step"]), str(item["answer"])))
     blocks = ""
-    for prompt, steps in by_prompt.items():
+    for prompt, steps in list(by_prompt.items())[:PROMPTS]:
         ends = "".join(_answer(*item) for item in ([steps[0], steps[-1]] if len(steps) > 1 else steps))
         between = "".join(_answer(*item) for item in steps[1:-1])
         details = f"<details><summary>{len(steps) - 2} in between</summary>{between}</details>" if between else ""
-        blocks += f"<section><blockquote>{html.escape(prompt)}</blockquote>{ends}{details}</section>"
-    return f"<h2>Sample answers</h2>{blocks}"
+        blocks += f"<section><blockquote>{html.escape(prompt)}</blockquote><div class=pair>{ends}</div>{details}</section>"
+    return f"<h2>Answers before and after</h2>{blocks}"
 
 
 def _answer(step: int, text: str) -> str:
@@ -206,7 +240,14 @@ main { max-width: 1100px; margin: 0 auto; padding: 24px 20px 64px; }
 h1 { font-size: 24px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 17px; margin: 32px 0 10px; }
 .where, em, .soft { color: var(--soft); font-style: normal; margin: 0; overflow-wrap: anywhere; }
 ul { padding-left: 20px; margin: 8px 0; } li { overflow-wrap: anywhere; }
-ul.summary { list-style: none; padding: 12px 16px; background: var(--panel); border-radius: 8px; margin: 16px 0; }
+.state { margin: 8px 0 16px; white-space: pre-wrap; overflow-wrap: anywhere; }
+.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(185px, 1fr)); gap: 12px; margin: 0 0 24px; }
+.tiles div { background: var(--panel); border-radius: 8px; padding: 12px 16px; }
+.tiles span { color: var(--soft); display: block; }
+.tiles b { font-size: 18px; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 20px; margin: 8px 0; } dt { color: var(--soft); }
+dd { margin: 0; overflow-wrap: anywhere; }
+.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); gap: 4px 24px; }
 .charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 20px; }
 figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: 8px; display: flex; flex-wrap: wrap; gap: 4px 14px; }
 .key { font-weight: 400; color: var(--soft); } .key::before { content: ""; display: inline-block; width: 14px; height: 3px;

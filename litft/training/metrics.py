@@ -43,7 +43,6 @@ class Metrics:
         self.last: Row = {}  # the newest written row of a training step
         self.newest: Row = {}  # the newest value of every column
         self._first: Row = {}
-        self._on_cpu = False
 
     def truncate(self, step: int) -> None:
         """Continue an existing file after `step`: rows of later steps are removed."""
@@ -113,7 +112,6 @@ class Metrics:
     def flush(self, device: torch.device) -> list[Row]:
         """Write the collected rows, and return them; their speed is the mean over the window since the last flush."""
         self.synchronize(device)
-        self._on_cpu = device.type == "cpu"
         steps = [row for row in self.rows if "loss" in row]
         if steps:
             self.seconds += self._window_seconds
@@ -143,26 +141,14 @@ class Metrics:
         """Return the row of the run's first step."""
         return next((row for row in self.resumed_rows if "loss" in row), self._first)
 
-    def line(self) -> str:
-        """Describe the last window in one line."""
-        row = self.last
-        parts = [f"loss {row['loss']:.4g}", *(f"{name} {row[name]:.3g}" for name in ("accuracy", "margin") if name in row)]
-        parts += [f"norm {row['grad_norm']:.3g}", f"rate {row['learning_rate']:.3g}"]
-        parts.append(self._speeds(row["tokens_per_second"], row.get("mfu"), row["memory_gib"]))
-        return ", ".join([*parts, f"waiting for data {row['data_share']:.1%}"])
-
     def summary(self, device: torch.device) -> str:
         """Describe the speed over all steps, and the MFU over the steps of this process, whose chip is known."""
         seconds = self.seconds - self._resumed_seconds
         mfu = self._flops / seconds / self.peak if self.peak and seconds else None
-        self._on_cpu = device.type == "cpu"
-        return self._speeds(self.tokens / self.seconds if self.seconds else 0.0, mfu, peak_memory(device))
-
-    def _speeds(self, tokens_per_second: float, mfu: float | None, memory_gib: float) -> str:
-        """Describe speed and memory. MFU is omitted for an unknown chip. On a CPU, memory is that of the whole process."""
-        scope = " of the process" if self._on_cpu else ""
-        memory = f"peak memory{scope} {memory_gib:.2f} GiB"
-        return ", ".join(filter(None, [f"{tokens_per_second:,.0f} tokens/s", f"MFU {mfu:.0%}" if mfu else "", memory]))
+        speed = f"{self.tokens / self.seconds if self.seconds else 0.0:,.0f} tokens/s"
+        # on a CPU, memory is that of the whole process
+        memory = f"peak memory{' of the process' if device.type == 'cpu' else ''} {peak_memory(device):.2f} GiB"
+        return ", ".join(filter(None, [speed, f"MFU {mfu:.0%}" if mfu else "", memory]))
 
     def _write(self, rows: list[Row]) -> None:
         if self.path is None or not rows:

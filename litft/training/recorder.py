@@ -2,9 +2,8 @@
 
 import dataclasses
 import shutil
-import sys
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,6 @@ import yaml
 from lightning_fabric import Fabric
 from torch import nn
 from torch.optim import Optimizer
-from tqdm import tqdm
 
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
@@ -22,18 +20,20 @@ from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
 from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import HostGroup
+from litft.errors import Interrupted
 from litft.model.placement import full_tensor
 from litft.model.transformer import GPT
 from litft.pretrained import base_record
 from litft.save_pretrained import Result, copy_tokenizer, write_result
 from litft.training import run_checkpoints
 from litft.training.auto_settings import Settings
-from litft.training.dry_run import data_lines, plan_lines
+from litft.training.dry_run import data_lines, duration, plan_lines
 from litft.training.flops import peak_flops
-from litft.training.html_report import Report, write_report
+from litft.training.html_report import Report, Tile, write_report
 from litft.training.loggers import finish, make_logger, row_sink
 from litft.training.metrics import Metrics
 from litft.training.schedule import Schedule
+from litft.training.screen import Screen
 from litft.training.setup import Setup
 from litft.training.validation import Validation
 
@@ -64,16 +64,19 @@ class Recorder:
         folder: Path,
         network: TrainedNetwork,
         validation: Validation,
+        screen: Screen,
     ) -> None:
         self.args, self.fabric, self.hosts = setup.args, fabric, hosts
         self.setup, self.schedule, self.settings = setup, schedule, settings
         self.folder, self.network, self.validation = folder, network, validation
+        self.screen, self.say = screen, screen.say
         self.is_writer = fabric.global_rank == 0
         self.peak = peak_flops(fabric.device, settings.precision)
         path, peak = folder / "metrics.csv", self.peak and self.peak * fabric.world_size
         self.metrics = Metrics(path if self.is_writer else None, peak, setup.objective.scores)
         self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
         self.is_claimed = False  # config.yaml is written
+        self.is_open = False  # the folder is this run's
         self.logger: Any = None
         self.logged_as: list[str] | None = None  # the logger and the run's name there, of a run that is resumed
 
@@ -119,6 +122,7 @@ class Recorder:
 
     def _open(self, start_step: int) -> None:
         config = self._write_config()
+        self.is_open = True
         self.metrics.truncate(start_step or -1)
         run_checkpoints.delete_after(self.folder, start_step)
         self.place_best(start_step)
@@ -156,15 +160,16 @@ class Recorder:
             "measured examples (--eval.max_batches)": measured,
         }
 
-    def headline(self, start_step: int) -> list[str]:
-        """What the run is about to do: its data, its plan, where it starts."""
+    def headline(self, start_step: int, warnings: list[str]) -> tuple[str, str, list[str]]:
+        """What the run is about to do: a title, its folder, and lines with its data, its plan and where it starts."""
+        lines = [*warnings, *self._description]
         if start_step == self.schedule.steps:
-            return [*self._description, f"all {start_step} steps are done; final/ is written again"]
-        if start_step:
-            return [*self._description, f"continuing after step {start_step}"]
-        if self.args.resume:
-            return [*self._description, "no checkpoint to continue from; starting at step 0"]
-        return self._description
+            lines.append(f"all {start_step} steps are done; final/ is written again")
+        elif start_step:
+            lines.append(f"continuing after step {start_step}")
+        elif self.args.resume:
+            lines.append("no checkpoint to continue from; starting at step 0")
+        return self._heading, str(self.folder), lines
 
     @cached_property
     def _description(self) -> list[str]:
@@ -252,34 +257,48 @@ class Recorder:
 
     def finish(self) -> None:
         """Print the results and what to do with them, and write the report."""
-        lines = self.results()
-        for line in lines:
-            self.say(line)
-        self.report(*lines)
+        self.screen.results(self._scores(), self._results())
+        self.report("finished")
         self.say(f"the result is in {self.folder / 'final'}, the report in {self.folder / 'report.html'}; next:\n")
         chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
         quantize = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
         self.say(f"  {chat} --checkpoint_dir {self.folder / 'final'}{quantize}")
 
-    def results(self) -> list[str]:
-        """The scores before and after training, the time and the memory."""
+    def _results(self) -> list[str]:
+        """The best step, the time and the memory."""
         validation, lines = self.validation, []
-        scores = [("validation loss", "{:.4f}", validation.losses), ("exact match", "{:.1%}", validation.matches)]
-        for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
-            by_step = {step: row[f"val_{name}"] for step, row in validation.scores.items() if f"val_{name}" in row}
-            scores.append((f"validation {name}", form, by_step))
-        for name, form, values in scores:
-            if values:
-                lines.append(f"{name}: {form.format(values[min(values)])} -> {form.format(values[max(values)])}")
         if self.args.save.best and validation.best is not None:
             lines.append(f"lowest at step {validation.best}, {validation.losses[validation.best]:.4f}, which is in best/")
         return [*lines, f"{self.metrics.seconds:.0f} s of training, {self.metrics.summary(self.fabric.device)}"]
 
-    def report(self, *lines: str) -> None:
-        """Write report.html, with `lines` as its summary."""
+    def _scores(self) -> dict[str, list[str]]:
+        """The first and the last value of each score of the validations, as text."""
+        validation = self.validation
+        scores = [("validation loss", "{:.4f}", validation.losses), ("exact match", "{:.1%}", validation.matches)]
+        for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
+            by_step = {step: row[f"val_{name}"] for step, row in validation.scores.items() if f"val_{name}" in row}
+            scores.append((f"validation {name}", form, by_step))
+        ends = {name: (form, values[min(values)], values[max(values)]) for name, form, values in scores if values}
+        return {name: [form.format(first), form.format(last)] for name, (form, first, last) in ends.items()}
+
+    @contextmanager
+    def reporting_failures(self) -> Iterator[None]:
+        """Within the context, an error that ends the run also ends up in report.html, once the run has its folder."""
+        try:
+            yield
+        except Exception as error:
+            if self.is_open and self.is_writer and not isinstance(error, Interrupted):
+                with suppress(OSError):  # of a full disk, say; the first error counts
+                    self.report(f"failed: {error}")
+            raise
+
+    def report(self, state: str) -> None:
+        """Write report.html; state: what has become of the run."""
         report = Report(
-            title=f"{self._title} on {self.setup.source.folder.name}",
-            summary=lines,
+            title=self._heading,
+            state=state,
+            tiles=self._tiles(),
+            flags=self._main_flags(),
             setup=self._description,
             machine=machine_lines(self.fabric.device, self.fabric.world_size),
             lengths=histogram(self.schedule.data.train.lengths),
@@ -287,6 +306,39 @@ class Recorder:
             loss="Loss per token" if self.args.objective == "sft" else f"Loss ({self.setup.objective.title})",
         )
         write_report(self.folder, report)
+
+    def _tiles(self) -> list[Tile]:
+        """The results of the report: scores before and after, time, speed, memory."""
+        tiles = [Tile(name, " \u2192 ".join(dict.fromkeys(values))) for name, values in self._scores().items()]
+        newest, tokens = self.metrics.newest, self.metrics.tokens
+        if seconds := self.metrics.seconds:
+            tiles += [Tile("training time", duration(seconds)), Tile("tokens per second", f"{tokens / seconds:,.0f}")]
+        if memory := newest.get("memory_gib"):
+            tiles.append(Tile("peak memory", f"{memory:.2f} GiB"))
+        return tiles
+
+    def _main_flags(self) -> dict[str, str]:
+        """The flags of the report that say most about the run, as they were resolved."""
+        args, schedule = self.args, self.schedule
+        flags = {
+            "base model": args.checkpoint_dir,
+            "data": ", ".join(args.data.path),
+            "method": self._title,
+            "quantization of the base": args.quantize,
+            "precision": self.settings.precision,
+            "steps": f"{schedule.steps:,} of {args.train.global_batch_size} examples",
+            "learning rate": f"{args.train.learning_rate:g}, {args.train.lr_schedule}",
+            "optimizer": args.train.optimizer,
+            "longest row": f"{schedule.data.limit:,} tokens",
+            "devices": f"{args.devices * args.num_nodes}, {self.settings.strategy}",
+            "seed": str(args.seed),
+        }
+        return {name: str(value) for name, value in flags.items()}
+
+    @property
+    def _heading(self) -> str:
+        """What is trained, and how."""
+        return f"{self._title} on {self.setup.source.folder.name}"
 
     @property
     def _title(self) -> str:
@@ -304,10 +356,3 @@ class Recorder:
         free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there" if self.folder.is_dir() else ""
         reason: Iterable[str] = filter(None, [error.strerror or str(error), free, self.newest_checkpoint()])
         return OSError(error.errno, "; ".join(reason), error.filename)
-
-    def say(self, line: str) -> None:
-        """Print a line in the first process, above the progress bar where there is one."""
-        if self.is_writer and sys.stderr.isatty():
-            tqdm.write(line)
-        elif self.is_writer:
-            print(line, flush=True)

@@ -1,7 +1,6 @@
 """The training loop, shared by all methods, strategies and numbers of processes."""
 
 import math
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from tqdm import tqdm
 
 from litft.args import seconds
 from litft.data.encoder import Sample
@@ -23,7 +21,7 @@ from litft.errors import Interrupted, RankError
 from litft.model.placement import full_tensor
 from litft.signals import Signals
 from litft.training.auto_settings import Settings
-from litft.training.compile import uncompiled
+from litft.training.compile import is_compiled, uncompiled
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import duration
 from litft.training.flops import Flops
@@ -33,6 +31,7 @@ from litft.training.optimizers import averaged_weights, make_optimizer, set_lear
 from litft.training.recorder import Recorder, TrainedNetwork
 from litft.training.references import References
 from litft.training.schedule import Schedule, learning_rate
+from litft.training.screen import beginning, end, open_screen
 from litft.training.setup import Setup
 from litft.training.validation import Validation
 
@@ -75,18 +74,19 @@ class Trainer:
         self.args, self.fabric, self.hosts = setup.args, fabric, hosts
         self.setup, self.schedule, self.settings, self.data = setup, schedule, settings, schedule.data
         self.mesh = mesh_of(self.args, settings.strategy, fabric.device)
-        sharded = self.mesh is not None
-        self.model, parameters = setup.build(settings.precision, fabric.device, self.mesh)
+        sharded, self.screen = self.mesh is not None, open_screen(fabric.global_rank == 0)
+        with self.screen.doing(f"reading the weights of {setup.source.folder}"):
+            self.model, parameters = setup.build(settings.precision, fabric.device, self.mesh)
         setup.prepare_blocks(self.model, settings.recomputed, fabric.device, sharded)
         network = TrainedNetwork(self.model, parameters, sharded)
         self.trained = network.trained
         self.objective = setup.objective
         evaluation = setup.tokenizer, self.data, self.args.eval, folder / "samples.jsonl", self.objective
         self.validation = Validation(fabric, hosts, self.model, *evaluation)
-        self.recorder = Recorder(fabric, hosts, setup, schedule, settings, folder, network, self.validation)
+        self.recorder = Recorder(fabric, hosts, setup, schedule, settings, folder, network, self.validation, self.screen)
         num_val = self.validation.num_samples(self.args.train.global_batch_size)
         self.references = References(self.objective, schedule, num_val)
-        self.metrics, self.say = self.recorder.metrics, self.recorder.say
+        self.metrics, self.say = self.recorder.metrics, self.screen.say
         self.probe = MemoryProbe(fabric, hosts, setup, schedule, settings, network, self.say)
         self.divergence = DivergenceGuard(self.args.train, schedule, setup.source.config.vocab_size, folder, self.say)
         self.time_limit = seconds(self.args.train.max_time or "") or math.inf
@@ -102,22 +102,26 @@ class Trainer:
         Raises ValueError where memory does not suffice or the loss diverges, `Interrupted` where a signal ended the run
         with its state saved, OSError where the run's folder cannot be written.
         """
-        with self._explain_errors(), self.signals:
+        with self.recorder.reporting_failures(), self._explain_errors(), self.signals:
             self._compute_references()
             model, optimizer = self._start()
             with self._stop_on_signal(optimizer):
                 # before training, or after a resumed step: the run may have been interrupted within this validation
                 if self.step == 0 or _is_due(self.args.eval.interval, self.step):
-                    self._validate(optimizer, exact_match=self.step == 0)
+                    with self.screen.doing("validating before the first step"):
+                        self._validate(optimizer, exact_match=self.step == 0)
+                    self._log(pace=0.0)
+                    self._report()
                 (self.elapsed_before,) = self.hosts.all_reduce_max(time.monotonic() - self.start_time)
-                with self._progress_bar() as bar:
+                with self.screen.bar(self.step, self.schedule.steps, "first step"):
                     while (reason := self._end_reason()) is None:
                         self._train_step(model, optimizer)
-                        bar.update()
+                        self.screen.advance(self.step)
                         self._after_step(optimizer)
                 if self.step < self.schedule.steps:
                     self.say(f"step {self.step}: {reason}")
-                self._validate(optimizer, exact_match=True)
+                with self.screen.doing("validating"):
+                    self._validate(optimizer, exact_match=True)
             self._finish(optimizer)
 
     def _compute_references(self) -> None:
@@ -153,8 +157,9 @@ class Trainer:
         on_host = self.setup.blocks_on_host(self.mesh is not None)
         model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not on_host)
         if self.recorder.is_writer:
-            self.say("\n".join([*warnings, *self.recorder.headline(self.start_step)]))
-        self.probe.run(model, optimizer, resumed=self.start_step > 0)
+            self.screen.header(*self.recorder.headline(self.start_step, warnings))
+        with self.screen.doing(f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"):
+            self.probe.run(model, optimizer, resumed=self.start_step > 0)
         self.validation.before_batch = self._check_signals
         return model, optimizer
 
@@ -243,16 +248,23 @@ class Trainer:
         args, step = self.args, self.step
         self.recorder.saver.poll()
         self._check_signals()
-        if _is_due(args.eval.interval, step) and step < self.schedule.steps:
+        if validate := _is_due(args.eval.interval, step) and step < self.schedule.steps:
             self._validate(optimizer)
         if self._end_reason():
             return  # saved after the last validation
         save = _is_due(args.save.interval, step)
         log_interval = args.train.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
-        if save or step % log_interval == 0:
+        if save or validate or step % log_interval == 0:
             self._log((self.elapsed - self.elapsed_before) / (step - self.start_step))
+        if validate:
+            self._report()
         if save:
             self.recorder.save(optimizer, step, self.elapsed)
+
+    def _report(self) -> None:
+        """Write the report of the run so far."""
+        if self.recorder.is_writer:
+            self.recorder.report(f"running: {self.step:,} of {self.schedule.steps:,} steps")
 
     def _end_reason(self) -> str | None:
         """Why the run ends now; None: it continues."""
@@ -290,7 +302,7 @@ class Trainer:
                 self.metrics.note(step, **scores)
                 self.say(self._scores_line(scores, exact_match))
             for item in [] if has_answers else validation.generate_answers(step):
-                self.say(f"  {_one_line(item['prompt'])}\n  -> {_one_line(item['answer'])}")
+                self.say(f"  {end(item['prompt'])}\n  -> {beginning(item['answer'])}")
             if self.args.save.best and step and validation.best == step and not has_answers:
                 self.recorder.write_best(step)
 
@@ -311,7 +323,7 @@ class Trainer:
         steps = self._projected_steps(self.step)
         left = max(0.0, min(pace * (steps - self.step), self.time_limit - self.elapsed))
         if self.metrics.last:
-            self.say(f"step {self.step}/{steps}: {self.metrics.line()}, {duration(left)} left")
+            self.screen.row(self.metrics.last, steps, duration(left))
 
     def _check_signals(self) -> None:
         """Advance `elapsed`, and raise SignalCaught on every process if one has caught a signal.
@@ -373,17 +385,6 @@ class Trainer:
             raise self.recorder.explain_os_error(error) from None
         finally:
             self.recorder.close_logger(status)
-
-    def _progress_bar(self) -> tqdm:
-        """A bar of the steps, for the first process of a terminal."""
-        hidden = not (self.recorder.is_writer and sys.stderr.isatty())
-        return tqdm(total=self.schedule.steps, initial=self.step, unit="step", disable=hidden)
-
-
-def _one_line(text: str, width: int = 100) -> str:
-    """The end of a text on one line."""
-    text = " ".join(text.split())
-    return text if len(text) <= width else f"...{text[-width:]}"
 
 
 def _is_due(interval: int, step: int) -> bool:

@@ -4,6 +4,7 @@ import json
 import math
 import signal
 import socket
+import subprocess
 import threading
 import time
 
@@ -11,7 +12,7 @@ import httpx
 import openai
 import pytest
 import torch
-from conftest import adapted, refused, script
+from conftest import adapted, refused, script, start
 from server_process import NEVER, Server, copy_with_context
 
 import litft
@@ -584,3 +585,13 @@ def test_a_missing_package_is_reported_with_the_install_command(folder, tmp_path
     env = {"PYTHONPATH": str(tmp_path)}
     done = script("generate/serve.py", "--checkpoint_dir", folder, cwd=tmp_path, env=env, code=2)
     assert done.stderr == "error: serving needs the package uvicorn; pip install 'litft[serve]'\n"
+
+
+def test_sigterm_ends_a_server_whose_stderr_is_not_read(checkpoints, tmp_path):
+    """Its message cannot be written then."""
+    flags = ["--checkpoint_dir", checkpoints["stories260K"], "--port", "0"]
+    process = start("generate/serve.py", *flags, cwd=tmp_path, stderr=subprocess.PIPE)
+    assert any("at http://" in line for line in process.stderr)
+    process.stderr.close()
+    process.send_signal(signal.SIGTERM)
+    process.wait(timeout=60)

@@ -226,6 +226,7 @@ def test_a_nan_loss_ends_the_run_and_names_its_examples(poisoned):
     assert f"step {step + 1}: " in str(error.value) and f"training examples: {examples} (--train.skip_nan" in str(
         error.value
     )
+    assert "failed: step" in Path(poisoned.out_dir, "report.html").read_text("utf-8")
     saved_steps = [int(path.name.removeprefix("step-")) for path in Path(poisoned.out_dir, "checkpoints").glob("step-*")]
     assert all(saved_step <= step for saved_step in saved_steps)
 

@@ -11,7 +11,7 @@ from conftest import rows_of, script
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
-from litft.training.html_report import POINTS, Report, chart, points, ticks, write_report
+from litft.training.html_report import POINTS, Report, chart, points, public, ticks, write_report
 from litft.training.loggers import make_logger, row_sink
 
 
@@ -120,7 +120,7 @@ def test_answers_are_generated_at_every_validation(args, capfd):
     assert answer.strip() == samples[6]["answer"]
     stdout = capfd.readouterr().out
     assert stdout.count("  Who are you?\n  -> ") == 3
-    assert "step 1/4: loss " in stdout and "tokens/s" in stdout and "waiting for data" in stdout and " left\n" in stdout
+    assert "step 1/4: loss " in stdout and "tokens/s" in stdout and "waiting for data" not in stdout and " left\n" in stdout
 
 
 def test_answers_after_the_resumed_checkpoint_are_dropped(args):
@@ -221,7 +221,43 @@ def test_the_report_contains_everything_of_the_run(args):
         "perplexity",
     ):
         assert word in page.text, word
-    assert "prefers-color-scheme: dark" in text and text.count("<polyline") == 5
+    assert "prefers-color-scheme: dark" in text and text.count("<polyline") == 6
+
+
+def test_the_report_is_there_from_the_first_validation_on(args):
+    """A run that is killed leaves the curves so far."""
+    states = {}
+
+    def callback(row):
+        if Path("run/report.html").is_file():
+            states[row["step"]] = Page(Path("run/report.html").read_text("utf-8")).text
+
+    litft.finetune(args, callback)
+    assert "running: 0 of 4 steps" in states[1] and "running: 2 of 4 steps" in states[3]
+    tiles = Page(Path("run/report.html").read_text("utf-8")).text
+    rows = [row["val_loss"] for row in rows_of(Path("run")) if "val_loss" in row]
+    assert "finished" in tiles and f"{rows[0]:.4f} \u2192 {rows[-1]:.4f}" in tiles and "peak memory" in tiles
+
+
+def test_the_report_shows_no_private_paths(args, tmp_path):
+    args.data.path = [str(Path(args.data.path[0]).resolve())]
+    litft.finetune(args)
+    text = Path("run/report.html").read_text("utf-8")
+    assert str(tmp_path) not in text and Path(args.data.path[0]).name in text
+    assert str(Path(args.checkpoint_dir).parent) not in text
+
+
+@pytest.mark.parametrize(
+    "text, shown",
+    [
+        ("/home/me/data/a.jsonl: 3 records", "a.jsonl: 3 records"),
+        ("path:\n- /home/me/a b.json\n", "path:\n- a b.json\n"),
+        ("~/models/llama in bf16", "llama in bf16"),
+        ("owner/name, 1/2 of https://host/a/b, 3 tokens/s", "owner/name, 1/2 of https://host/a/b, 3 tokens/s"),
+    ],
+)
+def test_absolute_paths_are_shortened(text, shown):
+    assert public(text) == shown
 
 
 def test_a_curve_is_drawn_at_its_values():
@@ -246,7 +282,7 @@ def test_long_runs_are_drawn_as_means_without_nan():
 def test_a_report_of_a_run_without_rows(tmp_path):
     (tmp_path / "metrics.csv").write_text("step,loss\n")
     (tmp_path / "config.yaml").write_text("a: 1\n")
-    write_report(tmp_path, Report("nothing", [], [], [], [(1, 2, 3)], [], "Loss"))
+    write_report(tmp_path, Report("nothing", "failed", [], {}, [], [], [(1, 2, 3)], [], "Loss"))
     assert not Page((tmp_path / "report.html").read_text()).open
 
 

@@ -1,0 +1,145 @@
+"""What a run prints: plain lines in a pipe or a log file, a panel, one live bar and a table in a terminal."""
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Column, Table
+from rich.text import Text
+
+from litft.training.metrics import Row
+
+
+class Screen:
+    """Prints nothing: of the processes of a run that do not write its folder."""
+
+    def say(self, text: str) -> None:
+        """Print a line, or several."""
+
+    def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
+        """Print what the run is about to do."""
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Within the context, say what takes the time."""
+        yield
+
+    @contextmanager
+    def bar(self, step: int, steps: int, what: str) -> Iterator[None]:
+        """Within the context, a bar shows the steps done. what: shown until the first row."""
+        yield
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+
+    def row(self, row: Row, steps: int, left: str) -> None:
+        """Show the newest row of metrics.csv. left: the time that is left."""
+
+    def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
+        """Print the first and the last value of each score, and lines about the whole run."""
+
+
+class Lines(Screen):
+    """Plain lines on stdout, without escape codes."""
+
+    def say(self, text: str) -> None:
+        """Print at once, also into a pipe."""
+        print(text, flush=True)
+
+    def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
+        """Print the lines."""
+        self.say("\n".join(lines))
+
+    def row(self, row: Row, steps: int, left: str) -> None:
+        """Print a line for the row."""
+        rate = f"norm {row['grad_norm']:.3g}, rate {row['learning_rate']:.3g}"
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s, memory {row['memory_gib']:.2f} GiB"
+        self.say(f"step {row['step']:.0f}/{steps}: {_scores(row)}, {rate}, {speed}, {left} left")
+
+    def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
+        """Print a line for each score."""
+        self.say("\n".join([*(f"{name}: {' -> '.join(values)}" for name, values in scores.items()), *lines]))
+
+
+class Terminal(Screen):
+    """A terminal. Lines scroll above the bar; rich heeds NO_COLOR."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self.progress: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """Print above the bar; warnings are yellow."""
+        for line in text.split("\n"):
+            self.console.print(Text(line, style="yellow" if line.startswith("warning") else ""), soft_wrap=True)
+
+    def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
+        """Print a panel, and the warnings below it."""
+        facts = [line for line in lines if not line.startswith("warning")]
+        settings = {"title": f"[bold]{title}", "subtitle": folder, "title_align": "left", "subtitle_align": "right"}
+        self.console.print(Panel(Text("\n".join(facts)), border_style="dim", **settings))
+        for line in lines:
+            if line not in facts:
+                self.say(line)
+
+    @contextmanager
+    def doing(self, what: str) -> Iterator[None]:
+        """Show a spinner."""
+        with self.console.status(what):
+            yield
+
+    @contextmanager
+    def bar(self, step: int, steps: int, what: str) -> Iterator[None]:
+        """Show a bar with the newest row beside it."""
+        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        columns = (BarColumn(bar_width=12), MofNCompleteColumn(), text)
+        with Progress(*columns, console=self.console, refresh_per_second=4) as self.progress:
+            self.progress.add_task(what, total=steps, completed=step)
+            yield
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self.progress.update(self.progress.task_ids[0], completed=step)
+
+    def row(self, row: Row, steps: int, left: str) -> None:
+        """Write the row beside the bar."""
+        if self.progress is not None:
+            speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['memory_gib']:.1f} GiB"
+            text = f"{_scores(row, '  ')}  {speed}  {left} left"
+            self.progress.update(self.progress.task_ids[0], description=text, total=steps)
+
+    def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
+        """Print a table."""
+        table = Table("", "before", "after", border_style="dim")
+        for name, values in scores.items():
+            table.add_row(name, values[0], f"[bold]{values[-1]}")
+        if scores:
+            self.console.print(table)
+        self.say("\n".join(lines))
+
+
+def open_screen(writes: bool) -> Screen:
+    """Return the screen of this process. writes: whether it is the one that writes the run's folder."""
+    if not writes:
+        return Screen()
+    return Terminal() if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else Lines()
+
+
+def _scores(row: Row, separator: str = ", ") -> str:
+    scores = (f"{name} {row[name]:.3g}" for name in ("accuracy", "margin") if name in row)
+    return separator.join([f"loss {row['loss']:.4g}", *scores])
+
+
+def end(text: str, width: int = 100) -> str:
+    """Return the end of a text on one line: of a prompt, whose question comes last."""
+    return beginning(text[::-1], width)[::-1]
+
+
+def beginning(text: str, width: int = 100) -> str:
+    """Return the beginning of a text on one line."""
+    text = " ".join(text.split())
+    return text if len(text) <= width else f"{text[:width]}..."

@@ -1,0 +1,87 @@
+"""What a run prints: plain lines in a pipe; a panel, one live bar and a table in a terminal."""
+
+import os
+import pty
+import re
+from io import StringIO
+
+import pytest
+from conftest import start
+from rich.console import Console
+
+from litft.training.screen import Lines, Screen, Terminal, beginning, end
+
+ROW = {"step": 7.0, "loss": 1.2345, "margin": 0.5, "grad_norm": 2.0, "learning_rate": 2e-4, "tokens_per_second": 8123.0}
+ROW |= {"memory_gib": 1.25, "mfu": 0.4, "data_share": 0.1}
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def show_everything(screen: Screen) -> None:
+    screen.header("LoRA on base", "out/run", ["80 examples [of 90]", "warning: a tensor is odd"])
+    with screen.doing("reading weights"):
+        pass
+    with screen.bar(5, 10, "first step"):
+        screen.advance(7)
+        screen.row(ROW, 10, "3 minutes")
+        screen.say("step 7: validation loss 1.1")
+    screen.results({"validation loss": ["2.0000", "1.1000"]}, ["9 s of training"])
+
+
+def test_lines_are_plain(capsys):
+    show_everything(Lines())
+    assert capsys.readouterr().out.splitlines() == [
+        "80 examples [of 90]",
+        "warning: a tensor is odd",
+        "step 7/10: loss 1.234, margin 0.5, norm 2, rate 0.0002, 8,123 tokens/s, memory 1.25 GiB, 3 minutes left",
+        "step 7: validation loss 1.1",
+        "validation loss: 2.0000 -> 1.1000",
+        "9 s of training",
+    ]
+
+
+def test_processes_that_do_not_write_print_nothing(capsys):
+    show_everything(Screen())
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_a_terminal_shows_a_panel_a_bar_and_a_table(width, monkeypatch):
+    monkeypatch.setenv("NO_COLOR", "1")
+    text = StringIO()
+    console = Console(file=text, force_terminal=True, width=width, highlight=False)
+    show_everything(Terminal(console))
+    printed = text.getvalue()
+    assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", printed)  # no colours
+    lines = ESCAPE.sub("", printed).replace("\r", "\n").splitlines()
+    assert max(map(len, lines)) <= width
+    assert any("LoRA on base" in line and line.startswith("╭") for line in lines)
+    assert any("out/run" in line and line.startswith("╰") for line in lines)
+    assert any("7/10 loss 1.234  margin 0.5  8,123 tokens/s  1.2 GiB  3 minutes left" in line for line in lines)
+    assert "80 examples [of 90]" in printed and any("2.0000" in line and "1.1000" in line for line in lines)
+    assert "step 7/10" not in printed
+
+
+def test_long_texts_are_shortened_to_the_side_that_matters():
+    text = "a " * 60 + "z"
+    assert beginning(text, 5) == "a a a..." and end(text, 5) == "...a a z"
+    assert end("short") == beginning("short") == "short"
+
+
+@pytest.mark.slow
+def test_a_run_in_a_terminal(tiny, examples, tmp_path):
+    """The whole command on a pseudo-terminal: no line per step, and the table at the end."""
+    controller, terminal = pty.openpty()
+    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", examples]
+    command += ["--train.max_steps", "6", "--train.global_batch_size", "4", "--out_dir", tmp_path / "run"]
+    process = start(*command, stdout=terminal, cwd=tmp_path, env={"TERM": "xterm", "COLUMNS": "100"})
+    os.close(terminal)
+    printed = b""
+    while True:
+        try:
+            chunk = os.read(controller, 4096)
+        except OSError:  # the process has closed the terminal
+            break
+        printed += chunk
+    assert process.wait() == 0
+    text = ESCAPE.sub("", printed.decode())
+    assert "╭" in text and "6/6 loss" in text and "step 3/6" not in text and "before" in text and "report.html" in text
