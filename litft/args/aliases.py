@@ -120,6 +120,25 @@ ALIASES: dict[str, Alias] = {
 }
 
 
+# Lightning's names of --precision: ours for full fine-tuning, and for methods with frozen weights; or why there is none
+LIGHTNING: dict[str, tuple[str, str]] = {
+    "32": ("fp32", "fp32"),
+    "32-true": ("fp32", "fp32"),
+    "bf16-mixed": ("bf16", "here the frozen weights are bf16 too; pass bf16"),
+    "bf16-true": ("bf16-true", "bf16"),  # trained parameters stay fp32
+    "16-mixed": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",) * 2,
+    "16-true": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",) * 2,
+}
+
+
+def precision(value: str, is_full: bool) -> str:
+    """Return our name of a precision that may be Lightning's; raise ValueError for one that has no counterpart."""
+    ours = LIGHTNING.get(value, (value, value))[not is_full]
+    if " " in ours:
+        raise ValueError(f"--precision {value}: {ours}")
+    return ours
+
+
 def explain(name: str, value: str | None) -> str | None:
     """Return what another program's flag is here, with its value carried over; None for an unknown name."""
     alias = ALIASES.get(name.replace("-", "_"))

@@ -20,6 +20,8 @@ class DataArgs:
     """One number per path: how many times an epoch uses its examples, such as 1,0.5. Default: 1 for each path."""
     subset: str | None = None
     """The subset (configuration) of a hub dataset that has several."""
+    split: str | None = None
+    """The training split of hub datasets, such as train_sft. Default: train. For one of several paths: owner/name:split."""
     format: Formats | None = None
     """The format of the records. Default: detected from their field names."""
     columns: list[str] = field(default_factory=list)
@@ -29,7 +31,8 @@ class DataArgs:
     limit: int | None = None
     """Use only the first records of each path, this many. Files with validation examples are used whole. Default: all."""
     val_path: str | None = None
-    """A file of validation examples. Default: val.* of the folder in `path`, otherwise a held-out part of `path`."""
+    """A file of validation examples, or a split of a hub dataset: owner/name:test_sft. Default: val.* of the folder in
+    `path` (or that split), otherwise a held-out part of `path`."""
     val_fraction: float = 0.05
     """The fraction of the examples held out for validation if there is no validation file. 0: no validation."""
     template: str = "auto"

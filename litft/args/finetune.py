@@ -184,6 +184,11 @@ class FinetuneArgs:
     """The flags that all fine-tuning methods share."""
 
     default_learning_rate: ClassVar[float] = 2e-4
+    main_flags: ClassVar[tuple[str, ...]] = (  # those that --help lists first
+        *("checkpoint_dir", "data.path", "data.val_path", "out_dir", "config", "resume", "dry_run", "objective"),
+        *("train.epochs", "train.learning_rate", "train.global_batch_size", "data.max_seq_length", "lora.r"),
+        *("quantize", "devices"),
+    )
 
     checkpoint_dir: str | None = None
     """A Hugging Face model folder, or an adapter folder to continue training. Without this and --data.path, the built-in

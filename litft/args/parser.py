@@ -17,7 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from litft import args as flags
 from litft import run_dir
-from litft.args.aliases import explain
+from litft.args.aliases import explain, precision
 from litft.args.finetune import FINETUNE
 from litft.args.recipes import KEY, names, recipe_file
 
@@ -37,6 +37,8 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     if issubclass(cls, flags.FinetuneArgs):
         implied, invalid = _implied_flags(dict(values), cls)
         values, problems = implied + values, problems + invalid
+        values, invalid = _with_our_precision(values, is_full=cls is flags.FullFinetuneArgs)
+        problems += invalid
     parser, value_words = _parser(cls, prog=prog, exit_on_error=False), [f"--{name}={value}" for name, value in values]
     try:
         namespace = parser.parse_args(value_words + (passthrough if not problems else []))
@@ -54,6 +56,14 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     if problems := getattr(args, "problems", list)():
         raise ValueError("\n".join(problems))
     return args
+
+
+def _with_our_precision(values: list[tuple[str, str]], is_full: bool) -> tuple[list[tuple[str, str]], list[str]]:
+    """Return the flags with Lightning's names of --precision replaced by ours, and the problems."""
+    try:
+        return [(name, precision(value, is_full) if name == "precision" else value) for name, value in values], []
+    except ValueError as error:
+        return [pair for pair in values if pair[0] != "precision"], [str(error)]
 
 
 def _is_valid(parser: ArgumentParser, word: str) -> bool:
@@ -75,7 +85,20 @@ def _parser(cls: type, **settings: Any) -> ArgumentParser:
         if action.dest in groups:  # jsonargparse would accept a file for each group; here only --config does
             action.help = SUPPRESS
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
+        if _flag_types(cls).get(action.dest) in (bool, bool | None):
+            action.metavar = "[true|false]"  # the flag alone means true
+    _put_first(parser, getattr(cls, "main_flags", ()))
     return parser
+
+
+def _put_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
+    """Move flags into a group of their own, which --help lists first."""
+    group = parser.add_argument_group("the flags that matter most")
+    for action in (parser._option_string_actions.get(f"--{name}") for name in names):
+        if action is not None:
+            next(other for other in parser._action_groups if action in other._group_actions)._group_actions.remove(action)
+            group._group_actions.append(action)
+    parser._action_groups.insert(0, parser._action_groups.pop())
 
 
 def _flag_types(cls: type, prefix: str = "") -> dict[str, Any]:

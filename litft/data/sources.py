@@ -68,16 +68,29 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[File | HubSplit]
     """
     train, val = [], []
     for path in args.path:
-        splits = _splits(path, args.subset)
+        splits = _splits(path, args.subset, args.split)
         if "train" not in splits:
             raise ValueError(f"{path} contains no train.json, train.jsonl, ...; name the file itself with --data.path")
         train.append(splits["train"]._replace(limit=args.limit))
         val += [splits["val"]] if "val" in splits and not args.val_path else []
-    return train, [File(args.val_path)] if args.val_path else val
+    return train, [_val_source(args.val_path, args.subset)] if args.val_path else val
 
 
-def _splits(path: str, subset: str | None) -> dict[str, File | HubSplit]:
-    """Return the training and validation splits that a path has, by "train" and "val"."""
+def _val_source(path: str, subset: str | None) -> File | HubSplit:
+    """Return the validation examples that --data.val_path names: a file, or a split of a data set on the hub."""
+    if not hub_dataset(path):
+        return File(path)
+    if not path.partition(":")[2]:
+        remedy = f"for a data set on the hub, name its split, such as {path}:test"
+        raise ValueError(f"--data.val_path {path}: no such file; {remedy}")
+    return _splits(path, subset, None)["train"]
+
+
+def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File | HubSplit]:
+    """Return the training and validation splits that a path has, by "train" and "val".
+
+    split: the training split of a data set on the hub, unless the path ends with one, owner/name:split.
+    """
     if Path(path).is_dir():
         files = [*Path(path).iterdir()]
         supported = {split: [f"{stem}{end}" for stem in stems for end in _endings()] for split, stems in SPLITS.items()}
@@ -87,14 +100,19 @@ def _splits(path: str, subset: str | None) -> dict[str, File | HubSplit]:
         return {split: File(str(Path(path) / names[0])) for split, names in matches.items() if names}
     if not hub_dataset(path):
         return {"train": File(path)}
-    dataset = _load_dataset(path, subset)
-    hub_splits = {split: next((name for name in names if name in dataset), None) for split, names in SPLITS.items()}
-    return {split: HubSplit(path, subset, name) for split, name in hub_splits.items() if name}
+    name, _, own_split = path.partition(":")
+    dataset, split = _load_dataset(name, subset), own_split or split
+    if split and split not in dataset:
+        raise ValueError(f"{name} has no split {split}; it has {', '.join(dataset)}")
+    hub_splits = {kind: next((name for name in names if name in dataset), None) for kind, names in SPLITS.items()}
+    hub_splits |= {"train": split} if split else {}
+    return {kind: HubSplit(name, subset, split) for kind, split in hub_splits.items() if split}
 
 
 def hub_dataset(path: str) -> HubId | None:
-    """Return the id of the data set on the hub that `path` names; None if it names a file or a folder."""
-    return None if split_suffixes(Path(path))[0] in READERS else hub_id(path)
+    """Return the id of the data set on the hub that `path` names, without its split; None if it names a file or a folder."""
+    is_local = split_suffixes(Path(path))[0] in READERS or Path(path).exists()
+    return None if is_local else hub_id(path.partition(":")[0])
 
 
 def _endings() -> list[str]:

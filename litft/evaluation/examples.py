@@ -20,7 +20,7 @@ from litft.training.objectives import OBJECTIVES
 
 Name = tuple[int, int, int]  # identifies an example independently of the model, see Samples.names
 # flags that determine the held-out examples
-SPLIT_FLAGS = ("val_path", "val_fraction", "seed", "subset", "limit", "format", "columns")
+SPLIT_FLAGS = ("val_path", "val_fraction", "seed", "subset", "split", "limit", "format", "columns")
 ANY_VOCAB_SIZE = 1 << 30  # larger than any token id: the model's vocabulary size is checked when it is scored
 
 

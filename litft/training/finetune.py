@@ -82,8 +82,14 @@ def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
     """Replace hub ids by the commits that they stand for now, so that config.yaml says which were used."""
     models = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
     pinned = {name: str(fetch(model)[1]) for name, model in models.items() if model}
-    data = [str(pinned_data(dataset)) if (dataset := hub_dataset(path)) else path for path in args.data.path]
-    return replace(args, **pinned, data=replace(args.data, path=data))
+    data = replace(args.data, path=[_pinned(path) for path in args.data.path])
+    return replace(args, **pinned, data=replace(data, val_path=data.val_path and _pinned(data.val_path)))
+
+
+def _pinned(path: str) -> str:
+    """Return a path of data with a hub id replaced by the commit that it stands for now; a split is kept."""
+    dataset, (_, colon, split) = hub_dataset(path), path.partition(":")
+    return f"{pinned_data(dataset)}{colon}{split}" if dataset else path
 
 
 def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:

@@ -49,6 +49,35 @@ def test_every_command_has_a_script():
         assert f'    run("{command}")\n' in (ROOT / path).read_text("utf-8")
 
 
+def test_help_begins_with_the_flags_that_matter_most(capsys):
+    with pytest.raises(SystemExit):
+        run("finetune full", ["--help"])
+    listed = re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE)
+    assert tuple(listed[:13]) == tuple(name for name in FINETUNE["full"].main_flags if name != "lora.r")[:13]
+    assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize(
+    "method, value, expected",
+    [
+        ("full", "32-true", "fp32"),
+        ("full", "bf16-true", "bf16-true"),
+        ("full", "bf16-mixed", "bf16"),
+        ("lora", "bf16-true", "bf16"),
+        ("lora", "bf16-mixed", "--precision bf16-mixed: here the frozen weights are bf16 too; pass bf16"),
+        ("adapter", "16-mixed", "--precision 16-mixed: there is no fp16 training"),
+        ("lora", "fp8", "--precision fp8: expected auto or bf16 or fp32"),
+    ],
+)
+def test_lightnings_precisions_are_ours(method, value, expected):
+    words = ["--checkpoint_dir", "m", "--data.path", "d", "--precision", value]
+    if expected.startswith("--"):
+        with pytest.raises(ValueError, match=re.escape(expected)):
+            parse(FINETUNE[method], words)
+    else:
+        assert parse(FINETUNE[method], words).precision == expected
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_every_flag(command, capsys):
     with pytest.raises(SystemExit) as excinfo:

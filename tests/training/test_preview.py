@@ -134,6 +134,13 @@ def test_a_data_set_from_the_hub(tiny, tmp_path):
     env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")}
     done = script(*command, "owner/name", cwd=tmp_path, env=env)
     assert "owner/name, train: 10 records (alpaca)" in done.stdout and "10 training and 3 validation examples" in done.stdout
+    for words in (["owner/name", "--data.split", "train_sft"], ["owner/name:train_sft"]):
+        done = script(*command, *words, "--data.val_path", "owner/name:test_sft", cwd=tmp_path, env=env)
+        assert "owner/name, train_sft: 7 records" in done.stdout and "7 training and 2 validation" in done.stdout
+    done = script(*command, "owner/name:train_rl", cwd=tmp_path, env=env, code=2)
+    assert "owner/name has no split train_rl; it has train, validation, train_sft, test_sft" in done.stderr
+    done = script(*command, "owner/name", "--data.val_path", "owner/name", cwd=tmp_path, env=env, code=2)
+    assert "--data.val_path owner/name: no such file; for a data set on the hub, name its split" in done.stderr
     done = script(*command, "owner/other", cwd=tmp_path, env=env, code=2)
     assert "owner/other is not a local file or folder, and not a data set on the hub" in done.stderr
 
@@ -146,7 +153,7 @@ from datasets.splits import SplitDict
 folder = "hf/datasets/owner___name/default/0.0.0/" + "0123456789" * 4
 os.makedirs(folder)
 splits = SplitDict(dataset_name="name")
-for split, count in (("train", 10), ("validation", 3)):
+for split, count in (("train", 10), ("validation", 3), ("train_sft", 7), ("test_sft", 2)):
     rows = Dataset.from_list([{"instruction": f"Say {split} {n}", "input": "", "output": str(n)} for n in range(count)])
     with ArrowWriter(path=f"{folder}/name-{split}.arrow", features=rows.features) as writer:
         for row in rows:
