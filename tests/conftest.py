@@ -18,6 +18,7 @@ from shutil import copyfile
 import forkserver
 import pytest
 import torch
+from browser import browser  # noqa: F401
 from forkserver import Process
 from parity import build, perturb
 

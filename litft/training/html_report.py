@@ -1,6 +1,9 @@
-"""report.html: a self-contained page about a run, without scripts or network access."""
+"""report.html: a self-contained page about a run, which fetches nothing."""
 
+import base64
+import hashlib
 import html
+import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,6 +18,13 @@ from litft.run_dir import CONFIG, metrics_rows
 
 POINTS = 400  # maximum number of points of a curve; longer curves are averaged over intervals
 TICKS = 4
+STYLE, SCRIPT = ((Path(__file__).parent / f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
+DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"  # no other script runs
+CONTROLS = (
+    "<div class=controls><label><input type=checkbox id=logarithmic> logarithmic loss</label>"
+    "<label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 value=0></label></div>"
+)
 PROMPTS = 5  # the most prompts whose answers are shown
 # an absolute path, of which the page shows only the last part; not the path of a URL
 ABSOLUTE = re.compile(r"(?<![\w./:~-])~?/(?:[^\s/:,;'\"()]+/)*(?=[^\s/])")
@@ -83,7 +93,7 @@ def write_report(folder: Path, report: Report) -> None:
         f"<p class=where>{datetime.now():%Y-%m-%d %H:%M}, litft {__version__}, run {html.escape(folder.name)}</p>",
         f"<p class=state>{html.escape(public(report.state))}</p>",
         _tiles(report.tiles),
-        f"<div class=charts>{''.join(charts)}</div>",
+        f"{CONTROLS}<div class=charts>{''.join(charts)}</div>",
         _validations(rows),
         _answers(report.answers),
         "<h2>Example lengths</h2>",
@@ -99,9 +109,11 @@ def write_report(folder: Path, report: Report) -> None:
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
         f"<title>{html.escape(report.title)}</title><style>{STYLE}</style></head>"
     )
-    atomic_write(folder / "report.html", f"{head}<body><main>{''.join(filter(None, parts))}</main></body></html>\n")
+    body = f"<body><main>{''.join(filter(None, parts))}</main><script>{SCRIPT}</script></body>"
+    atomic_write(folder / "report.html", f"{head}{body}</html>\n")
 
 
 def points(rows: list[dict[str, float]], column: str) -> Points:
@@ -142,9 +154,11 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
     steps = "".join(
         f'<span style="left:{x_percent(x)}%">{_short(x)}</span>' for x in ticks(0, max(last_step, 1)) if x <= last_step
     )
+    values = json.dumps([[[round(x, 1), float(f"{y:.5g}")] for x, y in curve] for curve in series.values()])
     label = f"{title}, from {lowest:.4g} to {highest:.4g} over {last_step:.0f} steps"
     return (
-        f"<figure><figcaption>{html.escape(title)}{''.join(legend)}</figcaption><div class=plot>"
+        f"<figure><figcaption>{html.escape(title)}{''.join(legend)}</figcaption><div class=plot data-curves='{values}' "
+        f'data-steps="{last_step:.0f}" data-low="{low}" data-high="{high}"><span class=tip hidden></span>'
         f'<svg viewBox="0 0 100 100" preserveAspectRatio="none" role="img" aria-label="{html.escape(label)}">'
         f"{grid}{''.join(lines)}</svg><div class=y>{labels}</div><div class=x>{steps}</div></div></figure>"
     )
@@ -227,49 +241,3 @@ def _bars(lengths: Sequence[tuple[int, int, int]]) -> str:
         for low, high, count in lengths
     )
     return f"<div class=bars><em>tokens</em><em></em><em>examples</em>{rows}</div>"
-
-
-STYLE = """
-:root { color-scheme: light dark; --ink: #1c2024; --soft: #60646c; --line: #d9dce1; --paper: #fff; --panel: #f6f7f9;
-  --c0: #3b7dd8; --c1: #d9480f; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e8eaed; --soft: #9aa0a8; --line: #3a3f46; --paper: #16181c;
-  --panel: #1e2126; --c0: #6ba6f5; --c1: #ff9f5a; } }
-* { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 15px/1.5 system-ui, sans-serif; }
-main { max-width: 1100px; margin: 0 auto; padding: 24px 20px 64px; }
-h1 { font-size: 24px; margin: 0; overflow-wrap: anywhere; } h2 { font-size: 17px; margin: 32px 0 10px; }
-.where, em, .soft { color: var(--soft); font-style: normal; margin: 0; overflow-wrap: anywhere; }
-ul { padding-left: 20px; margin: 8px 0; } li { overflow-wrap: anywhere; }
-.state { margin: 8px 0 16px; white-space: pre-wrap; overflow-wrap: anywhere; }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(185px, 1fr)); gap: 12px; margin: 0 0 24px; }
-.tiles div { background: var(--panel); border-radius: 8px; padding: 12px 16px; }
-.tiles span { color: var(--soft); display: block; }
-.tiles b { font-size: 18px; font-weight: 600; font-variant-numeric: tabular-nums; white-space: nowrap; }
-dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 20px; margin: 8px 0; } dt { color: var(--soft); }
-dd { margin: 0; overflow-wrap: anywhere; }
-.pair { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 300px), 1fr)); gap: 4px 24px; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 440px), 1fr)); gap: 20px; }
-figure { margin: 0; } figcaption { font-weight: 600; margin-bottom: 8px; display: flex; flex-wrap: wrap; gap: 4px 14px; }
-.key { font-weight: 400; color: var(--soft); } .key::before { content: ""; display: inline-block; width: 14px; height: 3px;
-  margin-right: 6px; vertical-align: middle; background: var(--c0); } .key.c1::before { background: var(--c1); }
-.plot { position: relative; height: 200px; margin: 0 12px 24px 56px; }
-svg { width: 100%; height: 100%; overflow: visible; display: block; }
-svg line { stroke: var(--line); stroke-width: 1; vector-effect: non-scaling-stroke; }
-.curve { fill: none; stroke: var(--c0); stroke-width: 1.8; vector-effect: non-scaling-stroke; stroke-linejoin: round;
-  stroke-linecap: round; } .curve.c1 { stroke: var(--c1); stroke-width: 2.4; }
-.y span, .x span { position: absolute; color: var(--soft); font-size: 12px; font-variant-numeric: tabular-nums; }
-.y span { right: calc(100% + 8px); transform: translateY(-50%); } .x span { top: calc(100% + 4px);
-  transform: translateX(-50%); }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--line); } th { color: var(--soft);
-  font-weight: 500; }
-section { background: var(--panel); border-radius: 8px; padding: 12px 16px; margin: 0 0 12px; }
-blockquote { margin: 0 0 8px; color: var(--soft); white-space: pre-wrap; overflow-wrap: anywhere; }
-.answer { margin: 4px 0; white-space: pre-wrap; overflow-wrap: anywhere; }
-.answer b { color: var(--soft); font-weight: 500; margin-right: 8px; }
-.bars { display: grid; grid-template-columns: max-content 1fr max-content; gap: 4px 12px; align-items: center;
-  font-variant-numeric: tabular-nums; } .bars span { text-align: right; } .bars i { display: block; }
-.bars b { display: block; height: 12px; background: var(--c0); border-radius: 2px; }
-pre { overflow-x: auto; background: var(--panel); padding: 12px 16px; border-radius: 8px; font-size: 13px; }
-details { margin-top: 20px; } summary { cursor: pointer; color: var(--soft); }
-"""

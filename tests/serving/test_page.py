@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 
 import pytest
 from conftest import adapted
@@ -12,20 +11,7 @@ import litft
 from litft.args import LoRAArgs
 from litft.methods import LoRA
 
-sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the extra 'test'")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-QUIET = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync".split()
 SIZES = {"wide": (1280, 800), "narrow": (360, 640)}
-
-
-@pytest.fixture(scope="module")
-def browser():
-    if CHROMIUM is None:
-        pytest.skip("needs a browser: apt-get install chromium")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*QUIET, "--disable-component-update"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from conftest import rows_of, script
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
-from litft.training.html_report import POINTS, Report, chart, points, public, ticks, write_report
+from litft.training.html_report import POINTS, SCRIPT, Report, chart, points, public, ticks, write_report
 from litft.training.loggers import make_logger, row_sink
 
 
@@ -180,16 +180,17 @@ def test_a_line_and_a_row_at_every_log_interval(args, interval, capfd):
 
 
 class Page(HTMLParser):
-    """Everything a page would fetch or run, its text, and the tags that are still open."""
+    """Everything a page would fetch, the number of its scripts, its text, and the tags that are still open."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
-        self.external, self.text, self.open = [], "", []
+        self.external, self.text, self.open, self.scripts = [], "", [], 0
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
-        self.open += [tag] if tag != "meta" else []
-        self.external += [tag] if tag in ("script", "link", "img", "iframe") else []
+        self.open += [tag] if tag not in ("meta", "input") else []
+        self.external += [tag] if tag in ("link", "img", "iframe") else []
+        self.scripts += tag == "script"
         self.external += [name for name, _ in attrs if name in ("src", "href") or name.startswith("on")]
 
     def handle_startendtag(self, tag, attrs):
@@ -208,7 +209,8 @@ def test_the_report_contains_everything_of_the_run(args):
     litft.finetune(args)
     text = Path("run/report.html").read_text("utf-8")
     page = Page(text)
-    assert not page.external and not page.open and "url(" not in text and "http" not in text
+    assert not page.external and not page.open and "url(" not in text and "http:" not in text and "https:" not in text
+    assert page.scripts == 1 and text.count(f"<script>{SCRIPT}</script>") == 1
     rows = rows_of(Path("run"))
     for word in (
         f"{rows[-1]['val_loss']:.4f}",
