@@ -57,6 +57,9 @@ def test_a_recipe_is_read_like_a_file_and_later_flags_win(tmp_path):
     copy = tmp_path / "mine.yaml"
     copy.write_text((RECIPES / "qlora-8b-24gb.yaml").read_text())
     assert parse(FINETUNE["lora"], ["--config", str(copy), *USES]).data.max_seq_length == 8192
+    for description in ("recipe: mine\n", "recipe:\n  title: mine\n"):
+        copy.write_text(f"{description}quantize: nf4\n")
+        assert parse(FINETUNE["lora"], ["--config", str(copy), *USES]).quantize == "nf4"
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,7 @@ def test_a_recipe_is_read_like_a_file_and_later_flags_win(tmp_path):
     [
         ("full", ["qlora-8b-24gb", *USES], "--config qlora-8b-24gb is a recipe of finetune/lora.py; use that command"),
         ("lora", ["qlora-8b-24", *USES], "no such file or recipe; did you mean qlora-8b-24gb?"),
+        ("lora", ["qlora-8b-24gb", "--resume", "false"], "is a recipe; add the model and the data"),
         ("lora", ["qlora-8b-24gb"], "is a recipe; add the model and the data: --checkpoint_dir and --data.path"),
     ],
 )

@@ -124,7 +124,7 @@ ALIASES: dict[str, Alias] = {
 LIGHTNING: dict[str, tuple[str, str]] = {
     "32": ("fp32", "fp32"),
     "32-true": ("fp32", "fp32"),
-    "bf16-mixed": ("bf16", "here the frozen weights are bf16 too; pass bf16"),
+    "bf16-mixed": ("bf16", "there is no mixed precision with frozen weights: they are bf16 as well; pass bf16"),
     "bf16-true": ("bf16-true", "bf16"),  # trained parameters stay fp32
     "16-mixed": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",) * 2,
     "16-true": ("there is no fp16 training; pass bf16, or fp32 on a GPU without bf16 arithmetic",) * 2,
@@ -134,7 +134,7 @@ LIGHTNING: dict[str, tuple[str, str]] = {
 def precision(value: str, is_full: bool) -> str:
     """Return our name of a precision that may be Lightning's; raise ValueError for one that has no counterpart."""
     ours = LIGHTNING.get(value, (value, value))[not is_full]
-    if " " in ours:
+    if value in LIGHTNING and " " in ours:
         raise ValueError(f"--precision {value}: {ours}")
     return ours
 

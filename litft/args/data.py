@@ -32,7 +32,7 @@ class DataArgs:
     """Use only the first records of each path, this many. Files with validation examples are used whole. Default: all."""
     val_path: str | None = None
     """A file of validation examples, or a split of a hub dataset: owner/name:test_sft. Default: val.* of the folder in
-    `path` (or that split), otherwise a held-out part of `path`."""
+    `path`, or the validation split of the hub dataset; otherwise a held-out part of `path`."""
     val_fraction: float = 0.05
     """The fraction of the examples held out for validation if there is no validation file. 0: no validation."""
     template: str = "auto"

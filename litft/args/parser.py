@@ -141,7 +141,8 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             problems.append(f"--{name} needs a value")
         else:
             values.append((name, _as_list(value, flag_types[name]) if get_origin(flag_types[name]) is list else value))
-    if recipe and not problems and not passthrough and not {"checkpoint_dir", "resume"} & dict(values).keys():
+    has_model = "checkpoint_dir" in dict(values) or dict(values).get("resume", "").lower() == "true"
+    if recipe and not (problems or passthrough or has_model):
         problems.append(f"--config {recipe} is a recipe; add the model and the data: --checkpoint_dir and --data.path")
     return values, problems, passthrough
 
@@ -189,7 +190,11 @@ def _as_list(value: str, flag_type: Any) -> str:
 
 def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the (name, value) pairs of a YAML file or of a recipe, and its problems."""
-    if path is None or not Path(path).is_file():
+    if path is None:
+        return [], ["--config needs a value: a YAML file of flags"]
+    if not Path(path).is_file():
+        if cls not in FINETUNE.values():
+            return [], [f"--config {path}: no such file"]
         if path not in (known := names()):
             matches = difflib.get_close_matches(str(path), known, n=1)
             remedy = f"did you mean {matches[0]}?" if matches else "`litft recipes` lists the recipes"
@@ -200,8 +205,10 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
-        if (recipe := content.pop(KEY, None)) and cls is not FINETUNE.get(recipe["method"]):
-            return [], [f"--config {Path(path).stem} is a recipe of finetune/{recipe['method']}.py; use that command"]
+        recipe = content.pop(KEY, None)
+        method = recipe.get("method") if isinstance(recipe, dict) else None
+        if method and cls is not FINETUNE.get(method):
+            return [], [f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"]
         entries = {_full_name(name, flag_types): value for name, value in _flatten(content)}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]

@@ -67,13 +67,20 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[File | HubSplit]
     Raise ValueError for a path that is not a file, a folder with a training file, or a data set on the hub.
     """
     train, val = [], []
+    if args.split and not any(map(hub_dataset, args.path)):
+        raise ValueError(f"--data.split {args.split}: no --data.path is a data set on the hub; leave it out")
     for path in args.path:
         splits = _splits(path, args.subset, args.split)
+        if "train" not in splits and hub_dataset(path):
+            names = ", ".join(_load_dataset(path, args.subset))
+            raise ValueError(f"{path} has no split train; it has {names}: choose one with --data.split")
         if "train" not in splits:
             raise ValueError(f"{path} contains no train.json, train.jsonl, ...; name the file itself with --data.path")
-        train.append(splits["train"]._replace(limit=args.limit))
-        val += [splits["val"]] if "val" in splits and not args.val_path else []
-    return train, [_val_source(args.val_path, args.subset)] if args.val_path else val
+        train.append(splits["train"])
+        val += [splits["val"]] if "val" in splits else []
+    # a path may name the validation split as training examples
+    val = [_val_source(args.val_path, args.subset)] if args.val_path else [source for source in val if source not in train]
+    return [source._replace(limit=args.limit) for source in train], val
 
 
 def _val_source(path: str, subset: str | None) -> File | HubSplit:

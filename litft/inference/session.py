@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from litft import run_dir
 from litft.args import ModelArgs, Sampling, SpeculativeArgs
-from litft.args.processes import started_by
+from litft.args.processes import is_first_on_node, started_by
 from litft.args.sampling import USUAL
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.device_map import DeviceMap
@@ -110,7 +110,10 @@ def open_sessions(args: ModelArgs, adapters: Sequence[str]) -> list[Session]:
 
 def source_of(args: ModelArgs) -> PretrainedFolder:
     """Resolve the folder that a command names, or that of the newest finished run."""
-    return resolve(args.checkpoint_dir or run_dir.newest_finished(), args.base_dir)
+    folder = args.checkpoint_dir or run_dir.newest_finished()
+    if not args.checkpoint_dir and is_first_on_node():
+        print(f"using {folder}, the newest finished run; --checkpoint_dir names another model", file=sys.stderr)
+    return resolve(folder, args.base_dir)
 
 
 def _open_sessions(

@@ -1,5 +1,6 @@
 """Fine-tuning, from the flags to a run's folder: `litft.finetune`, and the four commands."""
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import litft
 from litft import run_dir
 from litft.args import FinetuneArgs, seconds
 from litft.args.finetune import apply_launcher
-from litft.args.processes import launch_id
+from litft.args.processes import is_first_on_node, launch_id
 from litft.checkpoints.hub import fetch, hub_id, pinned_data
 from litft.data.dataset import load_data
 from litft.data.sources import hub_dataset
@@ -69,6 +70,8 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
         args = replace(args, checkpoint_dir=str(DEMO / "base"), data=replace(args.data, path=[str(DEMO)]))
     args = _pin_hub_ids(args)
     folder = run_dir.from_flags(args.out_dir, args.resume)
+    if folder and args.resume and not args.out_dir and is_first_on_node():
+        print(f"--resume: continuing {folder}, the newest unfinished run", file=sys.stderr)
     # torchrun restarts all nodes after a failure, but tells only the node where a process has died
     if run_dir.launched_by(folder, launch_id()):
         args = replace(args, resume=True, overwrite=False)
@@ -83,7 +86,9 @@ def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
     models = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
     pinned = {name: str(fetch(model)[1]) for name, model in models.items() if model}
     data = replace(args.data, path=[_pinned(path) for path in args.data.path])
-    return replace(args, **pinned, data=replace(data, val_path=data.val_path and _pinned(data.val_path)))
+    if ":" in (data.val_path or ""):  # a split of a data set
+        data = replace(data, val_path=_pinned(data.val_path))
+    return replace(args, **pinned, data=data)
 
 
 def _pinned(path: str) -> str:

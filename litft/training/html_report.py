@@ -27,7 +27,7 @@ CONTROLS = (
 )
 PROMPTS = 5  # the most prompts whose answers are shown
 # an absolute path, of which the page shows only the last part; not the path of a URL
-ABSOLUTE = re.compile(r"(?<![\w./:~-])~?/(?:[^\s/:,;'\"()]+/)*(?=[^\s/])")
+ABSOLUTE = re.compile(r"(?<![\w./:<\[~-])~?/(?:[^\s/:,;'\"()<>]+/)+(?=[^\s/])")
 
 Points = list[tuple[float, float]]
 
@@ -166,7 +166,9 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
 
 def ticks(low: float, high: float) -> list[float]:
     """Return evenly spaced round numbers that cover the interval from `low` to `high`."""
-    span = (high - low) or abs(high) or 1.0
+    span = high - low
+    if span <= 1e-9 * max(abs(low), abs(high)):  # equal but for rounding
+        span = abs(high) or 1.0
     raw_step = span / TICKS
     scale = 10.0 ** math.floor(math.log10(raw_step))
     step = next(scale * factor for factor in (1, 2, 2.5, 5, 10) if scale * factor >= raw_step * 0.999)
@@ -180,8 +182,9 @@ def _short(value: float) -> str:
 
 
 def public(text: str) -> str:
-    """Return a text whose absolute paths are shortened to their last part."""
-    return ABSOLUTE.sub("", text)
+    """Return a text whose absolute paths are shortened to their last part; the home folder may have spaces."""
+    home = str(Path.home())
+    return ABSOLUTE.sub("", text.replace(home, "~") if len(home) > 1 else text)
 
 
 def _list(lines: Iterable[str]) -> str:

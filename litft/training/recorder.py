@@ -2,6 +2,7 @@
 
 import dataclasses
 import shutil
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import cached_property
@@ -16,6 +17,7 @@ from torch.optim import Optimizer
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
 from litft.atomic import atomic_folder, replace_folder
+from litft.checkpoints.hub import downloaded_from
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
 from litft.distributed.devices import machine_lines
@@ -77,6 +79,7 @@ class Recorder:
         self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
         self.is_claimed = False  # config.yaml is written
         self.is_open = False  # the folder is this run's
+        self.next_report = 0.0  # time.monotonic() from which on it may be written again
         self.logger: Any = None
         self.logged_as: list[str] | None = None  # the logger and the run's name there, of a run that is resumed
 
@@ -258,7 +261,8 @@ class Recorder:
     def finish(self) -> None:
         """Print the results and what to do with them, and write the report."""
         self.screen.results(self._scores(), self._results())
-        self.report("finished")
+        step, steps = int(self.metrics.newest.get("step", 0)), self.schedule.steps
+        self.report("finished" if step == steps else f"finished after {step:,} of {steps:,} steps")
         self.say(f"the result is in {self.folder / 'final'}, the report in {self.folder / 'report.html'}; next:\n")
         chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
         quantize = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
@@ -293,7 +297,20 @@ class Recorder:
             raise
 
     def report(self, state: str) -> None:
-        """Write report.html; state: what has become of the run."""
+        """Write report.html; state: what has become of the run. An error is only a warning."""
+        try:
+            self._report(state)
+        except Exception as error:
+            self.say(f"warning: report.html could not be written ({error})")
+
+    def report_progress(self, step: int) -> None:
+        """Write the report of the run so far, but use at most 2 % of the time for it: metrics.csv grows."""
+        if (start := time.monotonic()) >= self.next_report:
+            self.report(f"running: {step:,} of {self.schedule.steps:,} steps")
+            seconds = time.monotonic() - start
+            self.next_report = start + (50 * seconds if seconds > 0.1 else 0)
+
+    def _report(self, state: str) -> None:
         report = Report(
             title=self._heading,
             state=state,
@@ -326,7 +343,7 @@ class Recorder:
             "method": self._title,
             "quantization of the base": args.quantize,
             "precision": self.settings.precision,
-            "steps": f"{schedule.steps:,} of {args.train.global_batch_size} examples",
+            "planned steps": f"{schedule.steps:,}, each of {args.train.global_batch_size} examples",
             "learning rate": f"{args.train.learning_rate:g}, {args.train.lr_schedule}",
             "optimizer": args.train.optimizer,
             "longest row": f"{schedule.data.limit:,} tokens",
@@ -338,7 +355,9 @@ class Recorder:
     @property
     def _heading(self) -> str:
         """What is trained, and how."""
-        return f"{self._title} on {self.setup.source.folder.name}"
+        source = self.setup.source
+        repo = downloaded_from(source.folder)
+        return f"{self._title} on {repo.name if repo else source.name}"
 
     @property
     def _title(self) -> str:

@@ -29,7 +29,8 @@ function draw(plot, index) {
   plot.height = (value) => (100 * (top - scale(value))) / (top - bottom || 1);
   plot.querySelectorAll("polyline").forEach((line, number) => {
     const points = plot.shown[number].map(([step, value]) => `${(100 * step) / Math.max(steps, 1)},${plot.height(value)}`);
-    if (points.length > 1) line.setAttribute("points", points.join(" "));
+    if (points.length === 1) points.push(points[0].replace(/^[^,]*/, (x) => Number(x) + 1));
+    line.setAttribute("points", points.join(" "));
   });
   const labels = plot.querySelector(".y");
   plot.linear ??= labels.innerHTML;
@@ -47,10 +48,11 @@ function draw(plot, index) {
 function point(plot, event) {
   const box = plot.querySelector("svg").getBoundingClientRect();
   const step = ((event.clientX - box.left) / box.width) * Math.max(plot.dataset.steps, 1);
-  const nearest = plot.shown.filter((curve) => curve.length).map((curve) =>
-    curve.reduce((best, item) => (Math.abs(item[0] - step) < Math.abs(best[0] - step) ? item : best)));
+  const names = plot.shown.length > 1 ? ["training, ", "validation, "] : [""];
+  const nearest = plot.shown.map((curve, number) => [names[number], curve]).filter(([, curve]) => curve.length).map(([name, curve]) =>
+    [name, ...curve.reduce((best, item) => (Math.abs(item[0] - step) < Math.abs(best[0] - step) ? item : best))]);
   const tip = plot.querySelector(".tip");
-  tip.textContent = nearest.map(([at, value]) => `step ${Math.round(at)}: ${short(value)}`).join("   ");
+  tip.textContent = nearest.map(([name, at, value]) => `${name}step ${Math.round(at)}: ${short(value)}`).join("   ");
   tip.hidden = !nearest.length;
 }
 

@@ -80,7 +80,7 @@ class Terminal(Screen):
     def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
         """Print a panel, and the warnings below it."""
         facts = [line for line in lines if not line.startswith("warning")]
-        settings = {"title": f"[bold]{title}", "subtitle": folder, "title_align": "left", "subtitle_align": "right"}
+        settings = {"title": Text(title, "bold"), "subtitle": Text(folder), "title_align": "left", "subtitle_align": "right"}
         self.console.print(Panel(Text("\n".join(facts)), border_style="dim", **settings))
         for line in lines:
             if line not in facts:
@@ -89,17 +89,18 @@ class Terminal(Screen):
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
         """Show a spinner."""
-        with self.console.status(what):
+        with self.console.status(Text(what)):
             yield
 
     @contextmanager
     def bar(self, step: int, steps: int, what: str) -> Iterator[None]:
         """Show a bar with the newest row beside it."""
-        text = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+        text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
         columns = (BarColumn(bar_width=12), MofNCompleteColumn(), text)
         with Progress(*columns, console=self.console, refresh_per_second=4) as self.progress:
             self.progress.add_task(what, total=steps, completed=step)
             yield
+        self.progress = None
 
     def advance(self, step: int) -> None:
         """Move the bar."""
@@ -107,7 +108,9 @@ class Terminal(Screen):
 
     def row(self, row: Row, steps: int, left: str) -> None:
         """Write the row beside the bar."""
-        if self.progress is not None:
+        if self.progress is None:  # the last row, which waits for the last validation
+            self.say(f"step {row['step']:.0f}/{steps}: {_scores(row)}")
+        else:
             speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['memory_gib']:.1f} GiB"
             text = f"{_scores(row, '  ')}  {speed}  {left} left"
             self.progress.update(self.progress.task_ids[0], description=text, total=steps)
@@ -126,7 +129,8 @@ def open_screen(writes: bool) -> Screen:
     """Return the screen of this process. writes: whether it is the one that writes the run's folder."""
     if not writes:
         return Screen()
-    return Terminal() if sys.stdout.isatty() and os.environ.get("TERM") != "dumb" else Lines()
+    is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
+    return Terminal() if is_terminal and (sys.stdout.encoding or "").lower().startswith("utf") else Lines()
 
 
 def _scores(row: Row, separator: str = ", ") -> str:

@@ -111,7 +111,8 @@ class Trainer:
                     with self.screen.doing("validating before the first step"):
                         self._validate(optimizer, exact_match=self.step == 0)
                     self._log(pace=0.0)
-                    self._report()
+                    if self.recorder.is_writer:
+                        self.recorder.report_progress(self.step)
                 (self.elapsed_before,) = self.hosts.all_reduce_max(time.monotonic() - self.start_time)
                 with self.screen.bar(self.step, self.schedule.steps, "first step"):
                     while (reason := self._end_reason()) is None:
@@ -256,15 +257,10 @@ class Trainer:
         log_interval = args.train.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
         if save or validate or step % log_interval == 0:
             self._log((self.elapsed - self.elapsed_before) / (step - self.start_step))
-        if validate:
-            self._report()
+        if validate and self.recorder.is_writer:
+            self.recorder.report_progress(step)
         if save:
             self.recorder.save(optimizer, step, self.elapsed)
-
-    def _report(self) -> None:
-        """Write the report of the run so far."""
-        if self.recorder.is_writer:
-            self.recorder.report(f"running: {self.step:,} of {self.schedule.steps:,} steps")
 
     def _end_reason(self) -> str | None:
         """Why the run ends now; None: it continues."""

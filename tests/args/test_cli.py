@@ -64,7 +64,7 @@ def test_help_begins_with_the_flags_that_matter_most(capsys):
         ("full", "bf16-true", "bf16-true"),
         ("full", "bf16-mixed", "bf16"),
         ("lora", "bf16-true", "bf16"),
-        ("lora", "bf16-mixed", "--precision bf16-mixed: here the frozen weights are bf16 too; pass bf16"),
+        ("lora", "bf16-mixed", "--precision bf16-mixed: there is no mixed precision with frozen weights"),
         ("adapter", "16-mixed", "--precision 16-mixed: there is no fp16 training"),
         ("lora", "fp8", "--precision fp8: expected auto or bf16 or fp32"),
     ],

@@ -141,6 +141,10 @@ def test_a_data_set_from_the_hub(tiny, tmp_path):
     assert "owner/name has no split train_rl; it has train, validation, train_sft, test_sft" in done.stderr
     done = script(*command, "owner/name", "--data.val_path", "owner/name", cwd=tmp_path, env=env, code=2)
     assert "--data.val_path owner/name: no such file; for a data set on the hub, name its split" in done.stderr
+    done = script(*command, "owner/name,owner/name:validation", cwd=tmp_path, env=env)
+    assert "held out" not in done.stdout and "13 records" not in done.stdout  # not both trained on and validated
+    done = script(*command, "data.json", "--data.split", "train_sft", cwd=tmp_path, env=env, code=2)
+    assert "--data.split train_sft: no --data.path is a data set on the hub" in done.stderr
     done = script(*command, "owner/other", cwd=tmp_path, env=env, code=2)
     assert "owner/other is not a local file or folder, and not a data set on the hub" in done.stderr
 

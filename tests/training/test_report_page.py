@@ -38,7 +38,7 @@ def heights(page):
 def test_the_value_under_the_pointer(page):
     box = page.locator("svg").first.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.62, box["y"] + 20)
-    assert page.locator(".tip").first.text_content() == "step 3: 2"
+    assert page.locator(".tip").first.text_content() == "training, step 3: 2"
     page.mouse.move(1, 1)
     assert not page.locator(".tip").first.is_visible()
 

@@ -254,6 +254,15 @@ def test_an_unfinished_run_is_reported(folder, tmp_path):
     assert "is a run that has not finished; continue it with --resume" in done.stderr
 
 
+def test_commands_without_a_folder_say_which_run_they_took(folder, capsys):
+    shutil.copytree("a", "out/a")
+    shutil.rmtree("out/a/final")
+    command("finetune lora", ["--resume"])
+    assert f"--resume: continuing {Path('out/a')}, the newest unfinished run" in capsys.readouterr().err
+    done = script("generate/base.py", "--prompt", "a", "--max_new_tokens", "2", cwd=Path.cwd())
+    assert f"using {Path('out/a')}, the newest finished run; --checkpoint_dir names another model" in done.stderr
+
+
 def test_two_simultaneous_runs_get_separate_folders(folder):
     env = {"OMP_NUM_THREADS": "1"}
     runs = [start("finetune/lora.py", *FRESH, *FLAGS, cwd=Path.cwd(), env=env) for _ in range(2)]

@@ -3,13 +3,15 @@
 import os
 import pty
 import re
+import sys
 from io import StringIO
+from types import SimpleNamespace
 
 import pytest
 from conftest import start
 from rich.console import Console
 
-from litft.training.screen import Lines, Screen, Terminal, beginning, end
+from litft.training.screen import Lines, Screen, Terminal, beginning, end, open_screen
 
 ROW = {"step": 7.0, "loss": 1.2345, "margin": 0.5, "grad_norm": 2.0, "learning_rate": 2e-4, "tokens_per_second": 8123.0}
 ROW |= {"memory_gib": 1.25, "mfu": 0.4, "data_share": 0.1}
@@ -17,8 +19,8 @@ ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def show_everything(screen: Screen) -> None:
-    screen.header("LoRA on base", "out/run", ["80 examples [of 90]", "warning: a tensor is odd"])
-    with screen.doing("reading weights"):
+    screen.header("LoRA on base[v2]", "out/[/a]", ["80 examples [of 90]", "warning: a tensor is odd"])
+    with screen.doing("reading models/[v2]/base"):
         pass
     with screen.bar(5, 10, "first step"):
         screen.advance(7)
@@ -39,6 +41,14 @@ def test_lines_are_plain(capsys):
     ]
 
 
+def test_a_closed_stdout_and_other_encodings_get_plain_lines(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", None)
+    assert type(open_screen(True)) is Lines
+    terminal = SimpleNamespace(isatty=lambda: True, encoding="iso-8859-1")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert type(open_screen(True)) is Lines and type(open_screen(False)) is Screen
+
+
 def test_processes_that_do_not_write_print_nothing(capsys):
     show_everything(Screen())
     assert capsys.readouterr().out == ""
@@ -54,8 +64,8 @@ def test_a_terminal_shows_a_panel_a_bar_and_a_table(width, monkeypatch):
     assert not re.search(r"\x1b\[[0-9;]*3[0-7]m", printed)  # no colours
     lines = ESCAPE.sub("", printed).replace("\r", "\n").splitlines()
     assert max(map(len, lines)) <= width
-    assert any("LoRA on base" in line and line.startswith("╭") for line in lines)
-    assert any("out/run" in line and line.startswith("╰") for line in lines)
+    assert any("LoRA on base[v2]" in line and line.startswith("╭") for line in lines)
+    assert any("out/[/a]" in line and line.startswith("╰") for line in lines)
     assert any("7/10 loss 1.234  margin 0.5  8,123 tokens/s  1.2 GiB  3 minutes left" in line for line in lines)
     assert "80 examples [of 90]" in printed and any("2.0000" in line and "1.1000" in line for line in lines)
     assert "step 7/10" not in printed

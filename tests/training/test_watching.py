@@ -255,11 +255,30 @@ def test_the_report_shows_no_private_paths(args, tmp_path):
         ("/home/me/data/a.jsonl: 3 records", "a.jsonl: 3 records"),
         ("path:\n- /home/me/a b.json\n", "path:\n- a b.json\n"),
         ("~/models/llama in bf16", "llama in bf16"),
+        (f"{Path.home()}/secret name/a.json", "~/secret name/a.json"),
+        ("tokens </think>, [/INST] and </tool_call>", "tokens </think>, [/INST] and </tool_call>"),
         ("owner/name, 1/2 of https://host/a/b, 3 tokens/s", "owner/name, 1/2 of https://host/a/b, 3 tokens/s"),
     ],
 )
 def test_absolute_paths_are_shortened(text, shown):
     assert public(text) == shown
+
+
+def test_a_report_that_cannot_be_written_does_not_end_the_run(args, capsys):
+    """A folder is in its place."""
+
+    def callback(row):
+        if row["step"] == 0:
+            Path("run/report.html/x").mkdir(parents=True)
+
+    litft.finetune(args, callback)
+    assert "warning: report.html could not be written" in capsys.readouterr().out and Path("run/final").is_dir()
+
+
+def test_a_run_that_ends_early_says_so(args):
+    args.train.learning_rate, args.eval.patience, args.eval.interval = 1e-30, 1, 1
+    litft.finetune(args)
+    assert "finished after 2 of 4 steps" in Path("run/report.html").read_text("utf-8")
 
 
 def test_a_curve_is_drawn_at_its_values():
@@ -268,7 +287,9 @@ def test_a_curve_is_drawn_at_its_values():
     assert chart("loss", {"loss": []}, from_zero=True) == ""
 
 
-@pytest.mark.parametrize("low, high", [(0, 1), (2.9, 4.1), (0, 0), (5, 5), (1e-9, 3e-9), (0, 123456), (-3, 2)])
+@pytest.mark.parametrize(
+    "low, high", [(0, 1), (2.9, 4.1), (0, 0), (5, 5), (1e-9, 3e-9), (0, 123456), (-3, 2), (0.398826389, 0.39882638900000006)]
+)
 def test_ticks_are_round_and_contain_the_values(low, high):
     marks = ticks(low, high)
     assert marks[0] <= low + 1e-9 * abs(low) and marks[-1] >= high - 1e-9 * abs(high) and 2 <= len(marks) <= 8
