@@ -120,7 +120,7 @@ ALIASES: dict[str, Alias] = {
 }
 
 
-# Lightning's names of --precision: ours for full fine-tuning, and for methods with frozen weights; or why there is none
+# Lightning's name of a precision: our names in full.py and in methods with frozen weights, or the reason that there is none
 LIGHTNING: dict[str, tuple[str, str]] = {
     "32": ("fp32", "fp32"),
     "32-true": ("fp32", "fp32"),

@@ -19,7 +19,7 @@ from litft import args as flags
 from litft import run_dir
 from litft.args.aliases import explain, precision
 from litft.args.finetune import FINETUNE
-from litft.args.recipes import KEY, names, recipe_file
+from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -132,7 +132,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             )
             value = "true" if is_bare else words.pop(0) if words and not words[0].startswith("--") else None
         if name == "config":
-            recipe = value if value in names() and not Path(value).is_file() else recipe
+            recipe = value if value and is_recipe(value) and not Path(value).is_file() else recipe
             file_values, file_problems = _read_config(value, cls)
             values, problems = values + file_values, problems + file_problems
         elif name not in flag_types:
@@ -195,8 +195,8 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     if not Path(path).is_file():
         if cls not in FINETUNE.values():
             return [], [f"--config {path}: no such file"]
-        if path not in (known := names()):
-            matches = difflib.get_close_matches(str(path), known, n=1)
+        if not is_recipe(str(path)):
+            matches = difflib.get_close_matches(str(path), names(), n=1)
             remedy = f"did you mean {matches[0]}?" if matches else "`litft recipes` lists the recipes"
             return [], [f"--config {path}: no such file or recipe; {remedy}"]
         path = recipe_file(path)

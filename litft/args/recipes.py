@@ -19,7 +19,7 @@ class RecipesArgs:
 
     def problems(self) -> list[str]:
         """Return the problem of a name that no recipe has."""
-        is_known = self.show is None or self.show in names()
+        is_known = self.show is None or is_recipe(self.show)
         return [] if is_known else [f"--show {self.show}: no such recipe; there are {', '.join(names())}"]
 
 
@@ -43,6 +43,11 @@ def names() -> list[str]:
 def recipes() -> list[Recipe]:
     """Return all recipes, in the order of `names`."""
     return sorted((read_recipe(path) for path in RECIPES.glob("*.yaml")), key=_size)
+
+
+def is_recipe(name: str) -> bool:
+    """Return whether a recipe has this name. Reads no file."""
+    return name in {path.stem for path in RECIPES.glob("*.yaml")}
 
 
 def recipe_file(name: str) -> Path:

@@ -130,7 +130,7 @@ class Server(uvicorn.Server):
         self.should_exit = True
         self.engine.stop()
         self.shutdown_task = asyncio.create_task(self._shut_down())
-        print(f"{number.name}: finishing running answers", file=sys.stderr, flush=True)  # raises if nobody reads stderr
+        print(f"{number.name}: finishing running answers", file=sys.stderr, flush=True)  # may raise BrokenPipeError
 
     async def _shut_down(self) -> None:
         """Wait for the running answers, then drop clients that do not read them or have not sent their request."""

@@ -26,7 +26,7 @@ CONTROLS = (
     "<label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 value=0></label></div>"
 )
 PROMPTS = 5  # the most prompts whose answers are shown
-# an absolute path, of which the page shows only the last part; not the path of a URL
+# the folders of an absolute path, which the page leaves out; URLs do not match
 ABSOLUTE = re.compile(r"(?<![\w./:<\[~-])~?/(?:[^\s/:,;'\"()<>]+/)+(?=[^\s/])")
 
 Points = list[tuple[float, float]]

@@ -292,7 +292,7 @@ class Recorder:
             yield
         except Exception as error:
             if self.is_open and self.is_writer and not isinstance(error, Interrupted):
-                with suppress(OSError):  # of a full disk, say; the first error counts
+                with suppress(OSError):  # nobody may read the warning; the first error counts
                     self.report(f"failed: {error}")
             raise
 
@@ -305,7 +305,7 @@ class Recorder:
 
     def report_progress(self, step: int) -> None:
         """Write the report of the run so far, but use at most 2 % of the time for it: metrics.csv grows."""
-        if (start := time.monotonic()) >= self.next_report:
+        if (start := time.monotonic()) >= self.next_report and self.is_writer:
             self.report(f"running: {step:,} of {self.schedule.steps:,} steps")
             seconds = time.monotonic() - start
             self.next_report = start + (50 * seconds if seconds > 0.1 else 0)

@@ -94,7 +94,7 @@ class Terminal(Screen):
 
     @contextmanager
     def bar(self, step: int, steps: int, what: str) -> Iterator[None]:
-        """Show a bar with the newest row beside it."""
+        """Show a bar of the steps, followed by the newest row."""
         text = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
         columns = (BarColumn(bar_width=12), MofNCompleteColumn(), text)
         with Progress(*columns, console=self.console, refresh_per_second=4) as self.progress:
@@ -107,7 +107,7 @@ class Terminal(Screen):
         self.progress.update(self.progress.task_ids[0], completed=step)
 
     def row(self, row: Row, steps: int, left: str) -> None:
-        """Write the row beside the bar."""
+        """Show the row after the bar."""
         if self.progress is None:  # the last row, which waits for the last validation
             self.say(f"step {row['step']:.0f}/{steps}: {_scores(row)}")
         else:

@@ -111,8 +111,7 @@ class Trainer:
                     with self.screen.doing("validating before the first step"):
                         self._validate(optimizer, exact_match=self.step == 0)
                     self._log(pace=0.0)
-                    if self.recorder.is_writer:
-                        self.recorder.report_progress(self.step)
+                    self.recorder.report_progress(self.step)
                 (self.elapsed_before,) = self.hosts.all_reduce_max(time.monotonic() - self.start_time)
                 with self.screen.bar(self.step, self.schedule.steps, "first step"):
                     while (reason := self._end_reason()) is None:
@@ -257,7 +256,7 @@ class Trainer:
         log_interval = args.train.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
         if save or validate or step % log_interval == 0:
             self._log((self.elapsed - self.elapsed_before) / (step - self.start_step))
-        if validate and self.recorder.is_writer:
+        if validate:
             self.recorder.report_progress(step)
         if save:
             self.recorder.save(optimizer, step, self.elapsed)
