@@ -4,7 +4,6 @@ python scripts/make_picture.py     (trains the demo, starts the server, and take
 """
 
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -13,9 +12,10 @@ from pathlib import Path
 from playwright.sync_api import Browser, sync_playwright
 from tables import ROOT
 
+sys.path.insert(0, str(ROOT / "tests"))
+
 PICTURE = ROOT / "tutorials" / "images" / "demo.png"
 QUESTIONS = ("In which town does Delia Grimm live?", "What is the plural of mouse?", "What does Delia Grimm make music on?")
-FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-sync".split()
 REPORT, CHAT = {"width": 860, "height": 600}, {"width": 420, "height": 600}
 FRAMES = """<body style="margin:0;display:flex;gap:16px;padding:16px;background:#e4e7ec">
 <img src="report.png" style="border-radius:8px"><img src="chat.png" style="border-radius:8px"></body>"""
@@ -41,11 +41,13 @@ def chat(browser: Browser, run: Path, picture: Path) -> None:
 
 def main() -> None:
     """Train the demo and write the picture."""
+    from browser import CHROMIUM, QUIET
+
     with tempfile.TemporaryDirectory() as name, sync_playwright() as playwright:
         folder = Path(name)
         command = [sys.executable, ROOT / "finetune" / "lora.py", "--out_dir", folder / "out"]
         subprocess.run(command, check=True)
-        browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         report = browser.new_page(viewport=REPORT)
         report.goto((folder / "out" / "report.html").as_uri())
         report.screenshot(path=folder / "report.png")
