@@ -141,7 +141,8 @@ def precision(value: str, is_full: bool) -> str:
 
 def explain(name: str, value: str | None) -> str | None:
     """Return what another program's flag is here, with its value carried over; None for an unknown name."""
-    alias = ALIASES.get(name.replace("-", "_"))
+    # people also type a group in front, as in --train.lr
+    alias = ALIASES.get(name.replace("-", "_")) or ALIASES.get(name.rpartition(".")[2].replace("-", "_"))
     if alias is None:
         return None
     flags = alias.flags.format(value="VALUE" if value is None else value)

@@ -22,6 +22,9 @@ class ServeArgs(ModelArgs):
     """The model's name in requests. Default: the name of its folder."""
     adapters: list[str] = field(default_factory=list)
     """Adapters of the same base model to serve too, NAME=DIR: adapter or run folders, selected by a request's `model`."""
+    with_base: bool = False
+    """Serve the base model of --checkpoint_dir too, so that the chat page can compare the two: that of an adapter, which
+    shares its weights, or that of a fully fine-tuned run, which needs its own memory."""
     batch_size: int = 8
     """Number of answers generated at once per model; further requests wait."""
     max_seq_length: int | None = None
@@ -52,8 +55,9 @@ class ServeArgs(ModelArgs):
         problems += [f"--adapters {item}: expected NAME=DIR" for item in self.adapters if not all(item.partition("="))]
         if duplicates := {name for name in names if names.count(name) > 1 or name == self.model_name}:
             problems.append(f"--adapters: {', '.join(sorted(duplicates))} occurs twice; give each model its own name")
-        if self.adapters and self.devices > 1 and not self.layers_per_device:
-            problems.append(
-                "--adapters with --devices: tensor parallelism supports one adapter only; leave one of the two out"
-            )
+        for flag in ("adapters", "with_base"):
+            if getattr(self, flag) and self.devices > 1 and not self.layers_per_device:
+                problems.append(
+                    f"--{flag} with --devices: tensor parallelism serves one model only; leave one of the two out"
+                )
         return problems

@@ -91,18 +91,12 @@ def open_session(args: ModelArgs) -> Session:
     return session
 
 
-def open_sessions(args: ModelArgs, adapters: Sequence[str]) -> list[Session]:
-    """Open a model, and adapters that share its base weights. Raise ValueError if a folder is not an adapter."""
-    if not adapters:
-        return [open_session(args)]
-    source = source_of(args)
-    adapter_sources = [resolve(folder, source.base) for folder in adapters]
-    if not_adapters := [str(adapter.folder) for adapter in adapter_sources if adapter.adapter is None]:
-        raise ValueError(
-            f"--adapters {', '.join(not_adapters)}: no adapter; name folders with an adapter_config.json, or run folders"
-        )
-    device, placement, _ = _devices(args, source)
-    sessions = _open_sessions(args, [source, *adapter_sources], device, placement, None)
+def open_sessions(args: ModelArgs, sources: Sequence[PretrainedFolder]) -> list[Session]:
+    """Open models that share their base weights."""
+    if len(sources) == 1:
+        return [open_session(replace(args, checkpoint_dir=str(sources[0].folder)))]
+    device, placement, _ = _devices(args, sources[0])
+    sessions = _open_sessions(args, list(sources), device, placement, None)
     if not sessions[0].compiled:
         pack_weights([session.model for session in sessions])
     return sessions

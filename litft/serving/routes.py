@@ -16,7 +16,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
-from starlette.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
@@ -27,17 +27,23 @@ from litft.serving.engine import Engine, Overloaded, Stopping
 from litft.serving.openai_replies import Reply
 from litft.serving.openai_requests import ApiError, ApiRequest, ChatRequest, CompletionRequest, parse_request
 
-PAGE = Path(__file__).parent / "page.html"
+PAGE = Path(__file__).parent / "page"
 KEY_VARIABLE = "LITFT_API_KEY"
 REQUEST_TIMEOUT = 60  # seconds that a client may take to send a request
 LOCAL_HOSTS = ("127.0.0.1", "localhost", "::1")
-# the page is a single file and connects to this server only
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+# The page loads its own files only, and connects to this server only. Scripts within HTML never run, and HTML is inserted
+# only as DOMPurify returns it.
+POLICY = (
+    "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; frame-ancestors 'none'; "
+    "base-uri 'none'; form-action 'none'; require-trusted-types-for 'script'; trusted-types dompurify"
+)
 HEADERS = {
-    "Content-Security-Policy": POLICY + "frame-ancestors 'none'; base-uri 'none'; form-action 'none'",
+    "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",  # an upgrade may change any of the files
 }
+MEDIA_TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
 Handler = Callable[[HttpRequest], Awaitable[Response]]
 
 
@@ -55,12 +61,13 @@ class Endpoint:
         self.engine, self.models, self.capacity = engine, engine.models, engine.capacity
         self.limit, self.max_bytes = args.max_new_tokens, round(args.max_body_mb * 1e6)
         self.key, self.is_local = required_key(args), args.host in LOCAL_HOSTS
-        self.page = PAGE.read_text("utf-8")
+        self.page_files = {path.name: path.read_bytes() for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES}
 
     def app(self) -> Starlette:
         """Return the application. All errors have the API's format."""
         routes = [
             Route("/", self.show_page),
+            Route("/assets/{name}", self.show_page),
             Route("/health", self.health),
             Route("/v1/models", self.require_key(self.list_models)),
             Route("/v1/models/{name:path}", self.require_key(self.show_model)),
@@ -85,8 +92,11 @@ class Endpoint:
         return checked
 
     async def show_page(self, request: HttpRequest) -> Response:
-        """Return the chat page."""
-        return HTMLResponse(self.page, headers=HEADERS)
+        """Return the chat page, or one of its files."""
+        name = request.path_params.get("name", "index.html")
+        if name not in self.page_files:
+            raise HTTPException(404, "not a file of the chat page")
+        return Response(self.page_files[name], headers=HEADERS, media_type=MEDIA_TYPES[Path(name).suffix])
 
     async def health(self, request: HttpRequest) -> Response:
         """Return whether the engine runs, and its request counts."""
@@ -102,7 +112,10 @@ class Endpoint:
         return JSONResponse(self._model(self._check_model(request.path_params["name"])))
 
     def _model(self, name: str) -> dict[str, Any]:
-        return {"id": name, "object": "model", "created": 0, "owned_by": "litft", "max_model_len": self.capacity}
+        sampling = self.models[name].sampling
+        defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": self.limit}
+        entry = {"id": name, "object": "model", "created": 0, "owned_by": "litft"}
+        return entry | {"max_model_len": self.capacity, "defaults": defaults}
 
     def _check_model(self, name: str) -> str:
         if name not in self.models:

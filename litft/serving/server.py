@@ -9,6 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 try:
@@ -18,11 +19,14 @@ try:
 except ModuleNotFoundError as error:
     raise ValueError(f"serving needs the package {error.name}; pip install 'litft[serve]'") from None
 
+from litft import run_dir
 from litft.args import ServeArgs
+from litft.args.parser import finetune_args
 from litft.args.processes import is_first_on_node
 from litft.distributed.devices import device_memory, is_out_of_memory
 from litft.errors import summary
 from litft.inference.session import Session, open_sessions, source_of
+from litft.pretrained import resolve
 from litft.serving.engine import Engine
 
 LINGER_SECONDS = 5  # on shutdown, time for clients to receive the end of their answers
@@ -87,12 +91,36 @@ def _listener(host: str, port: int) -> Iterator[socket.socket]:
 
 
 def _open_models(args: ServeArgs) -> dict[str, Session]:
-    """Return the sessions to serve, by model name. Raise ValueError if two have the same name."""
-    adapter_folders = {name: folder for name, _, folder in (item.partition("=") for item in args.adapters)}
-    base_name = args.model_name or source_of(args).name
-    if base_name in adapter_folders:
-        raise ValueError(f"--adapters {base_name}=...: the base model has the same name; rename it with --model_name")
-    return dict(zip([base_name, *adapter_folders], open_sessions(args, list(adapter_folders.values())), strict=True))
+    """Return the sessions to serve, by model name. Raise ValueError if two have the same name, or one is not an adapter."""
+    source = source_of(args)
+    name, folders = args.model_name or source.name, dict(item.split("=", 1) for item in args.adapters)
+    if name in folders:
+        raise ValueError(f"--adapters {name}=...: the base model has the same name; rename it with --model_name")
+    adapters = {adapter_name: resolve(folder, source.base) for adapter_name, folder in folders.items()}
+    if not_adapters := [str(adapter.folder) for adapter in adapters.values() if adapter.adapter is None]:
+        raise ValueError(
+            f"--adapters {', '.join(not_adapters)}: no adapter; name folders with an adapter_config.json, or run folders"
+        )
+    sources = {name: source, **adapters}
+    if not args.with_base:
+        return dict(zip(sources, open_sessions(args, list(sources.values())), strict=True))
+    base = resolve(source.base if source.adapter else _base_of(source.folder))
+    if base.name in sources:
+        raise ValueError(f"--with_base: another model has the base's name {base.name}; rename it with --model_name")
+    groups = [{**sources, base.name: base}] if source.adapter else [sources, {base.name: base}]
+    return {
+        name: session
+        for group in groups
+        for name, session in zip(group, open_sessions(args, list(group.values())), strict=True)
+    }
+
+
+def _base_of(folder: Path) -> str:
+    """Return the folder or hub id of the model that a full fine-tuning run began with."""
+    run = folder.resolve().parent
+    if not run_dir.is_run(run):
+        raise ValueError(f"--with_base: {folder} is neither an adapter nor the result of a run; leave the flag out")
+    return str(finetune_args(run).checkpoint_dir)
 
 
 def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:

@@ -264,9 +264,13 @@ class Recorder:
         step, steps = int(self.metrics.newest.get("step", 0)), self.schedule.steps
         self.report("finished" if step == steps else f"finished after {step:,} of {steps:,} steps")
         self.say(f"the result is in {self.folder / 'final'}, the report in {self.folder / 'report.html'}; next:\n")
-        chat = "python generate/chat.py" if Path("generate/chat.py").is_file() else "litft chat"
-        quantize = "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
-        self.say(f"  {chat} --checkpoint_dir {self.folder / 'final'}{quantize}")
+        flags = f"--checkpoint_dir {self.folder / 'final'}"
+        flags += "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
+        chat, serve = ("python generate/chat.py", "python generate/serve.py")
+        if not Path("generate/chat.py").is_file():
+            chat, serve = "litft chat", "litft serve"
+        self.say(f"  {chat} {flags}")
+        self.say(f"  {serve} {flags} --with_base   # a chat page that compares it with the base model")
 
     def _results(self) -> list[str]:
         """The best step, the time and the memory."""

@@ -170,6 +170,7 @@ def test_print_config_can_be_passed_back(tmp_path):
     "words, messages",
     [
         ("--train.learnin_rate 1", ["--train.learnin_rate does not exist; did you mean --train.learning_rate?"]),
+        ("--train.lr 1", ["--train.lr does not exist; here it is --train.learning_rate 1"]),
         ("--learning_rat 1", ["did you mean --train.learning_rate?"]),
         ("--lora.r many --devices x", ["--lora.r many: expected a whole number", "--devices x: expected a whole number"]),
         ("--strategy magic", ["--strategy magic: expected auto or ddp"]),

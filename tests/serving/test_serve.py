@@ -21,6 +21,7 @@ from litft.args import AdapterV2Args, LoRAArgs, Sampling
 from litft.inference.decoder import Decoder
 from litft.inference.generation import Request, generate_batch
 from litft.methods import AdapterV2, LoRA
+from litft.pretrained import DEMO
 
 ROWS, CONTEXT = 3, 2000
 ENDLESS = {"2": NEVER}  # a logit_bias that suppresses the end token
@@ -552,9 +553,39 @@ def test_a_tensor_parallel_model_is_served(folder, reference):
         assert server.end() == 0 and "Traceback" not in server.log
 
 
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_base_is_served_too(method, tmp_path):
+    """An adapter's base shares its weights; that of a full fine-tuning run is the model that it began with."""
+    run = tmp_path / "tuned"
+    script(
+        f"finetune/{method}.py",
+        "--out_dir",
+        run,
+        "--train.max_steps",
+        12,
+        "--train.learning_rate",
+        0.01,
+        "--eval.max_new_tokens",
+        0,
+        cwd=tmp_path,
+    )
+    with Server(run, "--with_base") as server:
+        client = server.client()
+        assert [model.id for model in client.models.list()] == ["tuned", "base"]
+        answers = {}
+        for name, folder in {"tuned": run, "base": DEMO / "base"}.items():
+            reply = client.chat.completions.create(model=name, messages=MESSAGES, max_tokens=10)
+            answers[name] = reply.choices[0].message.content
+            assert answers[name] == reference_text(litft.load(folder, "fp32"), MESSAGES, 10).lstrip()
+        assert answers["tuned"] != answers["base"]
+        assert client.chat.completions.create(model=None, messages=MESSAGES, max_tokens=10).model == "tuned"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
+        (["--with_base"], "neither an adapter nor the result of a run"),
+        (["--with_base", "--devices", "2"], "serves one model only"),
         (["--adapters", "a"], "NAME=DIR"),
         (["--adapters", "a=x,a=y"], "twice"),
         (["--adapters", "stories={folder}"], "--model_name"),
