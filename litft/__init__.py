@@ -1,19 +1,28 @@
 """litft fine-tunes GPT-style language models from the command line, on Lightning Fabric.
 
-The public API is `litft.load`, `litft.stream` and `litft.finetune`. Their modules are imported on first use to keep --help
-fast.
+The public API is `litft.load`, `litft.generate`, `litft.stream` and `litft.finetune`. Their modules are imported on first
+use to keep --help fast.
 """
 
 from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["finetune", "load", "stream"]
+__all__ = ["finetune", "generate", "load", "stream"]
 
-_MODULES = {"load": "litft.pretrained", "stream": "litft.inference.generation", "finetune": "litft.training.finetune"}
+_MODULES = {
+    "finetune": "litft.python_api",
+    "generate": "litft.inference.streaming",
+    "load": "litft.pretrained",
+    "stream": "litft.inference.streaming",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'litft' has no attribute {name!r}")
     return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_MODULES])

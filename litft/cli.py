@@ -32,7 +32,10 @@ class Command(NamedTuple):
 
 
 COMMANDS = {
-    **{f"finetune {method}": Command(args, "litft.training.finetune:finetune") for method, args in flags.FINETUNE.items()},
+    **{
+        f"finetune {method}": Command(args, "litft.training.finetune:run_finetuning")
+        for method, args in flags.FINETUNE.items()
+    },
     "generate": Command(flags.GenerateArgs, "litft.inference.generate:generate", spin_count="100000"),
     "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spin_count="100000"),
     "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spin_count="100000"),

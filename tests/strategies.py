@@ -67,7 +67,7 @@ def command_line(model: str, data: str, strategy: str, case: str) -> tuple[str, 
     flags = f"--checkpoint_dir {model} --data.path {data} --out_dir {strategy}-{case.replace(' ', '')} --quantize {base} "
     flags += "--precision fp32 --data.packing false --train.global_batch_size 9 --train.micro_batch_size 3 --timeout 60s "
     flags += f"--train.max_steps {STEPS} --train.learning_rate {rate} --train.weight_decay 0.1 --save.interval 0 "
-    flags += "--eval.interval 0 --eval.max_new_tokens 4 --eval.exact_match --save.best "
+    flags += "--eval.interval 0 --eval.max_new_tokens 4 --eval.exact_match --save.best --data.val_fraction 0.2 "
     flags += {"single": "", "hsdp": "--strategy hsdp --shard_size 2 "}.get(strategy, f"--strategy {strategy} ")
     flags += {"dora": "--lora.dora ", "adapter": "--adapter.start_layer 0 "}.get(method, "")
     return "lora" if method == "dora" else method, [*flags.split(), *extra]
@@ -87,8 +87,9 @@ def main() -> None:
     for case in case_names:
         rows = []
         command, flags = command_line(model, data, strategy, case)
-        litft.finetune(parse(COMMANDS[f"finetune {command}"].args, flags), rows.append)
-        names = ("loss", "val_loss", "grad_norm")
+        args = parse(COMMANDS[f"finetune {command}"].args, flags)
+        litft.finetune(args, rows.append, metrics={"num_answers": lambda answers: len(set(answers))})
+        names = ("loss", "val_loss", "grad_norm", "num_answers")
         results[case] = {name: [row[name] for row in rows if name in row] for name in names}
     if os.environ.get("RANK", "0") == "0":
         Path(f"{strategy}.json").write_text(json.dumps(results))

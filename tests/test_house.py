@@ -23,7 +23,7 @@ LAYERS = [
     {"save_pretrained"},
     {"inference"},
     {"training"},
-    {"export", "evaluation", "serving"},
+    {"export", "evaluation", "serving", "python_api"},
     {"cli"},
     {"__main__"},
 ]
@@ -31,16 +31,17 @@ LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in
 # within a component, a file imports only files to its left
 ORDER = """
 args: checks sampling methods processes data preference finetune plan inference serving evaluation export hub runs
- recipes aliases parser
+ recipes aliases parser keywords
 model: config_file rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
  packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
  quantization
 checkpoints: conversion stored_formats weight_files adapter_reader peft_targets peft_format hub
 methods: mixins new_tokens base full llama_adapter lora_modules lora
-data: chat_template digests tokenizer_backends tokenizer formats readers preferences encoder sources
+data: chat_template digests tokenizer_backends tokenizer formats readers in_memory preferences encoder sources
  token_store token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
-inference: sampling state_snapshots decoder fused_linears speculative tp_decoding generation terminal session chat generate
+inference: sampling state_snapshots decoder fused_linears speculative tp_decoding generation streaming terminal session
+ chat generate
 training: residence flops metrics loggers screen html_report adafactor optimizers activation_checkpointing compile
  cpu_offload objectives setup run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule
  references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune

@@ -30,9 +30,10 @@ class DataArgs:
     """The fraction of a file's records that may be invalid; invalid records are skipped. 0: the first one ends the run."""
     limit: int | None = None
     """Use only the first records of each path, this many. Files with validation examples are used whole. Default: all."""
-    val_path: str | None = None
-    """A file of validation examples, or a split of a hub dataset: owner/name:test_sft. Default: val.* of the folder in
-    `path`, or the validation split of the hub dataset; otherwise a held-out part of `path`."""
+    val_path: list[str] = field(default_factory=list)
+    """Validation examples: a file, or a split of a hub dataset, owner/name:test_sft. Several sets, each with its own loss:
+    code=a.jsonl,chat=b.jsonl. Default: val.* of the folder in `path`, or the validation split of the hub dataset; otherwise
+    a held-out part of `path`."""
     val_fraction: float = 0.05
     """The fraction of the examples held out for validation if there is no validation file. 0: no validation."""
     template: str = "auto"

@@ -32,7 +32,7 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
 
     Raise ValueError with all mistakes in one message.
     """
-    flag_types = _flag_types(cls)
+    flag_types = types_of_flags(cls)
     values, problems, passthrough = _read_argv(argv, cls)
     if issubclass(cls, flags.FinetuneArgs):
         implied, invalid = _implied_flags(dict(values), cls)
@@ -85,7 +85,7 @@ def _parser(cls: type, **settings: Any) -> ArgumentParser:
         if action.dest in groups:  # jsonargparse would accept a file for each group; here only --config does
             action.help = SUPPRESS
         action.option_strings = [option for option in action.option_strings if not option.endswith("+")]
-        if _flag_types(cls).get(action.dest) in (bool, bool | None):
+        if types_of_flags(cls).get(action.dest) in (bool, bool | None):
             action.metavar = "[true|false]"  # the flag alone means true
     _put_first(parser, getattr(cls, "main_flags", ()))
     return parser
@@ -101,12 +101,12 @@ def _put_first(parser: ArgumentParser, names: tuple[str, ...]) -> None:
     parser._action_groups.insert(0, parser._action_groups.pop())
 
 
-def _flag_types(cls: type, prefix: str = "") -> dict[str, Any]:
+def types_of_flags(cls: type, prefix: str = "") -> dict[str, Any]:
     """Return the type of every flag, by dotted name."""
     flag_types = {}
     for item in dataclasses.fields(cls):
         if dataclasses.is_dataclass(item.type):
-            flag_types |= _flag_types(item.type, f"{prefix}{item.name}.")
+            flag_types |= types_of_flags(item.type, f"{prefix}{item.name}.")
         else:
             flag_types[prefix + item.name] = item.type
     return flag_types
@@ -114,7 +114,7 @@ def _flag_types(cls: type, prefix: str = "") -> dict[str, Any]:
 
 def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[str], list[str]]:
     """Return the (name, value) pairs, the problems with the names, and the words to pass on to jsonargparse."""
-    flag_types, values, problems, passthrough, words = _flag_types(cls), [], [], [], list(argv)
+    flag_types, values, problems, passthrough, words = types_of_flags(cls), [], [], [], list(argv)
     recipe = None
     while words:
         word = words.pop(0)
@@ -177,6 +177,8 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
 
 def _as_list(value: str, flag_type: Any) -> str:
     """Return a list as JSON: a,b becomes ["a", "b"]. JSON stays unchanged (for items with commas)."""
+    if value == "null":
+        return "[]"
     if flag_type == list[float]:
         return f"[{value.strip('[]')}]"
     try:
@@ -200,7 +202,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
             remedy = f"did you mean {matches[0]}?" if matches else "`litft recipes` lists the recipes"
             return [], [f"--config {path}: no such file or recipe; {remedy}"]
         path = recipe_file(path)
-    flag_types = _flag_types(cls)
+    flag_types = types_of_flags(cls)
     try:
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
         if not isinstance(content, dict):

@@ -39,6 +39,7 @@ class DataSplits:
     template: str  # where the chat template comes from, for messages
     context: int  # the model's maximum number of tokens
     kind: str = "supervised"  # or "pairs", "labels": see `Encoder`
+    val_names: tuple[str, ...] = ()  # of each validation store; empty: they are one set
 
     def count(self, *notes: str) -> int:
         """Return the number of examples in both splits with any of these notes."""
@@ -48,6 +49,12 @@ class DataSplits:
     def skipped(self) -> int:
         """The number of examples without target tokens."""
         return self.count(CUT_AWAY, MASKED, EMPTY, BLANK, EQUAL)
+
+    @cached_property
+    def val_sets(self) -> dict[str, np.ndarray]:
+        """The indices of the validation samples of each named set; empty if there is one set."""
+        numbers = {name: [i for i, other in enumerate(self.val_names) if other == name] for name in self.val_names}
+        return {name: np.flatnonzero(np.isin(self.val.store_numbers, of_set)) for name, of_set in numbers.items()}
 
     @cached_property
     def special_ids(self) -> set[int]:
@@ -97,6 +104,7 @@ def load_data(
     policy = args.mask_prompt, args.train_on == "last", args.mask_reasoning
     encoder = Encoder(tokenizer, limit, args.format, _columns(args, kind), *policy, kind)
     train, val = locate(args)
+    val_names, val = [name for name, _ in val], [file for _, file in val]
     stores = {file: prepare(file, encoder, args.skip_bad, timeout) for file in dict.fromkeys([*train, *val])}
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
@@ -113,6 +121,7 @@ def load_data(
         template,
         context,
         kind,
+        tuple(val_names) if any(val_names) else (),
     )
     if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")

@@ -1,5 +1,6 @@
 """Where examples come from: files, folders with both splits, and data sets of the Hugging Face hub."""
 
+import re
 from functools import cache
 from importlib import import_module
 from itertools import islice
@@ -61,8 +62,8 @@ class HubSplit(NamedTuple):
         return " ".join(digest_of(Path(file["filename"])) for file in self.dataset().cache_files)
 
 
-def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[File | HubSplit]]:
-    """Return the training files, one for each path, and the validation files, possibly none.
+def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File | HubSplit]]]:
+    """Return the training files, one for each path, and the validation files, possibly none, with the names of their sets.
 
     Raise ValueError for a path that is not a file, a folder with a training file, or a data set on the hub.
     """
@@ -79,8 +80,23 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[File | HubSplit]
         train.append(splits["train"])
         val += [splits["val"]] if "val" in splits else []
     # a path may name the validation split as training examples
-    val = [_val_source(args.val_path, args.subset)] if args.val_path else [source for source in val if source not in train]
-    return [source._replace(limit=args.limit) for source in train], val
+    named = [("", source) for source in val if source not in train]
+    if args.val_path:
+        named = [(name, _val_source(path, args.subset)) for name, path in map(named_path, args.val_path)]
+        if len(named) > 1:  # unnamed sets have the names of their files
+            named = [(name or _set_name(source.name), source) for name, source in named]
+    return [source._replace(limit=args.limit) for source in train], named
+
+
+def named_path(item: str) -> tuple[str, str]:
+    """Return the name of a validation set, "" if it has none, and its path."""
+    name, equals, path = item.partition("=")
+    return (name, path) if equals and re.fullmatch(r"[\w-]+", name) and not Path(item).exists() else ("", item)
+
+
+def _set_name(path: str) -> str:
+    """Return a name for the validation set of a file: its name without suffixes."""
+    return re.sub(r"[^\w-]", "_", Path(path).name.partition(".")[0])
 
 
 def _val_source(path: str, subset: str | None) -> File | HubSplit:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from uuid import uuid4
 
 import torch
@@ -20,6 +20,8 @@ from litft.model.placement import is_sharded
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
+
+T = TypeVar("T")
 
 
 def launch(fabric: "Fabric", timeout: str) -> "HostGroup":
@@ -86,12 +88,19 @@ class HostGroup:
         distributed.all_reduce(maxima, distributed.ReduceOp.MAX, group=self.group)
         return maxima.tolist()
 
+    def all_gather(self, value: T) -> list[T]:
+        """Return the value of every process, by rank. The values are pickled: they come from this run's own processes."""
+        if self.group is None:
+            return [value]
+        values: list[T] = [value] * self.processes
+        distributed.all_gather_object(values, value, group=self.group)
+        return values
+
     def check_equal(self, facts: dict[str, Any]) -> None:
         """Raise ValueError on every process if `facts` of any process differ from those of process 0."""
         if self.group is None:
             return
-        all_facts: list[dict[str, Any]] = [{}] * self.processes
-        distributed.all_gather_object(all_facts, facts, group=self.group)
+        all_facts = self.all_gather(facts)
         for rank, peer_facts in enumerate(all_facts):
             pairs = {name: (value, peer_facts.get(name)) for name, value in all_facts[0].items()}
             differences = [

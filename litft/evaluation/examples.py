@@ -159,7 +159,7 @@ def _train_files(data: DataArgs) -> set[str]:
 
 def _val_files(data: DataArgs) -> set[str]:
     """Return ids of the validation files, see `_train_files`."""
-    return _digests(locate(data)[1])
+    return _digests([file for _, file in locate(data)[1]])
 
 
 def _digests(files: list[File | HubSplit]) -> set[str]:
@@ -169,7 +169,7 @@ def _digests(files: list[File | HubSplit]) -> set[str]:
 def _scored_part(data: DataArgs) -> str:
     """Describe which part of the data is scored."""
     if files := locate(data)[1]:
-        return f"scoring its validation examples, {', '.join(file.label for file in files)}"
+        return f"scoring its validation examples, {', '.join(file.label for _, file in files)}"
     if not data.val_fraction:
         return "nothing was held out, so it was trained on these examples"
     return f"scoring the part that was held out (--data.val_fraction {data.val_fraction}, --data.seed {data.seed})"

@@ -13,9 +13,10 @@ from litft.atomic import atomic_write
 from litft.data.chat_template import Message
 from litft.data.formats import check_messages
 from litft.data.tokenizer import check_text
-from litft.inference.generation import GenerationChunk, generate_batch, prompt_ids
+from litft.inference.generation import GenerationChunk, generate_batch
 from litft.inference.session import Session, make_drafter, open_session
 from litft.inference.speculative import Drafter
+from litft.inference.streaming import prompt_ids
 from litft.inference.terminal import THINK_TAGS, Screen, make_screen
 from litft.methods.mixins import mixins
 from litft.signals import Signals

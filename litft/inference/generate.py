@@ -13,8 +13,9 @@ from litft.args import GenerateArgs
 from litft.data.formats import check_messages
 from litft.data.readers import read_records
 from litft.inference.decoder import check_prompt
-from litft.inference.generation import GenerationChunk, GenerationStats, generate_batch, prompt_ids
+from litft.inference.generation import GenerationChunk, GenerationStats, generate_batch
 from litft.inference.session import Session, make_drafter, open_session
+from litft.inference.streaming import prompt_ids
 
 
 def generate(args: GenerateArgs) -> None:

@@ -1,24 +1,18 @@
-"""Streaming generation: text that never splits a character, with tokens, log-probabilities and speeds.
-
-`stream` is the public function. The commands and evaluation use `generate_batch`, which runs many requests at once.
-"""
+"""Generation of many texts at once: text that never splits a character, with tokens, log-probabilities and speeds."""
 
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from litft.args.sampling import USUAL
-from litft.data.chat_template import Message
 from litft.data.tokenizer import Tokenizer
-from litft.inference.decoder import NOT_A_NUMBER, BrokenModel, Decoder, check_prompt
+from litft.inference.decoder import NOT_A_NUMBER, BrokenModel, Decoder
 from litft.inference.sampling import Sampler, Sampling
 from litft.inference.speculative import Drafter, speculative_rounds
-from litft.model.transformer import GPT
 
 FinishReason = Literal["stop", "length", "context"]  # stop token or text; max_new_tokens; context full
 
@@ -356,37 +350,3 @@ def _speculate(decoder: Decoder, tokenizer: Tokenizer, request: Request, drafter
                 yield chunk
             if answer.finish_reason:
                 return
-
-
-def stream(
-    model: GPT,
-    tokenizer: Tokenizer,
-    prompt: str | list[Message],
-    *,
-    max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
-    drafter: Drafter | None = None,
-    **sampling: Any,
-) -> Iterator[GenerationChunk]:
-    """Stream the continuation of a text prompt, or the answer to chat messages (rendered by the chat template).
-
-    Each chunk is a str with `tokens`, `logprobs`, `finish_reason` (in the last: stop, length or context) and `stats`.
-    sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-    frequency_penalty, logit_bias, seed). stop: texts that end the answer. Raises ValueError if a setting is invalid, or the
-    prompt is empty, longer than the context or outside the vocabulary.
-    """
-    settings = Sampling(**USUAL | sampling)
-    if problems := settings.problems():
-        raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))
-    ids = prompt_ids(tokenizer, prompt)
-    check_prompt(model, ids)
-    decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
-    request = Request(ids, max_new_tokens, settings, tokenizer.stop_ids, stop)
-    yield from (chunk for _, chunk in generate_batch(decoder, tokenizer, [request], drafter))
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str | list[Message]) -> list[int]:
-    """Tokenize a prompt: text with the tokenizer's BOS, or messages rendered with the generation prompt."""
-    if isinstance(prompt, str):
-        return tokenizer.encode(prompt)
-    return tokenizer.encode(tokenizer.apply_chat_template(prompt, add_generation_prompt=True), bos=False)

@@ -1,7 +1,7 @@
 """Fine-tuning, from the flags to a run's folder: `litft.finetune`, and the four commands."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from litft.args.finetune import apply_launcher
 from litft.args.processes import is_first_on_node, launch_id
 from litft.checkpoints.hub import fetch, hub_id, pinned_data
 from litft.data.dataset import load_data
-from litft.data.sources import hub_dataset
+from litft.data.sources import hub_dataset, named_path
 from litft.distributed.devices import check_devices, make_fabric, pick_accelerator
 from litft.distributed.process_group import launch
 from litft.model.quantization import bitsandbytes
@@ -23,10 +23,13 @@ from litft.pretrained import DEMO, resolve
 from litft.training.auto_settings import Settings, choose
 from litft.training.dry_run import dry_run
 from litft.training.loggers import check_logger
-from litft.training.metrics import Row
+from litft.training.metrics import COLUMNS, Row
 from litft.training.schedule import Schedule
+from litft.training.scoring import Metric
 from litft.training.setup import Setup
 from litft.training.trainer import Trainer
+
+Callback = Callable[[Row], None]
 
 
 class Outcome(NamedTuple):
@@ -36,12 +39,11 @@ class Outcome(NamedTuple):
     metrics: Row
 
 
-def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) -> Outcome | None:
-    """Train with these arguments; returns None after a dry run.
-
-    callback: called in the first process with every row of metrics.csv when it is written. Raises ValueError for mistakes
-    of the user, `Interrupted` where a signal ended the run with its state saved.
-    """
+def run_finetuning(
+    args: FinetuneArgs, callback: Callback | None = None, metrics: Mapping[str, Metric] | None = None
+) -> Outcome | None:
+    """Train with these arguments; see `litft.finetune`."""
+    _check_metrics(metrics or {})
     args, named = _resolve(args)
     setup, schedule, settings = prepare(args)
     if args.dry_run:
@@ -55,10 +57,17 @@ def finetune(args: FinetuneArgs, callback: Callable[[Row], None] | None = None) 
     if any(hosts.all_reduce_max(args.resume)):
         setup.args = replace(setup.args, resume=True, overwrite=False)
     hosts.check_equal(_shared_facts(setup, schedule, settings))
-    trainer = Trainer(fabric, hosts, setup, schedule, settings, folder)
+    trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics)
     trainer.metrics.sinks += [callback] if callback else []
     trainer.fit()
     return Outcome(folder, trainer.metrics.newest)
+
+
+def _check_metrics(metrics: Mapping[str, Metric]) -> None:
+    """Raise ValueError for a metric that metrics.csv cannot hold."""
+    for name in metrics:
+        if name in COLUMNS or not name.isidentifier() or name.startswith("val_"):
+            raise ValueError(f"metrics: {name!r} cannot be a column of metrics.csv; choose another name, such as rouge")
 
 
 def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
@@ -76,7 +85,8 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     if run_dir.launched_by(folder, launch_id()):
         args = replace(args, resume=True, overwrite=False)
     if folder:
-        inputs = (args.checkpoint_dir, args.base_dir, *args.data.path, args.data.val_path, args.data.template)
+        val_paths = [path for _, path in map(named_path, args.data.val_path)]
+        inputs = (args.checkpoint_dir, args.base_dir, *args.data.path, *val_paths, args.data.template)
         run_dir.check(folder, args.resume, args.overwrite, inputs)
     return args, folder
 
@@ -86,8 +96,8 @@ def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
     models = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
     pinned = {name: str(fetch(model)[1]) for name, model in models.items() if model}
     data = replace(args.data, path=[_pinned(path) for path in args.data.path])
-    if ":" in (data.val_path or ""):  # a split of a data set
-        data = replace(data, val_path=_pinned(data.val_path))
+    named = map(named_path, data.val_path)
+    data = replace(data, val_path=[f"{name}={_pinned(path)}" if name else _pinned(path) for name, path in named])
     return replace(args, **pinned, data=data)
 
 

@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ from litft.run_dir import CONFIG, metrics_rows
 
 POINTS = 400  # maximum number of points of a curve; longer curves are averaged over intervals
 TICKS = 4
+COLORS = 6  # of curves, in report.css
 STYLE, SCRIPT = ((Path(__file__).parent / f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
 DIGEST = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
 POLICY = f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{DIGEST}'"  # no other script runs
@@ -52,6 +53,7 @@ class Report:
     lengths: Sequence[tuple[int, int, int]]  # histogram: tokens from, tokens to, number of examples
     answers: Sequence[dict[str, str | int]]  # step, prompt, answer
     loss: str  # what the loss is
+    scores: Mapping[str, str] = field(default_factory=dict)  # further columns of the validations, and their titles
 
 
 # title, columns, whether the y-axis starts at 0
@@ -84,8 +86,13 @@ def write_report(folder: Path, report: Report) -> None:
     """Write report.html into the run folder."""
     rows = [{name: float(value) for name, value in row.items()} for row in metrics_rows(folder / "metrics.csv")]
     config = (folder / CONFIG).read_text("utf-8")
+    of_sets = [column for column in report.scores if column.startswith("val_loss_")]
     charts = [
-        chart(title.format(loss=report.loss), {column: points(rows, column) for column in columns}, from_zero)
+        chart(
+            title.format(loss=report.loss),
+            {column: points(rows, column) for column in (*columns, *(of_sets if "val_loss" in columns else []))},
+            from_zero,
+        )
         for title, columns, from_zero in CHARTS
     ]
     parts = [
@@ -94,7 +101,7 @@ def write_report(folder: Path, report: Report) -> None:
         f"<p class=state>{html.escape(public(report.state))}</p>",
         _tiles(report.tiles),
         f"{CONTROLS}<div class=charts>{''.join(charts)}</div>",
-        _validations(rows),
+        _validations(rows, report.scores),
         _answers(report.answers),
         "<h2>Example lengths</h2>",
         _bars(report.lengths),
@@ -145,10 +152,11 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
         path = " ".join(f"{x_percent(x)},{y_percent(y)}" for x, y in curve)
         if len(curve) == 1:
             path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
-        lines.append(f'<polyline class="curve c{number}" points="{path}"/>')
+        lines.append(f'<polyline class="curve c{number % COLORS}" points="{path}"/>')
         if len(series) > 1 and curve:
             split = "validation" if column.startswith("val_") else "training"
-            legend.append(f'<span class="key c{number}">{split} {curve[-1][1]:.4g}</span>')
+            name = column.removeprefix("val_loss_") if column.startswith("val_loss_") else split
+            legend.append(f'<span class="key c{number % COLORS}">{html.escape(name)} {curve[-1][1]:.4g}</span>')
     grid = "".join(f'<line x1="0" x2="100" y1="{y_percent(y)}" y2="{y_percent(y)}"/>' for y in y_ticks)
     labels = "".join(f'<span style="top:{y_percent(y)}%">{_short(y)}</span>' for y in y_ticks)
     steps = "".join(
@@ -202,13 +210,14 @@ def _flags(flags: Mapping[str, str]) -> str:
     return f"<dl>{rows}</dl>"
 
 
-def _validations(rows: list[dict[str, float]]) -> str:
-    """Return a table of the validations."""
+def _validations(rows: list[dict[str, float]], scores: Mapping[str, str]) -> str:
+    """Return a table of the validations. scores: the titles of further columns."""
     validations = [row for row in rows if "val_loss" in row]
     if not validations:
         return ""
-    columns = [item for item in SCORES if any(item[0] in row for row in validations)]
-    head = "".join(f"<th>{title}</th>" for _, title, _ in columns)
+    all_scores = [*SCORES, *((column, title, "{:.4g}") for column, title in scores.items())]
+    columns = [item for item in all_scores if any(item[0] in row for row in validations)]
+    head = "".join(f"<th>{html.escape(title)}</th>" for _, title, _ in columns)
     body = ""
     for row in validations:
         cells = (form.format(row[name]) if name in row else "" for name, _, form in columns)

@@ -27,10 +27,10 @@ class Metrics:
     """
 
     def __init__(self, path: Path | None, peak_flops: float | None, scores: Sequence[str] = ()) -> None:
-        # scores: columns of the objective, next to the loss; with val_, of validations
+        # scores: further columns, next to those of the loss
         self.path, self.peak = path, peak_flops
         position = COLUMNS.index("exact_match") + 1
-        self.scores = [*scores, *(f"val_{name}" for name in scores)]
+        self.scores = list(scores)
         self.columns = [*COLUMNS[:position], *self.scores, *COLUMNS[position:]]
         self.sinks: list[Callable[[Row], None]] = []
         self.rows: list[dict[str, Any]] = []

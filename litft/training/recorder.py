@@ -37,7 +37,7 @@ from litft.training.metrics import Metrics
 from litft.training.schedule import Schedule
 from litft.training.screen import Screen
 from litft.training.setup import Setup
-from litft.training.validation import Validation
+from litft.training.validation import Validation, metric_format
 
 
 class TrainedNetwork(NamedTuple):
@@ -75,7 +75,8 @@ class Recorder:
         self.is_writer = fabric.global_rank == 0
         self.peak = peak_flops(fabric.device, settings.precision)
         path, peak = folder / "metrics.csv", self.peak and self.peak * fabric.world_size
-        self.metrics = Metrics(path if self.is_writer else None, peak, setup.objective.scores)
+        columns = [*setup.objective.scores, *validation.columns, *(validation.metrics.keys() - {"exact_match"})]
+        self.metrics = Metrics(path if self.is_writer else None, peak, columns)
         self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
         self.is_claimed = False  # config.yaml is written
         self.is_open = False  # the folder is this run's
@@ -153,7 +154,7 @@ class Recorder:
     def identity(self) -> dict[str, Any]:
         """What must be the same where a run is resumed, or it would silently become another run."""
         data = self.schedule.data
-        measured = self.validation.num_samples(self.args.train.global_batch_size)
+        measured = sum(map(len, self.validation.indices(self.args.train.global_batch_size).values()))
         return self.setup.identity() | {
             "seed": self.args.seed,
             "precision": self.settings.precision,
@@ -282,7 +283,11 @@ class Recorder:
     def _scores(self) -> dict[str, list[str]]:
         """The first and the last value of each score of the validations, as text."""
         validation = self.validation
-        scores = [("validation loss", "{:.4f}", validation.losses), ("exact match", "{:.1%}", validation.matches)]
+        scores = [("validation loss", "{:.4f}", validation.losses)]
+        scores += [(name.replace("_", " "), metric_format(name), steps) for name, steps in validation.metric_values.items()]
+        for name in validation.sets:
+            by_step = {step: row[column] for step, row in validation.scores.items() if (column := f"val_loss_{name}") in row}
+            scores.append((f"loss on {name}", "{:.4f}", by_step))
         for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
             by_step = {step: row[f"val_{name}"] for step, row in validation.scores.items() if f"val_{name}" in row}
             scores.append((f"validation {name}", form, by_step))
@@ -324,6 +329,7 @@ class Recorder:
             machine=machine_lines(self.fabric.device, self.fabric.world_size),
             lengths=histogram(self.schedule.data.train.lengths),
             answers=self.validation.answers,
+            scores=self.validation.titles,
             loss="Loss per token" if self.args.objective == "sft" else f"Loss ({self.setup.objective.title})",
         )
         write_report(self.folder, report)

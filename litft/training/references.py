@@ -23,7 +23,6 @@ from litft.model.transformer import GPT
 from litft.training.objectives import Objective
 from litft.training.objectives.objective import document_log_probs
 from litft.training.schedule import Schedule
-from litft.training.scoring import evenly_spaced
 
 FOLDER = "reference"  # within the run's folder
 BLOCK = 64  # samples of a process that are laid out at once, and written together
@@ -61,10 +60,9 @@ class Referenced(Sequence):
 class References:
     """The samples of a run's steps and validations, with what their objective needs of the reference model."""
 
-    def __init__(self, objective: Objective, schedule: Schedule, num_val: int) -> None:
+    def __init__(self, objective: Objective, schedule: Schedule, val_indices: Sequence[int]) -> None:
         self.objective, self.schedule, data = objective, schedule, schedule.data
         self.width = 2 if objective.data == "pairs" else 1
-        val_indices = evenly_spaced(range(len(data.val)), num_val)
         # by name: samples, and the indices whose log-probabilities a run needs
         self.parts: dict[str, tuple[Sequence, Sequence[int]]] = {}
         if objective.needs_reference:

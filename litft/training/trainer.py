@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,7 @@ from litft.training.optimizers import averaged_weights, make_optimizer, set_lear
 from litft.training.recorder import Recorder, TrainedNetwork
 from litft.training.references import References
 from litft.training.schedule import Schedule, learning_rate
+from litft.training.scoring import Metric
 from litft.training.screen import beginning, end, open_screen
 from litft.training.setup import Setup
 from litft.training.validation import Validation
@@ -69,7 +70,14 @@ class Trainer:
     """
 
     def __init__(
-        self, fabric: Fabric, hosts: HostGroup, setup: Setup, schedule: Schedule, settings: Settings, folder: Path
+        self,
+        fabric: Fabric,
+        hosts: HostGroup,
+        setup: Setup,
+        schedule: Schedule,
+        settings: Settings,
+        folder: Path,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> None:
         self.args, self.fabric, self.hosts = setup.args, fabric, hosts
         self.setup, self.schedule, self.settings, self.data = setup, schedule, settings, schedule.data
@@ -81,11 +89,11 @@ class Trainer:
         network = TrainedNetwork(self.model, parameters, sharded)
         self.trained = network.trained
         self.objective = setup.objective
-        evaluation = setup.tokenizer, self.data, self.args.eval, folder / "samples.jsonl", self.objective
+        evaluation = setup.tokenizer, self.data, self.args.eval, folder / "samples.jsonl", self.objective, metrics
         self.validation = Validation(fabric, hosts, self.model, *evaluation)
         self.recorder = Recorder(fabric, hosts, setup, schedule, settings, folder, network, self.validation, self.screen)
-        num_val = self.validation.num_samples(self.args.train.global_batch_size)
-        self.references = References(self.objective, schedule, num_val)
+        measured = self.validation.indices(self.args.train.global_batch_size).values()
+        self.references = References(self.objective, schedule, sorted({index for indices in measured for index in indices}))
         self.metrics, self.say = self.recorder.metrics, self.screen.say
         self.probe = MemoryProbe(fabric, hosts, setup, schedule, settings, network, self.say)
         self.divergence = DivergenceGuard(self.args.train, schedule, setup.source.config.vocab_size, folder, self.say)
@@ -109,7 +117,7 @@ class Trainer:
                 # before training, or after a resumed step: the run may have been interrupted within this validation
                 if self.step == 0 or _is_due(self.args.eval.interval, self.step):
                     with self.screen.doing("validating before the first step"):
-                        self._validate(optimizer, exact_match=self.step == 0)
+                        self._validate(optimizer, metrics=self.step == 0)
                     self._log(pace=0.0)
                     self.recorder.report_progress(self.step)
                 (self.elapsed_before,) = self.hosts.all_reduce_max(time.monotonic() - self.start_time)
@@ -121,7 +129,7 @@ class Trainer:
                 if self.step < self.schedule.steps:
                     self.say(f"step {self.step}: {reason}")
                 with self.screen.doing("validating"):
-                    self._validate(optimizer, exact_match=True)
+                    self._validate(optimizer, metrics=True)
             self._finish(optimizer)
 
     def _compute_references(self) -> None:
@@ -280,36 +288,26 @@ class Trainer:
         pace = max(1e-9, (self.elapsed - since) / (step - first))
         return min(self.schedule.steps, max(step + 1, step + round((self.time_limit - self.elapsed) / pace)))
 
-    def _validate(self, optimizer: Optimizer, exact_match: bool = False) -> None:
+    def _validate(self, optimizer: Optimizer, metrics: bool = False) -> None:
         """Put the validation scores into the step's row, show sample answers, and keep the best weights.
 
-        exact_match: measure it too, if --eval.exact_match is given. A resumed run repeats nothing that is done already.
+        metrics: measure those of the model's answers too. A resumed run repeats nothing that is done already.
         """
         validation, step = self.validation, self.step
-        exact_match = exact_match and self.args.eval.exact_match
+        has_metrics = all(step in values for values in validation.metric_values.values())
         has_answers = any(item["step"] == step for item in validation.answers)
-        has_scores = step in validation.losses and not (exact_match and step not in validation.matches)
+        has_scores = step in validation.losses and (has_metrics or not metrics)
         self.metrics.synchronize(self.fabric.device)
         with averaged_weights(optimizer), uncompiled():
             if len(self.data.val) and not has_scores:
-                scores = validation.measure(step, self.schedule.layout, self.args.train.global_batch_size, exact_match)
+                scores = validation.measure(step, self.schedule.layout, self.args.train.global_batch_size, metrics)
                 self.divergence.check_validation(step, scores["val_loss"])
                 self.metrics.note(step, **scores)
-                self.say(self._scores_line(scores, exact_match))
+                self.say(validation.line(step, scores, metrics))
             for item in [] if has_answers else validation.generate_answers(step):
                 self.say(f"  {end(item['prompt'])}\n  -> {beginning(item['answer'])}")
             if self.args.save.best and step and validation.best == step and not has_answers:
                 self.recorder.write_best(step)
-
-    def _scores_line(self, scores: dict[str, float], exact_match: bool) -> str:
-        line = f"step {self.step}: validation loss {scores['val_loss']:.4f}"
-        shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"), ("chosen_logp", "{:.4g}"))
-        line += "".join(f", {name} {form.format(scores[f'val_{name}'])}" for name, form in shown if f"val_{name}" in scores)
-        if "exact_match" in scores:
-            return f"{line}, exact match {scores['exact_match']:.1%} of {self.validation.num_answers}"
-        if exact_match:
-            return f"{line}; no answer fits into the length limit whole, so exact match is not measured"
-        return line
 
     def _log(self, pace: float) -> None:
         """Write the rows collected since the last time, check them, and show the newest; pace: seconds per step."""

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -15,11 +15,19 @@ from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
-from litft.inference.generation import prompt_ids
+from litft.inference.streaming import prompt_ids
 from litft.model.transformer import GPT, eval_mode
 from litft.training.metrics import Row
 from litft.training.objectives import Objective, Supervised
-from litft.training.scoring import evenly_spaced, exact_match, greedy_answers, validation_scores
+from litft.training.scoring import (
+    Metric,
+    Selection,
+    evenly_spaced,
+    exact_match,
+    greedy_answers,
+    validation_answers,
+    validation_scores,
+)
 
 PROMPT_CANDIDATES = 16  # first validation samples, among which a default prompt is searched
 
@@ -37,15 +45,19 @@ class Validation:
         args: EvalArgs,
         path: Path,
         objective: Objective | None = None,
+        metrics: Mapping[str, Metric] | None = None,
     ) -> None:
+        # metrics: of the answers to the validation questions, by column of metrics.csv
         self.fabric, self.hosts, self.model = fabric, hosts, model
         self.objective = objective or Supervised(PreferenceArgs())
         self.tokenizer, self.args, self.path = tokenizer, args, path
         self.samples: Sequence[Sample] = data.val
+        self.sets = data.val_sets
+        self.metrics = ({"exact_match": exact_match} if args.exact_match else {}) | dict(metrics or {})
         self.before_batch: Callable[[], None] = lambda: None  # called before each batch; it may raise
         self.losses: dict[int, float] = {}  # by step
-        self.scores: dict[int, Row] = {}  # the objective's other scores, by step
-        self.matches: dict[int, float] = {}  # exact match by step
+        self.scores: dict[int, Row] = {}  # the objective's other scores and the losses of named sets, by step
+        self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}  # by metric and step
         self.num_answers = 0  # examples with an answer to match
         self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
         self.prompts = list(_prompts(args, tokenizer, data)) if args.max_new_tokens else []
@@ -53,8 +65,9 @@ class Validation:
     def restore(self, rows: list[Row]) -> None:
         """Restore scores and sample answers from an interrupted run's metrics rows and samples.jsonl."""
         self.losses = {int(row["step"]): row["val_loss"] for row in rows if "val_loss" in row}
-        self.matches = {int(row["step"]): row["exact_match"] for row in rows if "exact_match" in row}
-        names = {f"val_{name}" for name in self.objective.scores}
+        for name, values in self.metric_values.items():
+            values.update({int(row["step"]): row[name] for row in rows if name in row})
+        names = set(self.columns)
         self.scores = {int(row["step"]): {n: row[n] for n in names & row.keys()} for row in rows if "val_loss" in row}
         lines = self.path.read_text("utf-8", errors="replace").split("\n") if self.path.is_file() else []
         last = max((int(row["step"]) for row in rows), default=-1)
@@ -62,28 +75,72 @@ class Validation:
         self.fabric.barrier()  # all ranks have read the file
         self._write()
 
-    def num_samples(self, batch_size: int) -> int:
-        """Return the number of samples of a validation with batches of `batch_size`."""
-        return min(len(self.samples), (self.args.max_batches or len(self.samples)) * batch_size)
+    @property
+    def columns(self) -> list[str]:
+        """The columns of metrics.csv with the objective's scores, and with the loss of each set if there are several."""
+        return [*(f"val_{name}" for name in self.objective.scores), *(f"val_loss_{name}" for name in self.sets)]
 
-    def measure(self, step: int, layout: Layout, batch_size: int, with_exact_match: bool) -> Row:
-        """Return the scores after `step` steps. Exact match is measured only if `with_exact_match`."""
-        samples = evenly_spaced(self.samples, self.num_samples(batch_size))
+    @property
+    def titles(self) -> dict[str, str]:
+        """The titles of the columns of named sets and of metrics that a report would not know."""
+        metrics = {name: name.replace("_", " ") for name in self.metrics if name != "exact_match"}
+        return {f"val_loss_{name}": f"loss on {name}" for name in self.sets} | metrics
+
+    def indices(self, batch_size: int) -> dict[str, Sequence[int]]:
+        """Return the indices of the samples that a validation measures, by set; "" if there is one only.
+
+        Of each set these are at most --eval.max_batches batches of `batch_size`, evenly spaced.
+        """
+        sets = self.sets or {"": range(len(self.samples))}
+        limit = (self.args.max_batches or len(self.samples)) * batch_size
+        return {name: evenly_spaced(indices, limit) for name, indices in sets.items()}
+
+    def measure(self, step: int, layout: Layout, batch_size: int, with_answers: bool) -> Row:
+        """Return the scores after `step` steps, and the metrics of the model's answers if `with_answers`."""
+        sets = {name: Selection(self.samples, indices) for name, indices in self.indices(batch_size).items()}
         if step not in self.losses:
-            subject = self.fabric, self.objective, self.model
-            self.losses[step], *scores = validation_scores(*subject, samples, layout, self.before_batch)
-            names = (f"val_{name}" for name in self.objective.scores)
-            self.scores[step] = {n: score for n, score in zip(names, scores, strict=True) if not math.isnan(score)}
-        loss = self.losses[step]
-        values = {"val_loss": loss} | self.scores[step]
+            self._measure_sets(step, layout, sets)
+        values = {"val_loss": self.losses[step]} | self.scores[step]
         if self.objective.data == "supervised":
-            values["val_perplexity"] = math.exp(min(loss, 700))
-        if with_exact_match and self.args.exact_match:
+            values["val_perplexity"] = math.exp(min(self.losses[step], 700))
+        if with_answers and self.metrics:
             setup = self.fabric, self.hosts, self.model, self.tokenizer
-            matches, self.num_answers = exact_match(*setup, samples, layout.rows, self.before_batch)
-            if self.num_answers:
-                values["exact_match"] = self.matches[step] = matches / self.num_answers
+            samples = Selection(self.samples, [index for selection in sets.values() for index in selection.indices])
+            room = self.args.max_new_tokens if self.metrics.keys() - {"exact_match"} else 0
+            answers = validation_answers(*setup, samples, layout.rows, self.before_batch, room)
+            self.num_answers = len(answers)
+            for name, metric in self.metrics.items() if answers else ():
+                # in one process: a metric may be expensive, or random
+                value = float(metric(answers)) if self.fabric.global_rank == 0 else 0.0
+                values[name] = self.metric_values[name][step] = self.fabric.broadcast(value)
         return values
+
+    def _measure_sets(self, step: int, layout: Layout, sets: Mapping[str, Sequence[Sample]]) -> None:
+        """Measure the loss and the scores of each set; those of all together are means, weighted by what the loss counts."""
+        scores, weights = [], []
+        for samples in sets.values():
+            scores.append(validation_scores(self.fabric, self.objective, self.model, samples, layout, self.before_batch))
+            totals = self.objective.totals(samples)
+            weights.append(totals.tokens if self.objective.data == "supervised" else totals.samples)
+        means = scores[0] if len(scores) == 1 else [_mean(values, weights) for values in zip(*scores, strict=True)]
+        self.losses[step], *others = means
+        of_sets = [score[0] for score in scores] if self.sets else []
+        pairs = zip(self.columns, [*others, *of_sets], strict=True)
+        self.scores[step] = {name: score for name, score in pairs if not math.isnan(score)}
+
+    def line(self, step: int, scores: Row, with_answers: bool) -> str:
+        """Return the scores after `step` steps as text."""
+        line = f"step {step}: validation loss {scores['val_loss']:.4f}"
+        shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"), ("chosen_logp", "{:.4g}"))
+        line += "".join(f", {name} {form.format(scores[f'val_{name}'])}" for name, form in shown if f"val_{name}" in scores)
+        line += "".join(f", {name} {scores[f'val_loss_{name}']:.4f}" for name in self.sets)
+        if not (with_answers and self.metrics):
+            return line
+        if not self.num_answers:
+            names = ", ".join(name.replace("_", " ") for name in self.metrics)
+            return f"{line}; no answer fits into the length limit whole, so {names} is not measured"
+        values = ((name, metric_format(name).format(scores[name])) for name in self.metrics if name in scores)
+        return line + "".join(f", {name.replace('_', ' ')} {value} of {self.num_answers}" for name, value in values)
 
     def generate_answers(self, step: int) -> Iterator[dict[str, str | int]]:
         """Generate and yield the model's answers to the prompts after `step` steps, and write them to samples.jsonl."""
@@ -109,6 +166,17 @@ class Validation:
         """Return the number of validations since the best one."""
         best = self.best or 0
         return sum(step > best for step in self.losses)
+
+
+def metric_format(metric: str) -> str:
+    """Return the format of a metric's values."""
+    return "{:.1%}" if metric == "exact_match" else "{:.4g}"
+
+
+def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
+    """Return the weighted mean of the values that are numbers; a set may have no answers of a kind."""
+    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
+    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs) if pairs else math.nan
 
 
 def _parse_answer(line: str) -> dict[str, str | int] | None:

@@ -17,7 +17,7 @@ from litft import args as flags
 from litft.args import parser
 from litft.args.aliases import ALIASES, explain
 from litft.args.finetune import FINETUNE, LoRAFinetuneArgs
-from litft.args.parser import _flag_types, parse
+from litft.args.parser import parse, types_of_flags
 from litft.cli import COMMANDS, run
 
 SCRIPTS = {
@@ -84,7 +84,8 @@ def test_help_lists_every_flag(command, capsys):
         run(command, ["--help"])
     listed_flags = set(re.findall(r"^  --(\S+)", capsys.readouterr().out, re.MULTILINE))
     assert (
-        excinfo.value.code == 0 and listed_flags - {"config", "print_config"} == _flag_types(COMMANDS[command].args).keys()
+        excinfo.value.code == 0
+        and listed_flags - {"config", "print_config"} == types_of_flags(COMMANDS[command].args).keys()
     )
 
 
@@ -357,7 +358,7 @@ def test_gpu_memory_is_allocated_in_expandable_segments(tmp_path):
 
 def test_flags_of_other_programs_are_translated(capsys):
     """The message has the flag and its value; every flag that it names exists."""
-    types = {name: kind for cls in FINETUNE.values() for name, kind in parser._flag_types(cls).items()}
+    types = {name: kind for cls in FINETUNE.values() for name, kind in parser.types_of_flags(cls).items()}
     assert len(ALIASES) >= 60
     for name, alias in ALIASES.items():
         words = alias.flags.split()

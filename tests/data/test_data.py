@@ -319,9 +319,9 @@ def test_only_the_first_records_of_each_path_are_read(tmp_path, tiny):
     records = [{"instruction": f"No {n}", "output": "Yes."} for n in range(9)]
     paths = [write_records(tmp_path / f"{name}.json", records) for name in "ab"]
     for limit, count in ((2, 2), (None, 9), (20, 9), (2, 2)):
-        data = load(paths[0], tokenizer, limit=limit, val_path=str(paths[1]))
+        data = load(paths[0], tokenizer, limit=limit, val_path=[str(paths[1])])
         assert (len(data.train), len(data.val)) == (count, 9)
-    data = load(paths[0], tokenizer, limit=3, val_path=str(paths[0]))
+    data = load(paths[0], tokenizer, limit=3, val_path=[str(paths[0])])
     assert (len(data.train), len(data.val)) == (3, 9)
     texts = [tokenizer.decode(data.train[n].tokens.tolist()) for n in range(3)]
     assert all(f"No {n}" in text for n, text in enumerate(texts))
@@ -349,7 +349,7 @@ def test_duplicates_of_validation_samples_are_reported(tmp_path, tiny):
         write_records(tmp_path / "train.json", records),
         write_records(tmp_path / "val.json", [records[3], records[8], {"text": "x"}]),
     )
-    data = load(train, tokenizer, val_path=str(val))
+    data = load(train, tokenizer, val_path=[str(val)])
     assert data.duplicates.tolist() == [3, 8]
 
 
@@ -359,7 +359,7 @@ def test_texts_with_a_common_start_are_not_duplicates(tmp_path, tiny):
     for name in ("a", "b"):
         rest = "".join(f"{name} saw {n} dogs. " for n in range(300))
         (tmp_path / f"{name}.txt").write_text(start + rest)
-    data = load(tmp_path / "a.txt", tokenizer, val_path=str(tmp_path / "b.txt"), max_seq_length=100)
+    data = load(tmp_path / "a.txt", tokenizer, val_path=[str(tmp_path / "b.txt")], max_seq_length=100)
     val_tokens = {tuple(sample.tokens.tolist()) for sample in data.val}
     duplicates = [number for number, sample in enumerate(data.train) if tuple(sample.tokens.tolist()) in val_tokens]
     assert data.duplicates.tolist() == duplicates and 2 < len(duplicates) < len(data.train) / 2
@@ -448,7 +448,7 @@ def test_a_format_and_columns_by_name(tmp_path, tiny):
     with pytest.raises(ValueError, match=r"--data.columns foo=...: no format has that field; known: answer, "):
         load(path, tokenizer, columns=["foo=text"])
     with pytest.raises(ValueError, match=r"is a folder; name a file of examples in it"):
-        load(path, tokenizer, val_path=str(tmp_path), columns=["prompt = text", "completion=label"])
+        load(path, tokenizer, val_path=[str(tmp_path)], columns=["prompt = text", "completion=label"])
     with pytest.raises(ValueError, match=r"record 0: --data.format alpaca needs the fields instruction, output"):
         load(path, tokenizer, format="alpaca")
 

@@ -93,7 +93,7 @@ def compare(tiny, examples, folder, strategy, case_names, single_runs):
     results = losses(tiny, examples, folder, strategy, case_names)
     for case, values in results.items():
         assert expected[case]["loss"][0] - expected[case]["loss"][-1] > 0.15, case
-        for name in ("loss", "val_loss"):
+        for name in ("loss", "val_loss", "num_answers"):
             assert values[name] == pytest.approx(expected[case][name], abs=1e-5), case
         assert values["grad_norm"] == pytest.approx(expected[case]["grad_norm"], rel=1e-3), case
         single_dir, parallel_dir = (

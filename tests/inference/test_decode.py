@@ -12,8 +12,9 @@ from litft.args import LoRAArgs, Sampling
 from litft.data.tokenizer_backends import common_prefix_length
 from litft.inference.decoder import Decoder
 from litft.inference.fused_linears import fuse_linears
-from litft.inference.generation import Request, generate_batch, prompt_ids
+from litft.inference.generation import Request, generate_batch
 from litft.inference.speculative import DraftModel, PromptLookup
+from litft.inference.streaming import prompt_ids
 from litft.methods import LoRA
 from litft.pretrained import resolve
 

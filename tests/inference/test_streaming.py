@@ -8,7 +8,8 @@ import torch
 import litft
 from litft.args import Sampling
 from litft.inference.decoder import Decoder
-from litft.inference.generation import Answer, Batch, ChosenToken, Detokenizer, Request, generate_batch, prompt_ids
+from litft.inference.generation import Answer, Batch, ChosenToken, Detokenizer, Request, generate_batch
+from litft.inference.streaming import prompt_ids
 
 
 @pytest.fixture(scope="module")

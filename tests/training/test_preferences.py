@@ -31,7 +31,7 @@ from litft.data.encoder import Sample
 from litft.data.packing import collate
 from litft.methods.lora import LoRA
 from litft.model.loss import IGNORED
-from litft.training.finetune import finetune, prepare
+from litft.training.finetune import prepare, run_finetuning
 from litft.training.objectives import OBJECTIVES, Totals
 from litft.training.objectives.pairs import wins
 from litft.training.references import FOLDER, LogProbFile, References
@@ -205,7 +205,7 @@ METHODS = [
 @pytest.mark.parametrize(("kind", "values"), METHODS, ids=lambda value: getattr(value, "__name__", ""))
 def test_the_reference_is_the_frozen_start_of_every_method(tiny, pairs, tmp_path, kind, values):
     args = flags(tiny, pairs, tmp_path / "run", kind, **values)
-    finetune(args)
+    run_finetuning(args)
     data, model = prepare(args)[1].data, litft.load(tiny, precision="fp32")[0]
     for part, samples in (("train", data.train), ("val", data.val)):
         stored = reference_of(tmp_path / "run", part)
@@ -221,7 +221,7 @@ def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(tiny, pairs, t
     adapter = adapted(tiny, tmp_path / "adapter", LoRA(LoRAArgs(r=4)))
     copy_tokenizer(tiny, adapter)
     args = flags(adapter, pairs, tmp_path / "run")
-    finetune(args)
+    run_finetuning(args)
     data, model = prepare(args)[1].data, litft.load(adapter, precision="fp32")[0]
     base = litft.load(tiny, precision="fp32")[0]
     stored = reference_of(tmp_path / "run")
@@ -233,7 +233,7 @@ def test_the_reference_of_an_adapter_that_goes_on_is_that_adapter(tiny, pairs, t
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
 def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tmp_path, quantize):
     args = flags(tiny, pairs, tmp_path / "run", quantize=quantize)
-    finetune(args)
+    run_finetuning(args)
     assert rows_of(tmp_path / "run")[0]["val_loss"] == pytest.approx(math.log(2), abs=1e-6)
     data, model = prepare(args)[1].data, litft.load(tiny, precision="fp32", quantize=quantize)[0]
     for index, actual in reference_of(tmp_path / "run").items():
@@ -291,7 +291,7 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(tiny, pairs, tmp_path, o
 
 def test_a_run_killed_within_the_reference_resumes_it(tiny, pairs, tmp_path, monkeypatch):
     args = flags(tiny, pairs, tmp_path / "run")
-    finetune(args)
+    run_finetuning(args)
     (path,) = (tmp_path / "run" / FOLDER).glob("train-*.bin")
     stored = path.read_bytes()
     assert len(stored) == 32 * 3 * 8
@@ -301,7 +301,7 @@ def test_a_run_killed_within_the_reference_resumes_it(tiny, pairs, tmp_path, mon
     marked = np.frombuffer(stored[: 10 * 24], np.float64).copy()
     marked[1::3] += 1e-9  # as if computed elsewhere: such rows are not computed again
     (killed / FOLDER / path.name).write_bytes(marked.tobytes() + b"torn")
-    finetune(replace(args, out_dir=str(killed), resume=True))
+    run_finetuning(replace(args, out_dir=str(killed), resume=True))
     resumed = (killed / FOLDER / path.name).read_bytes()
     assert len(resumed) == len(stored) and resumed[:240] == marked.tobytes()
     rows = np.frombuffer(resumed, np.float64).reshape(-1, 3)
@@ -329,7 +329,9 @@ def test_kill_9_within_the_reference_pass(checkpoints, tmp_path):
 
 
 def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
-    finetune(flags(tiny, pairs, tmp_path / "run", train={"max_steps": 30, "learning_rate": 1e-2, "global_batch_size": 16}))
+    run_finetuning(
+        flags(tiny, pairs, tmp_path / "run", train={"max_steps": 30, "learning_rate": 1e-2, "global_batch_size": 16})
+    )
     rows = rows_of(tmp_path / "run")
     last = rows[-1]
     assert last["val_accuracy"] >= 0.9 and last["val_margin"] > 0.5 and "val_perplexity" not in last
@@ -383,7 +385,7 @@ def test_a_run_that_cannot_be_resumed_computes_no_reference(tiny, pairs, tmp_pat
 def test_a_step_with_one_kind_of_labels_has_no_margin(tiny, tmp_path):
     records = [{"prompt": f"Say {n}", "completion": f"it is {n}", "label": True} for n in range(8)]
     data = write_records(tmp_path / "labels.jsonl", records)
-    finetune(flags(tiny, data, tmp_path / "run", objective="kto"))
+    run_finetuning(flags(tiny, data, tmp_path / "run", objective="kto"))
     for row in rows_of(tmp_path / "run"):
         names = {name.removeprefix("val_") for name in row}
         assert "chosen_reward" in names and not names & {"margin", "rejected_reward", "rejected_logp"}
@@ -421,7 +423,7 @@ def test_rounding_errors_are_ties():
 @pytest.mark.slow
 def test_pairs_are_scored_beside_the_base(tiny, pairs, tmp_path):
     """The run's own held-out pairs without flags; a file of pairs is recognised by its fields."""
-    finetune(flags(tiny, pairs, tmp_path / "run", train={"max_steps": 20, "learning_rate": 1e-2}))
+    run_finetuning(flags(tiny, pairs, tmp_path / "run", train={"max_steps": 20, "learning_rate": 1e-2}))
     script("scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path)
     scores = json.loads((tmp_path / "scores.json").read_text())["scores"]
     last = rows_of(tmp_path / "run")[-1]
@@ -443,7 +445,7 @@ def test_answers_with_labels_are_scored_by_label(tiny, tmp_path):
     records = [{"prompt": f"Say {n}.", "completion": f"number {n}", "label": n % 3 > 0} for n in range(30)]
     path = write_records(tmp_path / "labels.jsonl", records)
     args = flags(tiny, path, tmp_path / "run", objective="kto", train={"max_steps": 4, "learning_rate": 1e-2})
-    finetune(args)
+    run_finetuning(args)
     done = script("scripts/run_eval.py", "--checkpoint_dir", "run/final", "--out", "scores.json", cwd=tmp_path)
     written = json.loads((tmp_path / "scores.json").read_text())
     data = prepare(args)[1].data.val

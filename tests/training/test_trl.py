@@ -14,7 +14,7 @@ from litft.distributed.process_group import launch
 from litft.methods.lora import LoRA
 from litft.pretrained import resolve
 from litft.training import references
-from litft.training.finetune import finetune, prepare
+from litft.training.finetune import prepare, run_finetuning
 from litft.training.trainer import Trainer, accumulate
 
 pytestmark = pytest.mark.slow
@@ -210,6 +210,6 @@ def test_gradients_and_ten_losses_equal_trls(objective, adapter, tmp_path, monke
     assert ours.keys() == gradients.keys()
     for name, gradient in gradients.items():
         assert (ours[name] - gradient).abs().max() <= 1e-4 * gradient.abs().max(), name
-    rows = rows_of(finetune(args).folder)
+    rows = rows_of(run_finetuning(args).folder)
     assert [row["loss"] for row in rows if "loss" in row] == pytest.approx(losses, abs=1e-3)
     assert losses[0] - losses[-1] > 0.1

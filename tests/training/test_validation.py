@@ -12,7 +12,7 @@ from litft.data.dataset import load_data
 from litft.data.packing import Layout
 from litft.distributed.process_group import HostGroup
 from litft.training.objectives import Supervised
-from litft.training.scoring import exact_match, greedy_answers, validation_scores
+from litft.training.scoring import exact_match, greedy_answers, validation_answers, validation_scores
 from litft.training.validation import Validation
 
 SUPERVISED = Supervised(PreferenceArgs())
@@ -68,10 +68,11 @@ def test_batched_answers_equal_answers_one_by_one(model_and_samples, single_proc
     expected = matches_one_by_one(model, tokenizer, samples)
     assert 0 < sum(expected) < len(samples)
     for rows in (1, 5, 12):
-        assert exact_match(*single_process, model, tokenizer, samples, rows) == (sum(expected), len(samples))
+        answers = validation_answers(*single_process, model, tokenizer, samples, rows)
+        assert len(answers) == len(samples) and exact_match(answers) == sum(expected) / len(samples)
     unanswered = [replace(samples[0], answer=None)]
-    assert exact_match(*single_process, model, tokenizer, unanswered + samples, 5) == (sum(expected), len(samples))
-    assert exact_match(*single_process, model, tokenizer, unanswered) == (0, 0)
+    assert validation_answers(*single_process, model, tokenizer, unanswered + samples, 5) == answers
+    assert validation_answers(*single_process, model, tokenizer, unanswered) == []
 
 
 @torch.no_grad()
@@ -80,7 +81,7 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     expected = matches_one_by_one(model, tokenizer, samples)[::3]  # four of twelve, evenly spaced
     args = EvalArgs(max_batches=2, exact_match=True, max_new_tokens=0)
     validation = Validation(*single_process, model, tokenizer, replace(data, val=samples), args, tmp_path / "samples.jsonl")
-    row = validation.measure(0, Layout(rows=3), 2, with_exact_match=True)
+    row = validation.measure(0, Layout(rows=3), 2, with_answers=True)
     assert row["exact_match"] == sum(expected) / 4 != sum(matches_one_by_one(model, tokenizer, samples)) / 12
     (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples[::3], Layout(rows=1))
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
@@ -109,4 +110,5 @@ def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process)
         (ids, answer.text) for ids, answer in zip(prompts, answers, strict=True) if answer.text.strip() and not answer.ended
     )
     truncated = replace(samples[0], answer=(torch.tensor(prompt), torch.tensor(tokenizer.encode(text, bos=False))))
-    assert exact_match(*single_process, model, tokenizer, [truncated]) == (0, 1)
+    (answer,) = validation_answers(*single_process, model, tokenizer, [truncated])
+    assert answer.answer == answer.expected and exact_match([answer]) == 0

@@ -1,0 +1,81 @@
+"""The keyword arguments of `litft.finetune`: every flag by a Python name, checked like the command line."""
+
+import difflib
+import inspect
+import json
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+from litft.args.aliases import ALIASES
+from litft.args.finetune import FINETUNE, FinetuneArgs
+from litft.args.parser import parse, types_of_flags
+
+OWN = {"checkpoint_dir": "model", "data.path": "data", "data.val_path": "val_data"}  # flags with a parameter of their own
+PREFIXED = ("lora", "adapter")  # groups whose names need their prefix to be clear: lora_r
+
+
+def keyword_names(cls: type[FinetuneArgs]) -> dict[str, str]:
+    """Return {keyword: flag}: the flag's last name, or group_name if several groups have it, or if it is a method's."""
+    flags = [flag for flag in types_of_flags(cls) if flag not in OWN]
+    leaves = [flag.rpartition(".")[2] for flag in flags]
+    names = {}
+    for flag, leaf in zip(flags, leaves, strict=True):
+        group = flag.rpartition(".")[0]
+        is_clear = not group or (leaves.count(leaf) == 1 and group not in PREFIXED)
+        names[leaf if is_clear else f"{group}_{leaf}"] = flag
+    return names
+
+
+def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
+    """Return the arguments of a method from keywords. `group_name` is accepted for every flag of a group.
+
+    Raise TypeError for an unknown keyword, and ValueError, with all mistakes, for invalid values.
+    """
+    if method not in FINETUNE:
+        raise ValueError(f"method {method!r} does not exist; use {', '.join(FINETUNE)}")
+    types = types_of_flags(FINETUNE[method])
+    names = keyword_names(FINETUNE[method]) | {flag.replace(".", "_"): flag for flag in types} | {"config": "config"}
+    if unknown := [name for name in keywords if name not in names]:
+        raise TypeError("\n".join(_unknown_keyword(name, names) for name in unknown))
+    words = [f"--{names[name]}={_as_word(value, types.get(names[name]))}" for name, value in keywords.items()]
+    return parse(FINETUNE[method], words)
+
+
+def _unknown_keyword(name: str, names: Mapping[str, str]) -> str:
+    """Return a message that names the keyword that is meant: of a flag of another program, or the nearest name."""
+    message = f"finetune() got an unexpected keyword argument {name!r}"
+    if name in ALIASES:
+        flag = ALIASES[name].flags.split()[0].removeprefix("--")
+        keyword = OWN.get(flag) or next((keyword for keyword, other in names.items() if other == flag), None)
+        note = f" ({ALIASES[name].note})" if ALIASES[name].note else ""
+        return f"{message}; here it is {keyword}{note}" if keyword else f"{message}; see --{flag}{note}"
+    matches = difflib.get_close_matches(name, [*names, *OWN.values()], n=1)
+    return message + (f"; did you mean {matches[0]}?" if matches else "")
+
+
+def _as_word(value: Any, flag_type: Any) -> str:
+    """Return a value in the form of the command line. A mapping becomes a list of NAME=VALUE."""
+    if get_origin(flag_type) is list:
+        if isinstance(value, Mapping):
+            value = [f"{name}={item if isinstance(item, str) else json.dumps(item)}" for name, item in value.items()]
+        items = [value] if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
+        convert = float if get_args(flag_type) == (float,) else str
+        return json.dumps([convert(item) for item in items])
+    if value is None or isinstance(value, bool):
+        return json.dumps(value)
+    return str(value)
+
+
+def signature(parameters: list[inspect.Parameter]) -> inspect.Signature:
+    """Return the signature of `litft.finetune`: its own parameters and the flags of all methods, for completion and help."""
+    flags: dict[str, inspect.Parameter] = {}
+    for cls in FINETUNE.values():
+        types, defaults = types_of_flags(cls), cls()
+        for name, flag in keyword_names(cls).items():
+            default = defaults
+            for part in flag.split("."):
+                default = getattr(default, part)
+            flags.setdefault(
+                name, inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[flag])
+            )
+    return inspect.Signature([*parameters, *flags.values()])

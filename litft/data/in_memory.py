@@ -1,0 +1,57 @@
+"""Examples that a Python program passes instead of a file: stored once, so that the run can be repeated and resumed."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from litft.data.digests import cache_folder
+from litft.data.formats import json_type
+from litft.data.readers import drop_nulls
+
+
+def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = None) -> Path:
+    """Write records to a JSONL file in the cache folder, named by its content, and return its path.
+
+    records: a list, a `datasets.Dataset`, or an iterator, which is read once. limit: the most records to read.
+    Raise ValueError for anything else, and for a record that is not a mapping or cannot be written as JSON.
+    """
+    if isinstance(records, Mapping) or not isinstance(records, Iterable):
+        names = f" with {', '.join(map(str, records))}" if isinstance(records, Mapping) else ""
+        remedy = "pass a list of records, an iterator, or one split of a data set"
+        raise ValueError(f"data: cannot use {type(records).__name__}{names} as examples; {remedy}")
+    folder = cache_folder() / "examples"
+    folder.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=folder, suffix=".partial")
+    try:
+        sha256 = hashlib.sha256()
+        with os.fdopen(handle, "wb") as file:
+            for index, record in enumerate(islice(records, limit)):
+                line = _line(record, index)
+                sha256.update(line)
+                file.write(line)
+        path = folder / f"{sha256.hexdigest()[:32]}.jsonl"
+        if path.is_file():  # it keeps its times, and with them the cached hash of the file
+            os.unlink(temporary)
+        else:
+            os.replace(temporary, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return path
+
+
+def _line(record: Any, index: int) -> bytes:
+    if not isinstance(record, Mapping):
+        found = f"text ({record[:40]!r})" if isinstance(record, str) else json_type(record)
+        raise ValueError(f"data: record {index} must be a mapping with fields, such as messages, found {found}")
+    try:
+        return json.dumps(drop_nulls(record)).encode() + b"\n"
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"data: record {index} cannot be written as JSON ({error}); convert its fields first") from None

@@ -1,0 +1,62 @@
+"""`litft.finetune` for Python programs and notebooks: the flags as keywords, and examples in memory."""
+
+import inspect
+from collections.abc import Iterable, Mapping
+from os import PathLike, fspath
+from typing import Any
+
+from litft.args import FinetuneArgs
+from litft.args.keywords import from_keywords, signature
+from litft.data.in_memory import stored_examples
+from litft.training.finetune import Callback, Outcome, run_finetuning
+from litft.training.scoring import Metric
+
+Examples = str | PathLike | Iterable[str | PathLike] | Iterable[Mapping[str, Any]]
+
+
+def finetune(
+    args: FinetuneArgs | None = None,
+    callback: Callback | None = None,
+    *,
+    method: str = "lora",
+    model: str | PathLike | None = None,
+    data: Examples | None = None,
+    val_data: Examples | None = None,
+    metrics: Mapping[str, Metric] | None = None,
+    **flags: Any,
+) -> Outcome | None:
+    """Fine-tune a model; return the run's folder and its newest metrics, or None after a dry run.
+
+    args: all flags as one object, instead of the keywords below and `callback` and `metrics`.
+    callback: called in the first process with every row of metrics.csv when it is written.
+    method: lora, adapter, adapter_v2 or full.
+    model: a model folder or a hub id. Without model and data, the built-in demo is trained.
+    data: examples: a path, a hub id, a list of paths, or records: a list, a `datasets.Dataset`, or an iterator.
+    val_data: validation examples, likewise.
+    metrics: functions by name, called with the model's answers to the validation questions before and after training.
+    flags: all flags of the command, by their last name (`max_steps=100`), or by group_name (`lora_r=8`, `eval_interval=50`).
+
+    Raises TypeError for an unknown keyword, ValueError for mistakes of the user, and `litft.errors.Interrupted` if a signal
+    ended the run after its state was saved.
+    """
+    if args is None:
+        flags |= {"checkpoint_dir": fspath(model)} if model is not None else {}
+        flags |= {"data_path": _paths(data, flags.get("limit"))} if data is not None else {}
+        flags |= {"data_val_path": _paths(val_data)} if val_data is not None else {}
+        args = from_keywords(method, flags)
+    elif flags or model is not None or data is not None or val_data is not None:
+        raise TypeError("finetune() takes either args or keywords; set the fields of args instead")
+    return run_finetuning(args, callback, metrics)
+
+
+def _paths(examples: Examples, limit: int | None = None) -> list[str]:
+    """Return the paths of examples; records are stored in a file."""
+    if isinstance(examples, str | PathLike):
+        return [fspath(examples)]
+    if isinstance(examples, list | tuple) and all(isinstance(item, str | PathLike) for item in examples) and examples:
+        return [fspath(item) for item in examples]
+    return [str(stored_examples(examples, limit))]
+
+
+_own = [item for item in inspect.signature(finetune).parameters.values() if item.kind is not inspect.Parameter.VAR_KEYWORD]
+finetune.__signature__ = signature(_own)
