@@ -42,7 +42,7 @@ data: chat_template digests tokenizer_backends tokenizer formats readers in_memo
 distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling state_snapshots decoder fused_linears speculative tp_decoding generation streaming terminal session
  chat generate
-training: residence flops metrics loggers screen html_report adafactor optimizers activation_checkpointing compile
+training: residence flops metrics loggers html_report screen adafactor optimizers activation_checkpointing compile
  cpu_offload objectives setup run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule
  references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf

@@ -46,7 +46,7 @@ def run_guide(name: str, folder: Path, paths: dict[str, str]) -> list[str]:
 def clone(shared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """A folder with links to the scripts, and the paths that a reader of the guides sets."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("finetune", "generate", "scripts", "tests"):
+    for name in ("finetune", "generate", "scripts", "tests", "litft"):
         (folder / name).symlink_to(ROOT / name)
     (folder / "examples.json").write_text(json.dumps(RECORDS))
     return folder, {"CHECKPOINT_DIR": str(shared / "checkpoints" / "stories260K"), "DATA": "examples.json"}
@@ -170,6 +170,14 @@ def test_the_guides_to_generating(clone):
     assert [answer["prompt"] for answer in answers] == ["One day", "The cat and the dog"] and answers[0]["id"] == 1
     run_guide("chat.md", folder, paths)
     assert len(json.loads((folder / "talk.json").read_text())[0]["messages"]) == 2
+
+
+@pytest.mark.slow
+def test_the_guide_to_python(clone):
+    first, faq, _, answer = run_guide("python.md", *clone)
+    assert first.splitlines()[-1].startswith("out/first ")
+    assert re.search(r"^step 0: .*^step 30: ", faq, re.DOTALL | re.MULTILINE) and faq.splitlines()[-1] == "1.0"
+    assert answer == "By the river.\n"
 
 
 @pytest.mark.slow

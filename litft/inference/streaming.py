@@ -14,8 +14,12 @@ from litft.model.transformer import GPT
 
 
 def generate(model: GPT, tokenizer: Tokenizer, prompt: str | list[Message], **settings: Any) -> str:
-    """Return the continuation of a text prompt, or the answer to chat messages. settings: those of `stream`."""
-    return "".join(stream(model, tokenizer, prompt, **settings))
+    """Return the continuation of a text prompt, or the answer to chat messages without white space at its ends.
+
+    settings: those of `stream`.
+    """
+    text = "".join(stream(model, tokenizer, prompt, **settings))
+    return text if isinstance(prompt, str) else text.strip()
 
 
 def stream(

@@ -2,8 +2,11 @@
 
 import os
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from html import escape
+from importlib import import_module
 
 from rich.console import Console
 from rich.panel import Panel
@@ -11,7 +14,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column, Table
 from rich.text import Text
 
+from litft.training.html_report import STYLE, chart, points
 from litft.training.metrics import Row
+
+UPDATE_SECONDS = 0.5  # between two updates of a notebook's output
 
 
 class Screen:
@@ -35,6 +41,9 @@ class Screen:
 
     def advance(self, step: int) -> None:
         """Move the bar."""
+
+    def record(self, rows: Sequence[Row]) -> None:
+        """Receive all rows of metrics.csv when they are written."""
 
     def row(self, row: Row, steps: int, left: str) -> None:
         """Show the newest row of metrics.csv. left: the time that is left."""
@@ -125,10 +134,59 @@ class Terminal(Screen):
         self.say("\n".join(lines))
 
 
+class Notebook(Lines):
+    """A notebook's cell: lines, and one output with a bar and the loss curve, which is updated in its place."""
+
+    def __init__(self) -> None:
+        display = import_module("IPython.display")
+        self.html, self.display = display.HTML, display.display
+        self.output, self.rows, self.text = None, [], ""
+        self.step, self.steps, self.next_update = 0, 1, 0.0
+
+    @contextmanager
+    def bar(self, step: int, steps: int, what: str) -> Iterator[None]:
+        """Show the bar and the curve."""
+        self.step, self.steps, self.text = step, steps, what
+        self.output = self.display(self.html(self.page()), display_id=True)
+        yield
+        self.output.update(self.html(self.page()))
+
+    def advance(self, step: int) -> None:
+        """Move the bar, at most a few times per second."""
+        self.step = step
+        if time.monotonic() >= self.next_update:
+            self.output.update(self.html(self.page()))
+            self.next_update = time.monotonic() + UPDATE_SECONDS
+
+    def record(self, rows: Sequence[Row]) -> None:
+        """Keep the rows for the curve; those of the last validation come after the bar has ended."""
+        self.rows += rows
+        if self.output is not None:
+            self.output.update(self.html(self.page()))
+
+    def row(self, row: Row, steps: int, left: str) -> None:
+        """Show the row next to the bar."""
+        self.steps = steps
+        speed = f"{row['tokens_per_second']:,.0f} tokens/s, {row['memory_gib']:.1f} GiB"
+        self.text = f"{_scores(row)}, {speed}, {left} left"
+
+    def page(self) -> str:
+        """Return the output. Its style does not affect the rest of the notebook."""
+        style = f"@scope (.litft) {{ {STYLE.replace(':root', ':scope')} :scope {{ color: var(--ink); max-width: 640px }} }}"
+        bar = (
+            f'<progress value="{self.step}" max="{self.steps}"></progress> {self.step:,}/{self.steps:,} {escape(self.text)}'
+        )
+        curve = chart("Loss", {name: points(self.rows, name) for name in ("loss", "val_loss")}, from_zero=False)
+        return f'<div class="litft"><style>{style}</style><p>{bar}</p>{curve}</div>'
+
+
 def open_screen(writes: bool) -> Screen:
     """Return the screen of this process. writes: whether it is the one that writes the run's folder."""
     if not writes:
         return Screen()
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    if hasattr(shell, "kernel"):  # not in IPython's terminal
+        return Notebook()
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     return Terminal() if is_terminal and (sys.stdout.encoding or "").lower().startswith("utf") else Lines()
 

@@ -311,12 +311,14 @@ class Trainer:
 
     def _log(self, pace: float) -> None:
         """Write the rows collected since the last time, check them, and show the newest; pace: seconds per step."""
-        for row in self.metrics.flush(self.fabric.device):
+        rows = self.metrics.flush(self.fabric.device)
+        for row in rows:
             self.divergence.check(row, self.metrics.first)
         steps = self._projected_steps(self.step)
         left = max(0.0, min(pace * (steps - self.step), self.time_limit - self.elapsed))
         if self.metrics.last:
             self.screen.row(self.metrics.last, steps, duration(left))
+        self.screen.record(rows)
 
     def _check_signals(self) -> None:
         """Advance `elapsed`, and raise SignalCaught on every process if one has caught a signal.

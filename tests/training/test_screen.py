@@ -95,3 +95,22 @@ def test_a_run_in_a_terminal(tiny, examples, tmp_path):
     assert process.wait() == 0
     text = ESCAPE.sub("", printed.decode())
     assert "╭" in text and "6/6 loss" in text and "step 3/6" not in text and "before" in text and "report.html" in text
+
+
+@pytest.mark.slow
+def test_a_notebook_shows_a_bar_and_the_curve(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    source = (
+        f"import litft; litft.finetune(max_steps=12, eval_interval=6, out_dir={str(tmp_path / 'run')!r}).metrics['step']"
+    )
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source)])
+    NotebookClient(notebook, timeout=200, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    outputs = notebook.cells[0].outputs
+    (page,) = (output["data"]["text/html"] for output in outputs if output.output_type == "display_data")
+    assert '<progress value="12" max="12"></progress> 12/12 loss ' in page and "tokens/s" in page
+    assert page.count("<polyline") == 2 and "over 12 steps" in page
+    assert outputs[-1]["data"]["text/plain"] == "12"
+    printed = "".join(output.text for output in outputs if output.output_type == "stream")
+    assert "step 6: validation loss" in printed and "step 12/12" not in printed
