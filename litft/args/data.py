@@ -6,7 +6,7 @@ from typing import Literal
 
 from litft.args.checks import below_minimum
 
-Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
+Formats = Literal["tokens", "messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
 
 
 @dataclass

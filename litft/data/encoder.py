@@ -190,6 +190,9 @@ class Encoder:
         return stored
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
+        if example.token_ids is not None:
+            self._encode_token_ids(example.token_ids, example.supervised, encoded)
+            return
         if example.text is not None:
             self._note_controls([example.text], encoded)
             encoded.text = True
@@ -227,6 +230,21 @@ class Encoder:
             encoded.notes.append(CUT)
         elif not encoded.samples and EMPTY not in encoded.notes:
             encoded.notes.append(CUT_AWAY if supervised else MASKED)
+
+    def _encode_token_ids(self, ids: list[int], supervised: list[bool], encoded: Encoded) -> None:
+        """Add a sample of tokens as they are, cut to the length limit."""
+        sample = np.array(ids, np.int64)
+        if len(ids) and sample.max() > ID_MASK:
+            raise ValueError(f"the token id {sample.max()} is larger than any vocabulary")
+        sample = sample.astype(np.uint32) | np.where(supervised if self.mask_prompt else True, SUPERVISED, np.uint32(0))
+        cut = sample[: self.limit + 1]
+        if (cut[1:] & SUPERVISED).any():
+            encoded.samples.append(cut)
+            encoded.turns.append(0)
+            encoded.notes += [CUT] if len(cut) < len(sample) else []
+            encoded.ends |= {ids[-1]} if supervised[-1] else set()
+        else:
+            encoded.notes.append(CUT_AWAY if (sample[1:] & SUPERVISED).any() else MASKED)
 
     def _note_controls(self, texts: list[str], encoded: Encoded) -> None:
         if self.tokenizer.control_text and any(map(self.tokenizer.control_text.search, texts)):
@@ -306,6 +324,8 @@ def _prompt_of(example: Example) -> Example:
 
 def unit_hash(example: Example) -> int:
     """Return the hash of a conversation, independent of which turns are supervised."""
+    if example.token_ids is not None:
+        return hash64(json.dumps(example.token_ids))
     messages = [{name: value for name, value in message.items() if name != "train"} for message in example.messages]
     return hash64(json.dumps([messages, example.tools], sort_keys=True))
 

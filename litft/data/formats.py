@@ -7,7 +7,7 @@ Conversations have OpenAI's form, which chat templates also read: roles, text, `
 import json
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from litft.data.chat_template import Message, user_content
@@ -20,6 +20,7 @@ SHAREGPT_ROLES = {
     "system": "system",
 }
 LOSS_FIELDS = ("train", "loss_weight", "weight")  # fields of a turn that say whether the loss is computed on it
+NO_TARGET = -100  # the label of a token that the loss ignores, in transformers
 LONG_TEXT = 65_536  # characters of text above which a record is divided between training and validation
 TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a message, which templates may show
 # accepted labels of an answer, as text, and whether they mean that the answer is desirable
@@ -32,7 +33,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation with the tools it may call, or a plain text if `text` is not None.
+    """A conversation with the tools it may call, a plain text if `text` is not None, or `token_ids`.
 
     The loss is not computed on messages with `train` false. A text may be a part of a longer one: `begins` and `ends` say
     whether it has the beginning and the end. Text files and texts above LONG_TEXT are `divided` between training and
@@ -45,6 +46,8 @@ class Example:
     begins: bool = True
     ends: bool = True
     divided: bool = False
+    token_ids: list[int] | None = None
+    supervised: list[bool] = field(default_factory=list)  # of each token id
 
 
 class Format(NamedTuple):
@@ -297,7 +300,30 @@ def _text(record: Record, where: str, template: str) -> Example:
     return Example(messages + [{"role": roles[s], "content": c.strip()} for s, c in zip(speakers, contents, strict=True)])
 
 
+def _token_ids(record: Record, where: str, template: str) -> Example:
+    """Convert token ids and labels as the models of transformers take them: a label is its token's id, or -100."""
+    ids, mask = _integers(record, "input_ids", where), record.get("attention_mask")
+    labels = ids if record.get("labels") is None else _integers(record, "labels", where)
+    mask = [1] * len(ids) if mask is None else _integers(record, "attention_mask", where)
+    if not len(ids) == len(labels) == len(mask):
+        raise ValueError(f"{where}: input_ids, labels and attention_mask must have the same length")
+    kept = [(token, label) for token, label, attended in zip(ids, labels, mask, strict=True) if attended]  # no padding
+    if wrong := [label for token, label in kept if label not in (NO_TARGET, token)]:
+        raise ValueError(f"{where}: the label {wrong[0]} is neither -100 nor the token id at its place")
+    if any(token < 0 for token, _ in kept):
+        raise ValueError(f"{where}: input_ids has a negative token id")
+    return Example([], token_ids=[token for token, _ in kept], supervised=[label != NO_TARGET for _, label in kept])
+
+
+def _integers(record: Record, name: str, where: str) -> list[int]:
+    values = record[name]
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ValueError(f"{where}: field {name!r} must be a list of whole numbers")
+    return values
+
+
 FORMATS: dict[str, Format] = {
+    "tokens": Format(("input_ids",), ("labels", "attention_mask"), _token_ids),
     "messages": Format(("messages",), ("tools",), _messages),
     "sharegpt": Format(("conversations",), ("system", "tools"), _conversations),
     "alpaca": Format(("instruction", "output"), ("input", "system"), _single_turn("instruction", "output", "input")),

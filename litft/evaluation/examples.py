@@ -139,7 +139,7 @@ def _apply_overrides(requested: DataArgs, trained_data: DataArgs, run: Path) -> 
 
 def _flag_text(name: str, value: Any) -> str:
     """Return a data flag as it is typed."""
-    if value is None:
+    if value in (None, []):
         return f"without --data.{name}"
     return f"--data.{name} {','.join(value) if isinstance(value, list) else value}"
 

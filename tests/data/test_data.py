@@ -715,3 +715,67 @@ def test_an_end_token_that_is_not_special_is_supervised_once(tmp_path, shared):
     (encoded,) = encode_record({"prompt": "a", "completion": "b"}, tokenizer).samples
     assert (encoded & ID_MASK).tolist()[-2:].count(tokenizer.eos_id) == 1
     assert tokenizer.decode(to_sample(encoded).answer[1].tolist()).strip() == "b"
+
+
+# ---- token ids
+
+
+def test_token_ids_and_labels_are_used_as_they_are(tiny, tmp_path):
+    """Those of a conversation's sample give the same sample; the loss is that of transformers."""
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = Tokenizer(tiny)
+    chats = [{"question": f"What is {n}?", "answer": f"It is {n}."} for n in range(6)]
+    expected = load(write_records(tmp_path / "chats.jsonl", chats), tokenizer).train
+    records = []
+    for sample in expected:
+        ids = [*sample.tokens.tolist(), int(sample.targets[-1])]
+        records.append({"input_ids": ids, "labels": [IGNORED, *sample.targets.tolist()], "text": "not read"})
+    padded = [
+        {**record, "input_ids": [0, *record["input_ids"]], "labels": [IGNORED, *record["labels"]]} for record in records
+    ]
+    padded = [{**record, "attention_mask": [0] + [1] * (len(record["input_ids"]) - 1)} for record in padded]
+    for name, variant in {"plain": records, "padded": padded}.items():
+        data = load(write_records(tmp_path / f"{name}.jsonl", variant), tokenizer)
+        for ours, theirs in zip(data.train, expected, strict=True):
+            assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.targets, theirs.targets)
+            assert ours.answer is None
+    model, reference = litft.load(tiny, "fp32")[0], AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    for record, sample in zip(records, data.train, strict=True):
+        ids, labels = (torch.tensor([record[name]]) for name in ("input_ids", "labels"))
+        loss, count = model(sample.tokens[None], targets=sample.targets[None])
+        assert float(loss / count) == pytest.approx(float(reference(ids, labels=labels).loss), rel=1e-5)
+
+
+def test_token_ids_are_cut_and_masked(tiny, tmp_path):
+    tokenizer = Tokenizer(tiny)
+    path = write_records(
+        tmp_path / "a.jsonl", [{"input_ids": list(range(5, 25))}, {"input_ids": [1, 2], "labels": [-100, -100]}]
+    )
+    data = load(path, tokenizer, max_seq_length=8)
+    (sample,) = data.train
+    assert sample.tokens.tolist() == list(range(5, 13)) and sample.targets.tolist() == list(range(6, 14))
+    assert data.count(CUT) == 1 and data.count(MASKED) == 1
+    path = write_records(tmp_path / "b.jsonl", [{"input_ids": [1, 2, 3], "labels": [-100, -100, 3]}])
+    assert load(path, tokenizer).train[0].targets.tolist() == [IGNORED, 3]
+    assert load(path, tokenizer, mask_prompt=False).train[0].targets.tolist() == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"input_ids": [1, 2], "labels": [1]}, "must have the same length"),
+        ({"input_ids": [1, 2], "labels": [-100, 3]}, "the label 3 is neither -100 nor the token id"),
+        ({"input_ids": [1, -2]}, "a negative token id"),
+        ({"input_ids": "1 2"}, "field 'input_ids' must be a list of whole numbers"),
+        ({"input_ids": [1, 2.0]}, "must be a list of whole numbers"),
+        ({"input_ids": [1, True]}, "must be a list of whole numbers"),
+        ({"input_ids": [1, 2**40]}, "is larger than any vocabulary"),
+        ({"input_ids": [1, 100_000]}, "the model's vocabulary ends at 511"),
+        ({"input_ids": []}, "no example is left to train on"),
+    ],
+    ids=str,
+)
+def test_bad_token_ids_are_reported(tiny, tmp_path, record, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        load(write_records(tmp_path / "a.jsonl", [record]), Tokenizer(tiny))
