@@ -30,7 +30,7 @@ LAYERS = [
 LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in layer}
 # within a component, a file imports only files to its left
 ORDER = """
-args: checks sampling methods processes data preference finetune plan inference serving evaluation export hub runs
+args: checks sampling methods processes data_path data preference finetune plan inference serving evaluation export hub runs
  recipes aliases parser keywords
 model: config_file rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
  packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement

@@ -5,8 +5,7 @@ from datetime import date
 from typing import Literal
 
 from litft.args.checks import below_minimum
-
-Formats = Literal["tokens", "messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
+from litft.args.data_path import DataPath, Formats
 
 
 @dataclass
@@ -15,7 +14,8 @@ class DataArgs:
 
     path: list[str] = field(default_factory=list)
     """Training examples: a .json, .jsonl, .csv, .tsv, .parquet or .txt file, optionally compressed (.gz, .zst); a folder
-    with train.* and val.*; or the id of a Hugging Face hub dataset. Several paths: a,b. Required with --checkpoint_dir."""
+    with train.* and val.*; or the id of a Hugging Face hub dataset. Several paths: a,b. In a --config file, a path may be a
+    mapping with its own format, columns, template, weight and limit. Required with --checkpoint_dir."""
     weights: list[float] = field(default_factory=list)
     """One number per path: how many times an epoch uses its examples, such as 1,0.5. Default: 1 for each path."""
     subset: str | None = None
@@ -60,12 +60,29 @@ class DataArgs:
     seed: int = 42
     """Random seed that selects the held-out examples."""
 
+    @property
+    def paths(self) -> list[DataPath]:
+        """The items of `path`."""
+        return [DataPath.parse(item) for item in self.path]
+
+    @property
+    def val_paths(self) -> list[DataPath]:
+        """The items of `val_path`."""
+        return [DataPath.parse(item) for item in self.val_path]
+
+    @property
+    def path_weights(self) -> list[float]:
+        """The weight of each path."""
+        defaults = self.weights or [1.0] * len(self.path)
+        return [default if path.weight is None else path.weight for path, default in zip(self.paths, defaults, strict=True)]
+
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
         invalid = [column for column in self.columns if "=" not in column.strip("=")]
         problems = [f"--data.columns {column}: expected OURS=THEIRS, such as output=reply" for column in invalid]
         invalid = [item for item in self.template_args if not (item.partition("=")[0].isidentifier() and "=" in item)]
         problems += [f"--data.template_args {item}: expected NAME=VALUE, such as enable_thinking=false" for item in invalid]
+        problems += self._path_problems()
         if self.weights and len(self.weights) != len(self.path):
             problems.append(f"--data.weights has {len(self.weights)} numbers for {len(self.path)} paths; give one per path")
         if any(weight < 0 for weight in self.weights) or (self.weights and not any(self.weights)):
@@ -79,6 +96,18 @@ class DataArgs:
         problems += below_minimum(self, "data", 1, "max_seq_length", "limit")
         if self.date is not None and not _is_day(self.date):
             problems.append(f"--data.date {self.date}: expected a date such as 2026-11-21")
+        return problems
+
+    def _path_problems(self) -> list[str]:
+        """Return the problems of the items of `path` and `val_path`."""
+        problems = []
+        for flag, items in (("path", self.path), ("val_path", self.val_path)):
+            for item in items:
+                try:
+                    if DataPath.parse(item).name and flag == "path":
+                        problems.append(f"--data.path {item}: only validation sets have names; name a file or a folder")
+                except ValueError as error:
+                    problems.append(f"--data.{flag} {error}")
         return problems
 
 

@@ -185,9 +185,16 @@ def _as_list(value: str, flag_type: Any) -> str:
         items = json.loads(value)
     except ValueError:
         items = None
-    is_list = isinstance(items, list) and all(isinstance(item, str) for item in items)
-    items = items if is_list else [item.strip() for item in value.split(",") if item.strip()]
+    if isinstance(items, dict):  # a path with settings
+        items = [items]
+    is_list = isinstance(items, list) and all(isinstance(item, str | dict) for item in items)
+    items = _item_texts(items) if is_list else [item.strip() for item in value.split(",") if item.strip()]
     return json.dumps(items, ensure_ascii=False)  # read as YAML, which has no escapes for surrogate pairs
+
+
+def _item_texts(items: list[Any]) -> list[Any]:
+    """Return the items of a list with objects as JSON."""
+    return [json.dumps(item, ensure_ascii=False) if isinstance(item, dict) else item for item in items]
 
 
 def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, str]], list[str]]:
@@ -220,7 +227,9 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     lists = {name: value for name, value in entries.items() if name in texts and get_origin(flag_types[name]) is list}
     for name, value in lists.items():
         texts[name] = (
-            json.dumps(value, ensure_ascii=False) if isinstance(value, list) else _as_list(texts[name], flag_types[name])
+            json.dumps(_item_texts(value), ensure_ascii=False)
+            if isinstance(value, list)
+            else _as_list(texts[name], flag_types[name])
         )
     return list(texts.items()), problems
 

@@ -1,10 +1,11 @@
 """Both splits of tokenized samples from the flags, checked against the model that will read them."""
 
+import copy
 import hashlib
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +19,7 @@ from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, WITHOUT, Encoder
 from litft.data.formats import FORMATS
 from litft.data.preferences import EQUAL, FIELDS
 from litft.data.sampler import Sampler
-from litft.data.sources import locate
+from litft.data.sources import File, HubSplit, locate
 from litft.data.token_cache import prepare
 from litft.data.token_store import EncodingReport, Samples, TokenStore
 from litft.data.tokenizer import CONTROL, Tokenizer
@@ -102,15 +103,16 @@ def load_data(
     tokenizer.day = args.date or (date.today().isoformat() if tokenizer.uses_date else None)
     limit = length_limit(args.max_seq_length, context)
     policy = args.mask_prompt, args.train_on == "last", args.mask_reasoning
-    encoder = Encoder(tokenizer, limit, args.format, _columns(args, kind), *policy, kind)
+    encoder = Encoder(tokenizer, limit, args.format, _columns(args.columns, kind), *policy, kind)
     train, val = locate(args)
     val_names, val = [name for name, _ in val], [file for _, file in val]
-    stores = {file: prepare(file, encoder, args.skip_bad, timeout) for file in dict.fromkeys([*train, *val])}
+    files = list(dict.fromkeys([*train, *val]))
+    stores = {file: prepare(file, _encoder_of(file, encoder), args.skip_bad, timeout) for file in files}
     for store in stores.values():
         _check_vocabulary(store.report, tokenizer, vocab_size)
     splits = split([stores[file] for file in train], 0.0 if val else args.val_fraction, args.seed)
     held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [(s, out) for s, _, out in splits]
-    weights = args.weights or [1.0] * len(train)
+    weights = args.path_weights
     reports = {file.label: store.report for file, store in stores.items()}
     data = DataSplits(
         Samples.of([(s, training) for s, training, _ in splits], limit),
@@ -125,7 +127,9 @@ def load_data(
     )
     if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
-    _check_columns(args.columns, reports)
+    _check_columns(encoder.columns, reports)
+    for file in files:
+        _check_columns(dict(file.reading.columns), {file.label: stores[file].report})
     if not len(data.train):
         raise ValueError(_no_samples_message(data, context))
     non_empty = [samples for samples in (data.train, data.val) if len(samples)]
@@ -144,9 +148,20 @@ def length_limit(max_seq_length: int | None, context: int) -> int:
     return max_seq_length or min(context, 2048)
 
 
-def _columns(args: DataArgs, kind: str) -> dict[str, str]:
+def _encoder_of(file: File | HubSplit, encoder: Encoder) -> Encoder:
+    """Return the encoder of a file, which may have a format, columns and a template of its own."""
+    form, columns, template = file.reading
+    if template is not None:
+        own = copy.copy(encoder.tokenizer)
+        choose_template(template, own)
+        encoder = replace(encoder, tokenizer=own)
+    own_columns = _columns([f"{name}={file_name}" for name, file_name in columns], encoder.kind)
+    return replace(encoder, form=form or encoder.form, columns=encoder.columns | own_columns)
+
+
+def _columns(items: list[str], kind: str) -> dict[str, str]:
     """Parse --data.columns to {field of a format: name in the files}; raise ValueError for a field that no format has."""
-    pairs = (item.split("=", 1) for item in args.columns)
+    pairs = (item.split("=", 1) for item in items)
     columns = {field.strip(): file_name.strip() for field, file_name in pairs}
     fields = sorted({name for form in FORMATS.values() for name in form.fields + form.optional})
     fields = fields if kind == "supervised" else sorted(FIELDS)
@@ -155,13 +170,14 @@ def _columns(args: DataArgs, kind: str) -> dict[str, str]:
     return columns
 
 
-def _check_columns(columns: list[str], reports: dict[str, EncodingReport]) -> None:
+def _check_columns(columns: dict[str, str], reports: dict[str, EncodingReport]) -> None:
     """Raise ValueError for a field of --data.columns that no record of any file has."""
-    for item in columns:
-        file_name = item.split("=", 1)[1].strip()
+    for name, file_name in columns.items():
         missing = sum(report.notes.get(f"{WITHOUT} {file_name}", [0])[0] for report in reports.values())
         if missing == sum(report.records for report in reports.values()):
-            raise ValueError(f"--data.columns {item}: no record has the field {file_name!r}; name one that they have")
+            raise ValueError(
+                f"--data.columns {name}={file_name}: no record has the field {file_name!r}; name one that they have"
+            )
 
 
 def _no_samples_message(data: DataSplits, context: int) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from litft.args import DataArgs
+from litft.args.data_path import DataPath
 from litft.checkpoints.hub import HubId, hub_id
 from litft.data.digests import digest_of
 from litft.data.readers import OPENERS, READERS, Records, drop_nulls, read_records, require_file, split_suffixes
@@ -15,11 +16,20 @@ from litft.data.readers import OPENERS, READERS, Records, drop_nulls, read_recor
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
 
 
+class Reading(NamedTuple):
+    """How the records of a file are read, where that differs from the flags."""
+
+    format: str | None = None
+    columns: tuple[tuple[str, str], ...] = ()  # (litft's field name, the name in the file)
+    template: str | None = None
+
+
 class File(NamedTuple):
     """A file of examples."""
 
     name: str
     limit: int | None = None  # the most records to read
+    reading: Reading = Reading()
 
     @property
     def label(self) -> str:
@@ -42,6 +52,7 @@ class HubSplit(NamedTuple):
     subset: str | None
     split: str
     limit: int | None = None
+    reading: Reading = Reading()
 
     @property
     def label(self) -> str:
@@ -68,30 +79,30 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
     Raise ValueError for a path that is not a file, a folder with a training file, or a data set on the hub.
     """
     train, val = [], []
-    if args.split and not any(map(hub_dataset, args.path)):
+    if args.split and not any(hub_dataset(item.path) for item in args.paths):
         raise ValueError(f"--data.split {args.split}: no --data.path is a data set on the hub; leave it out")
-    for path in args.path:
-        splits = _splits(path, args.subset, args.split)
+    for item in args.paths:
+        path, splits = item.path, _splits(item.path, item.subset or args.subset, item.split or args.split)
         if "train" not in splits and hub_dataset(path):
             names = ", ".join(_load_dataset(path, args.subset))
             raise ValueError(f"{path} has no split train; it has {names}: choose one with --data.split")
         if "train" not in splits:
             raise ValueError(f"{path} contains no train.json, train.jsonl, ...; name the file itself with --data.path")
-        train.append(splits["train"])
-        val += [splits["val"]] if "val" in splits else []
+        reading = _reading(item)
+        train.append(splits["train"]._replace(limit=item.limit or args.limit, reading=reading))
+        val += [splits["val"]._replace(reading=reading)] if "val" in splits else []
     # a path may name the validation split as training examples
-    named = [("", source) for source in val if source not in train]
+    is_trained_on = {source._replace(limit=None) for source in train}
+    named = [("", source) for source in val if source not in is_trained_on]
     if args.val_path:
-        named = [(name, _val_source(path, args.subset)) for name, path in map(named_path, args.val_path)]
+        named = [(item.name, _val_source(item, args.subset)) for item in args.val_paths]
         if len(named) > 1:  # unnamed sets have the names of their files
             named = [(name or _set_name(source.name), source) for name, source in named]
-    return [source._replace(limit=args.limit) for source in train], named
+    return train, named
 
 
-def named_path(item: str) -> tuple[str, str]:
-    """Return the name of a validation set, "" if it has none, and its path."""
-    name, equals, path = item.partition("=")
-    return (name, path) if equals and re.fullmatch(r"[\w-]+", name) and not Path(item).exists() else ("", item)
+def _reading(item: DataPath) -> Reading:
+    return Reading(item.format, tuple(item.columns.items()), item.template)
 
 
 def _set_name(path: str) -> str:
@@ -99,14 +110,15 @@ def _set_name(path: str) -> str:
     return re.sub(r"[^\w-]", "_", Path(path).name.partition(".")[0])
 
 
-def _val_source(path: str, subset: str | None) -> File | HubSplit:
+def _val_source(item: DataPath, subset: str | None) -> File | HubSplit:
     """Return the validation examples that --data.val_path names: a file, or a split of a data set on the hub."""
-    if not hub_dataset(path):
-        return File(path)
-    if not path.partition(":")[2]:
-        remedy = f"for a data set on the hub, name its split, such as {path}:test"
-        raise ValueError(f"--data.val_path {path}: no such file; {remedy}")
-    return _splits(path, subset, None)["train"]
+    if not hub_dataset(item.path):
+        return File(item.path, item.limit, _reading(item))
+    if not (item.split or item.path.partition(":")[2]):
+        remedy = f"for a data set on the hub, name its split, such as {item.path}:test"
+        raise ValueError(f"--data.val_path {item.path}: no such file; {remedy}")
+    source = _splits(item.path, item.subset or subset, item.split)["train"]
+    return source._replace(limit=item.limit, reading=_reading(item))
 
 
 def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File | HubSplit]:

@@ -49,7 +49,7 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
             remedy = "score both on a file that neither was trained on"
             raise ValueError(f"{run} was trained on some of what {own_run or 'this'} would be scored on; {remedy}")
     if own_run is not None:
-        print(f"reading {', '.join(data.path)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
+        print(f"reading {_names(data)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
     return data, own_run
 
 
@@ -64,10 +64,11 @@ def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:
             raise ValueError(f"--objective {objective}: {reason}; leave it out, or score a file of its own")
     if objective and OBJECTIVES[objective].data != "labels":
         return OBJECTIVES[objective].data
-    _, record = next(iter(locate(args.data)[0][0].records()), ("", {}))
+    first_file = locate(args.data)[0][0]
+    _, record = next(iter(first_file.records()), ("", {}))
     if not isinstance(record, dict):
         return "supervised"
-    columns = dict(item.split("=", 1) for item in args.data.columns)
+    columns = dict(item.split("=", 1) for item in args.data.columns) | dict(first_file.reading.columns)
     return preference_kind(rename_columns(record, columns)) or ("labels" if objective else "supervised")
 
 
@@ -92,7 +93,7 @@ def _training_runs(args: RunEvalArgs, source: PretrainedFolder) -> dict[Path, Da
         except ValueError:
             if not args.data.path:
                 raise
-            reason = f"{run} was trained on {', '.join(trained_data.path)}, which is not found from this folder"
+            reason = f"{run} was trained on {_names(trained_data)}, which is not found from this folder"
             print(
                 f"warning: {reason}; start in the folder of the training, or scores may include training examples",
                 file=sys.stderr,
@@ -144,6 +145,11 @@ def _flag_text(name: str, value: Any) -> str:
     return f"--data.{name} {','.join(value) if isinstance(value, list) else value}"
 
 
+def _names(data: DataArgs) -> str:
+    """Return the paths of the examples, for messages."""
+    return ", ".join(item.path for item in data.paths)
+
+
 def _run_of(folder: Path) -> Path | None:
     """Return the run folder that contains a model folder (final/ or checkpoints/step-NNNNNN), or None."""
     folder = folder.resolve()
@@ -179,7 +185,7 @@ def scored_samples(data: DataSplits, args: DataArgs) -> Samples:
     """Return the held-out samples if there are any, otherwise all. Raise ValueError if no held-out sample can be read."""
     if not len(data.val) and (args.val_fraction or locate(args)[1]):
         reason = "nothing was held out, or all held-out examples exceed the length limit"
-        raise ValueError(f"{','.join(args.path)}: {reason}; raise --data.max_seq_length, or name other files")
+        raise ValueError(f"{_names(args)}: {reason}; raise --data.max_seq_length, or name other files")
     return data.val if len(data.val) else data.train
 
 
@@ -216,7 +222,7 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
     names_by_source = [{name for name in names if name[0]} for names in names_by_source]
     shared = set.intersection(*names_by_source)
     if not shared and not has_texts:
-        raise ValueError(f"{', '.join(args.data.path)}: no example can be read by all models; raise --data.max_seq_length")
+        raise ValueError(f"{_names(args.data)}: no example can be read by all models; raise --data.max_seq_length")
     if num_left_out := max(map(len, names_by_source)) - len(shared):
         reason = "whose answers all models read to the same end"
         print(f"scoring the {len(shared):,} examples {reason}, not {num_left_out:,} others", file=sys.stderr)

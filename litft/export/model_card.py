@@ -65,7 +65,7 @@ class CardInfo(NamedTuple):
 def model_card(info: CardInfo) -> str:
     """Return the card: Markdown with a YAML header."""
     is_adapter = info.source.adapter is not None
-    paths = info.args.data.path if info.args else []
+    paths = [item.path for item in info.args.data.paths] if info.args else []
     header = {
         "base_model": info.base and info.base.name,
         "base_model_relation": ("adapter" if is_adapter else "finetune") if info.base else None,
@@ -112,9 +112,8 @@ def _about(info: CardInfo) -> Iterator[str]:
     if licence or base or info.args:
         yield f"Licence: {licence or 'see the base model'}.\n"
     if info.args:
-        names = [
-            f"{hub_dataset(path)}" if hub_dataset(path) else f"`{Path(path).name}` (a file)" for path in info.args.data.path
-        ]
+        paths = [item.path for item in info.args.data.paths]
+        names = [f"{hub_dataset(path)}" if hub_dataset(path) else f"`{Path(path).name}` (a file)" for path in paths]
         yield f"Data: {', '.join(names)}.\n"
 
 

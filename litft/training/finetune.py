@@ -15,7 +15,7 @@ from litft.args.finetune import apply_launcher
 from litft.args.processes import is_first_on_node, launch_id
 from litft.checkpoints.hub import fetch, hub_id, pinned_data
 from litft.data.dataset import load_data
-from litft.data.sources import hub_dataset, named_path
+from litft.data.sources import hub_dataset
 from litft.distributed.devices import check_devices, make_fabric, pick_accelerator
 from litft.distributed.process_group import launch
 from litft.model.quantization import bitsandbytes
@@ -85,8 +85,8 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     if run_dir.launched_by(folder, launch_id()):
         args = replace(args, resume=True, overwrite=False)
     if folder:
-        val_paths = [path for _, path in map(named_path, args.data.val_path)]
-        inputs = (args.checkpoint_dir, args.base_dir, *args.data.path, *val_paths, args.data.template)
+        paths = [item.path for item in (*args.data.paths, *args.data.val_paths)]
+        inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)
         run_dir.check(folder, args.resume, args.overwrite, inputs)
     return args, folder
 
@@ -94,10 +94,11 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
 def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:
     """Replace hub ids by the commits that they stand for now, so that config.yaml says which were used."""
     models = {name: hub_id(getattr(args, name) or "") for name in ("checkpoint_dir", "base_dir")}
-    pinned = {name: str(fetch(model)[1]) for name, model in models.items() if model}
-    data = replace(args.data, path=[_pinned(path) for path in args.data.path])
-    named = map(named_path, data.val_path)
-    data = replace(data, val_path=[f"{name}={_pinned(path)}" if name else _pinned(path) for name, path in named])
+    pinned, data = {name: str(fetch(model)[1]) for name, model in models.items() if model}, args.data
+    pinned_items = (
+        [replace(item, path=_pinned(item.path)).text() for item in items] for items in (data.paths, data.val_paths)
+    )
+    data = replace(data, **dict(zip(("path", "val_path"), pinned_items, strict=True)))
     return replace(args, **pinned, data=data)
 
 

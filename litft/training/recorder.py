@@ -349,7 +349,7 @@ class Recorder:
         args, schedule = self.args, self.schedule
         flags = {
             "base model": args.checkpoint_dir,
-            "data": ", ".join(args.data.path),
+            "data": ", ".join(item.path for item in args.data.paths),
             "method": self._title,
             "quantization of the base": args.quantize,
             "precision": self.settings.precision,

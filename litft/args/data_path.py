@@ -1,0 +1,80 @@
+"""One item of --data.path or --data.val_path: a path, or a JSON object of a path with settings of its own."""
+
+import json
+import re
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+Formats = Literal["tokens", "messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
+
+
+@dataclass(frozen=True)
+class DataPath:
+    """Examples and how they are read. None: as the flags of --data say."""
+
+    path: str
+    name: str = ""  # of a validation set
+    format: Formats | None = None
+    columns: dict[str, str] = field(default_factory=dict)  # litft's field name -> the name in the file
+    template: str | None = None
+    weight: float | None = None
+    subset: str | None = None
+    split: str | None = None
+    limit: int | None = None
+
+    @classmethod
+    def parse(cls, item: str) -> "DataPath":
+        """Return the path of an item: PATH, NAME=PATH, or JSON such as {"path": "a.jsonl", "format": "alpaca"}.
+
+        Raise ValueError for invalid JSON, and for settings that do not exist or have a wrong type.
+        """
+        if not item.lstrip().startswith("{"):
+            name, equals, path = item.partition("=")
+            is_named = equals and re.fullmatch(r"[\w-]+", name) and not Path(item).exists()
+            return cls(path, name) if is_named else cls(item)
+        try:
+            settings = json.loads(item)
+        except ValueError as error:
+            raise ValueError(f"{item[:80]}: invalid JSON ({error})") from None
+        if unknown := [name for name in settings if name not in TYPES]:
+            raise ValueError(f"{item[:80]}: no setting {unknown[0]!r}; use {', '.join(TYPES)}")
+        if "path" not in settings:
+            raise ValueError(f"{item[:80]}: the path is missing")
+        for name, value in settings.items():
+            if not _is_valid(name, value):
+                raise ValueError(f"{item[:80]}: {name} {value!r}: expected {TYPES[name][1]}")
+        return cls(**settings)
+
+    def text(self) -> str:
+        """Return the item that `parse` reads."""
+        defaults = {item.name: item.default if item.default is not MISSING else {} for item in fields(self)}
+        settings = {name: getattr(self, name) for name in TYPES if getattr(self, name) != defaults[name]}
+        if settings.keys() <= {"path", "name"}:
+            return f"{self.name}={self.path}" if self.name else self.path
+        return json.dumps(settings, ensure_ascii=False)
+
+
+TYPES: dict[str, tuple[Any, str]] = {  # of each setting: type, and what it is, for messages
+    "path": (str, "text"),
+    "name": (str, "text"),
+    "format": (str, f"one of {', '.join(get_args(Formats))}"),
+    "columns": (dict, "an object of litft's field names and those in the file"),
+    "template": (str, "text"),
+    "weight": ((int, float), "a number in [0, 1000]"),
+    "subset": (str, "text"),
+    "split": (str, "text"),
+    "limit": (int, "a whole number of at least 1"),
+}
+
+
+def _is_valid(name: str, value: Any) -> bool:
+    if not isinstance(value, TYPES[name][0]) or isinstance(value, bool):
+        return False
+    if name == "columns":
+        return all(isinstance(column, str) for column in value.values())
+    if name == "format":
+        return value in get_args(Formats)
+    if name == "weight":
+        return 0 <= value <= 1000
+    return name != "limit" or value >= 1

@@ -1,0 +1,99 @@
+"""Data sets with their own format, columns, template, weight and limit, as a list of mappings in a --config file."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from conftest import write_records
+
+from litft.args import DataArgs, LoRAFinetuneArgs
+from litft.args.data_path import DataPath
+from litft.args.parser import parse
+from litft.data.dataset import load_data
+from litft.data.tokenizer import Tokenizer
+
+CHATS = [
+    {"messages": [{"role": "user", "content": f"Chat {n}?"}, {"role": "assistant", "content": "Yes."}]} for n in range(5)
+]
+FAQ = [{"asked": f"Question {n}?", "reply": f"Answer {n}.", "text": "unused"} for n in range(7)]
+PLAIN = [{"prompt": f"Prompt {n}", "completion": "done", "text": f"A text, number {n}."} for n in range(9)]
+
+
+def load(tiny, args):
+    return load_data(args, Tokenizer(tiny), 512, 256)
+
+
+def same(left, right):
+    pairs = zip(left, right, strict=True)
+    return all(torch.equal(a.tokens, b.tokens) and torch.equal(a.targets, b.targets) for a, b in pairs)
+
+
+@pytest.fixture
+def files(tmp_path):
+    names = {"chats": CHATS, "faq": FAQ, "plain": PLAIN}
+    return {name: str(write_records(tmp_path / f"{name}.jsonl", records)) for name, records in names.items()}
+
+
+def test_each_data_set_is_read_with_its_own_settings(tiny, files, tmp_path):
+    """A set's samples are those that the same settings give as flags; they are kept in config.yaml."""
+    items = [
+        files["chats"],
+        {"path": files["faq"], "columns": {"question": "asked", "answer": "reply"}, "weight": 2, "template": "chatml"},
+        {"path": files["plain"], "format": "text", "limit": 4},
+    ]
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump({"data": {"path": items, "val_fraction": 0.0, "template": "zephyr"}}))
+    args = parse(LoRAFinetuneArgs, ["--config", str(config), "--checkpoint_dir", str(tiny)])
+    data, common = load(tiny, args.data), {"val_fraction": 0.0}
+    alone = [
+        DataArgs(path=[files["chats"]], template="zephyr", **common),
+        DataArgs(path=[files["faq"]], columns=["question=asked", "answer=reply"], template="chatml", **common),
+        DataArgs(path=[files["plain"]], format="text", limit=4, **common),
+    ]
+    assert same(data.train, [sample for args in alone for sample in load(tiny, args).train])
+    assert data.train.sizes == [5, 7, 4] and data.weights == [1, 2, 1]
+    for words in (["--data.path", json.dumps(items)], ["--data.path", items[0], "--data.path", json.dumps(items[1])]):
+        again = parse(LoRAFinetuneArgs, ["--checkpoint_dir", str(tiny), *words]).data
+        assert again.paths == args.data.paths[: len(again.path)] if len(words) == 2 else again.paths == args.data.paths[1:2]
+    text = yaml.safe_dump({"checkpoint_dir": str(tiny), "data": {"path": args.data.path, "val_path": []}})
+    config.write_text(text)  # as a run's config.yaml has it
+    assert parse(LoRAFinetuneArgs, ["--config", str(config)]).data.paths == args.data.paths
+
+
+def test_validation_sets_have_settings_too(tiny, files):
+    val_path = [json.dumps({"name": "faq", "path": files["faq"], "columns": {"question": "asked", "answer": "reply"}})]
+    data = load(tiny, DataArgs(path=[files["chats"]], val_path=[*val_path, f"plain={files['plain']}"]))
+    assert {name: len(indices) for name, indices in data.val_sets.items()} == {"faq": 7, "plain": 9}
+
+
+@pytest.mark.parametrize(
+    ("item", "message"),
+    [
+        ({"path": "a.jsonl", "form": "text"}, "no setting 'form'; use path, name, format"),
+        ({"format": "text"}, "the path is missing"),
+        ({"path": "a.jsonl", "format": "csv"}, "format 'csv': expected one of tokens, messages"),
+        ({"path": "a.jsonl", "columns": ["a=b"]}, "columns ['a=b']: expected an object"),
+        ({"path": "a.jsonl", "weight": -1}, "weight -1: expected a number in [0, 1000]"),
+        ({"path": "a.jsonl", "limit": 0}, "limit 0: expected a whole number"),
+        ({"path": "a.jsonl", "limit": True}, "limit True: expected"),
+        ({"path": "a.jsonl", "name": "a"}, "only validation sets have names"),
+        ("name=a.jsonl", "only validation sets have names"),
+        ('{"path": ', "invalid JSON"),
+    ],
+    ids=str,
+)
+def test_invalid_settings_are_reported(item, message):
+    problems = DataArgs(path=[item if isinstance(item, str) else json.dumps(item)]).problems()
+    assert any(message in problem and problem.startswith("--data.path ") for problem in problems), problems
+
+
+def test_a_field_that_only_one_set_should_have(tiny, files):
+    item = {"path": files["chats"], "columns": {"question": "asked"}}
+    with pytest.raises(ValueError, match="no record has the field 'asked'"):
+        load(tiny, DataArgs(path=[json.dumps(item), files["plain"]]))
+
+
+@pytest.mark.parametrize("item", ["a.jsonl", "code=a.jsonl", '{"path": "a.jsonl", "format": "text", "weight": 0.5}'])
+def test_an_item_is_written_as_it_is_read(item):
+    assert DataPath.parse(item).text() == item
