@@ -129,8 +129,9 @@ def test_the_guide_to_data(clone):
     printed = run_guide("prepare_data.md", *clone)
     assert "60 records (alpaca)" in printed[0] and "MiB at its peak" in printed[1]
     assert "2 records (question)" in printed[2] and "on 1 device" in printed[2]
-    assert printed[3].count("⟦") == 1 and "Good morning!" in printed[3].partition("⟦")[2]
-    assert "full trains" in printed[4] and "1 x A100" in printed[4]
+    assert "60 records (alpaca)" in printed[3] and "examples.json (with other settings): 10 records" in printed[3]
+    assert printed[4].count("⟦") == 1 and "Good morning!" in printed[4].partition("⟦")[2]
+    assert "full trains" in printed[5] and "1 x A100" in printed[5]
 
 
 @pytest.mark.slow

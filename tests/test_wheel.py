@@ -1,5 +1,6 @@
 """The `litft` command of a built wheel, run in an empty folder."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -55,6 +56,12 @@ def test_the_demo_of_another_method_on_two_processes(litft):
     done = litft("finetune adapter --train.max_steps 2 --eval.exact_match false --devices 2")
     assert "adapter trains" in done.stdout and "litft chat --checkpoint_dir out/adapter/final" in done.stdout
     assert (litft.folder / "out" / "adapter" / "final").is_dir()
+
+
+def test_the_changelog_has_a_section_for_the_version():
+    version = re.search(r'^__version__ = "(.*)"', (ROOT / "litft" / "__init__.py").read_text(), re.MULTILINE)[1]
+    first = re.search(r"^## (.*)$", (ROOT / "CHANGELOG.md").read_text("utf-8"), re.MULTILINE)[1]
+    assert re.fullmatch(rf"{re.escape(version)} \((unreleased|\d{{4}}-\d\d-\d\d)\)", first)
 
 
 def test_help_and_mistakes(litft):

@@ -113,7 +113,9 @@ def load_data(
     splits = split([stores[file] for file in train], 0.0 if val else args.val_fraction, args.seed)
     held_out = [(stores[file], np.arange(len(stores[file].units))) for file in val] or [(s, out) for s, _, out in splits]
     weights = args.path_weights
-    reports = {file.label: store.report for file, store in stores.items()}
+    reports: dict[str, EncodingReport] = {}
+    for file, store in stores.items():
+        reports[file.label + " (with other settings)" * (file.label in reports)] = store.report
     data = DataSplits(
         Samples.of([(s, training) for s, training, _ in splits], limit),
         Samples.of(held_out, limit),
