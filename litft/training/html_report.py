@@ -26,6 +26,7 @@ CONTROLS = (
     "<div class=controls><label><input type=checkbox id=logarithmic> logarithmic loss</label>"
     "<label>smoothing <input type=range id=smoothing min=0 max=0.98 step=0.02 value=0></label></div>"
 )
+SHOWN = 600  # characters of a validation example
 PROMPTS = 5  # the most prompts whose answers are shown
 # the folders of an absolute path, which the page leaves out; URLs do not match
 ABSOLUTE = re.compile(r"(?<![\w./:<\[~-])~?/(?:[^\s/:,;'\"()<>]+/)+(?=[^\s/])")
@@ -53,6 +54,7 @@ class Report:
     lengths: Sequence[tuple[int, int, int]]  # histogram: tokens from, tokens to, number of examples
     answers: Sequence[dict[str, str | int]]  # step, prompt, answer
     loss: str  # what the loss is
+    hardest: Sequence[tuple[str, str, float, int]] = ()  # prompt, answer, loss per token, tokens: the largest losses
     scores: Mapping[str, str] = field(default_factory=dict)  # further columns of the validations, and their titles
 
 
@@ -103,6 +105,7 @@ def write_report(folder: Path, report: Report) -> None:
         f"{CONTROLS}<div class=charts>{''.join(charts)}</div>",
         _validations(rows, report.scores),
         _answers(report.answers),
+        _hardest(report.hardest),
         "<h2>Example lengths</h2>",
         _bars(report.lengths),
         "<h2>Data and plan</h2>",
@@ -243,6 +246,17 @@ def _answers(answers: Sequence[dict[str, str | int]]) -> str:
 
 def _answer(step: int, text: str) -> str:
     return f"<p class=answer><b>step {step}</b> {html.escape(text) or '(empty)'}</p>"
+
+
+def _hardest(examples: Sequence[tuple[str, str, float, int]]) -> str:
+    """Return the validation examples with the largest losses."""
+    blocks = ""
+    for prompt, answer, loss, tokens in examples:
+        quote = html.escape(prompt if len(prompt) <= SHOWN else f"...{prompt[-SHOWN:]}")
+        text = html.escape(answer if len(answer) <= SHOWN else f"{answer[:SHOWN]}...")
+        about = f"loss {loss:.3g}, {tokens:,} token{'s' * (tokens != 1)}"
+        blocks += f"<section><blockquote>{quote}</blockquote><p class=answer><b>{about}</b> {text}</p></section>"
+    return f"<h2>Validation examples with the largest loss per token</h2>{blocks}" if blocks else ""
 
 
 def _bars(lengths: Sequence[tuple[int, int, int]]) -> str:

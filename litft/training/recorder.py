@@ -330,6 +330,7 @@ class Recorder:
             lengths=histogram(self.schedule.data.train.lengths),
             answers=self.validation.answers,
             scores=self.validation.titles,
+            hardest=self.validation.hardest,
             loss="Loss per token" if self.args.objective == "sft" else f"Loss ({self.setup.objective.title})",
         )
         write_report(self.folder, report)

@@ -1,6 +1,7 @@
 """Scoring: the mean loss per target token, and greedy answers with metrics of them, over all processes."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -14,8 +15,10 @@ from litft.distributed.process_group import HostGroup, join_uneven
 from litft.inference.decoder import Decoder
 from litft.inference.generation import Completion, Request, generate_completions
 from litft.inference.sampling import Sampling
+from litft.model.loss import IGNORED
 from litft.model.transformer import GPT, eval_mode
 from litft.training.objectives import Objective
+from litft.training.objectives.objective import document_log_probs
 
 T = TypeVar("T")
 
@@ -94,6 +97,41 @@ def validation_answers(
                 texts = tokenizer.decode(prompt).strip(), answer.text.strip(), tokenizer.decode(expected).strip()
                 scored.append(ValidationAnswer(*texts, answer.ended))
     return [answer for answers in hosts.all_gather(scored) for answer in answers]
+
+
+class HardExample(NamedTuple):
+    """A validation example with a large loss."""
+
+    prompt: str
+    answer: str  # the text of its target tokens
+    loss: float  # per target token
+    tokens: int  # number of targets
+
+
+def hardest_examples(
+    fabric: Fabric,
+    model: GPT,
+    tokenizer: Tokenizer,
+    samples: Sequence[Sample],
+    layout: Layout,
+    count: int,
+    before_batch: Callable[[], None] = lambda: None,
+) -> list[HardExample]:
+    """Return the examples with the largest losses per target token, the largest first. All ranks take part."""
+    alone = [replace(sample, documents=(sample.tokens.numel(),)) for sample in samples]  # each its own sequence
+    log_probs, lengths = document_log_probs(model, alone, layout, fabric.device, fabric.global_rank, before_batch)
+    log_probs, lengths = (fabric.all_reduce(values, reduce_op="sum")[:, 0] for values in (log_probs, lengths))
+    losses, indices = (-log_probs / lengths.clamp(min=1)).topk(min(count, len(samples)))
+    return [_hard_example(samples[i], loss, tokenizer) for loss, i in zip(losses.tolist(), indices.tolist(), strict=True)]
+
+
+def _hard_example(sample: Sample, loss: float, tokenizer: Tokenizer) -> HardExample:
+    is_target = sample.targets != IGNORED
+    first = int(is_target.nonzero()[0])
+    prompt, answer = sample.tokens[: first + 1], sample.targets[is_target]
+    return HardExample(
+        tokenizer.decode(prompt.tolist()).strip(), tokenizer.decode(answer.tolist()).strip(), loss, len(answer)
+    )
 
 
 def exact_match(answers: list[ValidationAnswer]) -> float:

@@ -304,6 +304,8 @@ class Trainer:
                 self.divergence.check_validation(step, scores["val_loss"])
                 self.metrics.note(step, **scores)
                 self.say(validation.line(step, scores, metrics))
+            if metrics and step:
+                validation.find_hardest(self.schedule.layout, self.args.train.global_batch_size)
             for item in [] if has_answers else validation.generate_answers(step):
                 self.say(f"  {end(item['prompt'])}\n  -> {beginning(item['answer'])}")
             if self.args.save.best and step and validation.best == step and not has_answers:

@@ -20,15 +20,18 @@ from litft.model.transformer import GPT, eval_mode
 from litft.training.metrics import Row
 from litft.training.objectives import Objective, Supervised
 from litft.training.scoring import (
+    HardExample,
     Metric,
     Selection,
     evenly_spaced,
     exact_match,
     greedy_answers,
+    hardest_examples,
     validation_answers,
     validation_scores,
 )
 
+NUM_HARDEST, SEARCHED = 5, 1024  # validation examples with the largest losses in the report; among how many
 PROMPT_CANDIDATES = 16  # first validation samples, among which a default prompt is searched
 
 
@@ -60,6 +63,7 @@ class Validation:
         self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}  # by metric and step
         self.num_answers = 0  # examples with an answer to match
         self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
+        self.hardest: list[HardExample] = []  # of the last validation
         self.prompts = list(_prompts(args, tokenizer, data)) if args.max_new_tokens else []
 
     def restore(self, rows: list[Row]) -> None:
@@ -114,6 +118,14 @@ class Validation:
                 value = float(metric(answers)) if self.fabric.global_rank == 0 else 0.0
                 values[name] = self.metric_values[name][step] = self.fabric.broadcast(value)
         return values
+
+    def find_hardest(self, layout: Layout, batch_size: int) -> None:
+        """Find the validation examples with the largest losses, among at most SEARCHED of the measured ones."""
+        indices = [index for indices in self.indices(batch_size).values() for index in indices]
+        if self.objective.data == "supervised" and indices:
+            samples = [self.samples[index] for index in evenly_spaced(indices, SEARCHED)]
+            subject = self.fabric, self.model, self.tokenizer, samples
+            self.hardest = hardest_examples(*subject, layout, NUM_HARDEST, self.before_batch)
 
     def _measure_sets(self, step: int, layout: Layout, sets: Mapping[str, Sequence[Sample]]) -> None:
         """Measure the loss and the scores of each set; those of all together are means, weighted by what the loss counts."""

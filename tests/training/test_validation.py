@@ -12,7 +12,7 @@ from litft.data.dataset import load_data
 from litft.data.packing import Layout
 from litft.distributed.process_group import HostGroup
 from litft.training.objectives import Supervised
-from litft.training.scoring import exact_match, greedy_answers, validation_answers, validation_scores
+from litft.training.scoring import exact_match, greedy_answers, hardest_examples, validation_answers, validation_scores
 from litft.training.validation import Validation
 
 SUPERVISED = Supervised(PreferenceArgs())
@@ -112,3 +112,20 @@ def test_a_truncated_answer_is_no_exact_match(model_and_samples, single_process)
     truncated = replace(samples[0], answer=(torch.tensor(prompt), torch.tensor(tokenizer.encode(text, bos=False))))
     (answer,) = validation_answers(*single_process, model, tokenizer, [truncated])
     assert answer.answer == answer.expected and exact_match([answer]) == 0
+
+
+@pytest.mark.parametrize("layout", [Layout(rows=1), Layout(rows=5), Layout(rows=1, row_tokens=256)], ids=str)
+@torch.no_grad()
+def test_the_hardest_examples_have_the_largest_losses(model_and_samples, single_process, layout):
+    model, tokenizer, _, data = model_and_samples
+    samples, losses = data.train[:12], {}
+    for number, sample in enumerate(samples):
+        loss, count = model(sample.tokens[None], targets=sample.targets[None])
+        losses[number] = float(loss / count)
+    expected = sorted(losses, key=losses.get, reverse=True)[:3]
+    hardest = hardest_examples(single_process[0], model, tokenizer, samples, layout, 3)
+    assert [example.loss for example in hardest] == pytest.approx([losses[number] for number in expected], rel=1e-5)
+    for example, number in zip(hardest, expected, strict=True):
+        prompt, answer = (tokenizer.decode(ids.tolist()).strip() for ids in samples[number].answer)
+        assert (example.prompt, example.answer, example.tokens) == (prompt, answer, samples[number].supervised)
+    assert len(hardest_examples(single_process[0], model, tokenizer, samples[:2], layout, 5)) == 2
