@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from litft.args.checks import below_minimum, impossible_numbers
 from litft.args.methods import Quantization
@@ -18,7 +18,8 @@ class OpenArgs:
     base_dir: str | None = None
     """The folder of an adapter's base model, if it has moved. Default: the path stored with the adapter."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """The dtype of weights and computation. auto: bf16 on a GPU that has bf16 arithmetic, otherwise fp32."""
+    """The dtype of weights and computation. auto: bf16 on a GPU that has bf16 arithmetic, otherwise fp32. To generate text,
+    auto is also bf16 for bf16 weights on a CPU with bf16 arithmetic."""
     quantize: Quantization = "none"
     """Quantize Linear weights to 4 or 8 bits with bitsandbytes; -dq also quantizes their scales (double quantization)."""
     accelerator: Literal["auto", "cpu", "cuda"] = "auto"
@@ -47,6 +48,8 @@ class OpenArgs:
 @dataclass
 class ModelArgs(OpenArgs):
     """Which model to run, and how it generates."""
+
+    for_speed: ClassVar[bool] = False  # --precision auto is the fastest dtype, also on a CPU; scores need fp32 there
 
     compile: Literal["auto", "true", "false"] = "auto"
     """Compile prefill and decoding with torch.compile, which takes about a minute at the start. auto: true on a GPU."""
@@ -103,6 +106,8 @@ def _is_bias(text: str) -> bool:
 @dataclass
 class SpeculativeArgs(ModelArgs):
     """The flags of a model that can use speculative decoding."""
+
+    for_speed: ClassVar[bool] = True
 
     draft_dir: str | None = None
     """A smaller model with the same vocabulary that drafts tokens ahead (speculative decoding). The distribution of answers

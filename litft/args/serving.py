@@ -1,6 +1,7 @@
 """The flags of `serve`."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from litft.args.checks import below_minimum
 from litft.args.inference import ModelArgs
@@ -11,6 +12,8 @@ MAX_BATCH_SIZE = 4096
 @dataclass
 class ServeArgs(ModelArgs):
     """Serve a model and adapters of it through an OpenAI-compatible API, with a chat page at /."""
+
+    for_speed: ClassVar[bool] = True
 
     max_new_tokens: int | None = None
     """Maximum length of an answer in tokens, which requests can only lower. Default: limited by --max_seq_length only."""

@@ -18,7 +18,14 @@ from litft.args.processes import is_first_on_node, started_by
 from litft.args.sampling import USUAL
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.device_map import DeviceMap
-from litft.distributed.devices import check_devices, lacks_bf16, limit_threads, pick_accelerator, pick_precision
+from litft.distributed.devices import (
+    DTYPES,
+    check_devices,
+    lacks_bf16,
+    limit_threads,
+    pick_accelerator,
+    pick_generation_precision,
+)
 from litft.inference.decoder import Decoder
 from litft.inference.fused_linears import fuse_linears, pack_weights
 from litft.inference.generation import Completion, Request, generate_completions
@@ -125,7 +132,9 @@ def _open_sessions(
             print(warning, file=sys.stderr)
     if args.precision == "auto" and (note := lacks_bf16(device)):
         print(note, file=sys.stderr)
-    models = load_models(sources, pick_precision(args.precision, device), device, args.quantize, placement)
+    stored = sources[0].dtype(None) if args.for_speed else torch.float32
+    precision = pick_generation_precision(args.precision, device, stored)
+    models = load_models(sources, precision, device, args.quantize, placement)
     layer_counts = Counter(map(str, models[0].block_devices))
     if args.layers_per_device:
         print("layers: " + ", ".join(f"{count} on {name}" for name, count in layer_counts.items()), file=sys.stderr)
@@ -229,6 +238,7 @@ def make_drafter(args: SpeculativeArgs, session: Session, capacity: int) -> Draf
         raise ValueError(
             f"--draft_dir {args.draft_dir}: its vocabulary differs from the model's; name a model of the same family"
         )
-    model = source.model(pick_precision(args.precision, device), device, "none").requires_grad_(False)
+    precision = next(name for name, dtype in DTYPES.items() if dtype == session.model.dtype)
+    model = source.model(precision, device, "none").requires_grad_(False)
     fuse_linears(model, pack=not session.compiled)
     return DraftModel(Decoder(model, 1, capacity, session.compiled), session.model.config.vocab_size)

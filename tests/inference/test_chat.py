@@ -273,6 +273,7 @@ def test_in_a_terminal(checkpoints, tmp_path):
     """Prompt, Markdown, speeds, Ctrl-C that stops only the answer, history, Ctrl-D."""
     controller, terminal = pty.openpty()
     flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--temperature", "0", "--max_new_tokens", "200"]
+    flags += ["--precision", "fp32"]
     env = ENV | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     command = [sys.executable, ROOT / "generate" / "chat.py", *map(str, flags)]
     process = subprocess.Popen(

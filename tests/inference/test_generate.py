@@ -4,10 +4,12 @@ import json
 import shutil
 
 import pytest
+import torch
 from conftest import script
 
 import litft
-from litft.args import GenerateArgs, ModelArgs, Sampling
+from litft.args import GenerateArgs, ModelArgs, Sampling, ServeArgs
+from litft.cli import run as command
 from litft.inference.session import open_session
 
 
@@ -240,3 +242,16 @@ def test_all_mistakes_are_reported_at_once(folder, tmp_path):
     banned = next(litft.stream(*litft.load(folder), "One day", temperature=0)).tokens[0]
     biased = generate(folder, tmp_path, "--prompt", "One day", "--logit_bias", json.dumps({str(banned): -100}))
     assert biased.stdout != complete(folder) + "\n"
+
+
+@pytest.mark.parametrize("stored", ["bf16", "fp32"])
+def test_precision_auto_is_the_fastest_dtype_of_the_cpu(tiny, tmp_path, stored, monkeypatch):
+    """bf16 only for bf16 weights and a CPU that has bf16 arithmetic, and never for scores."""
+    folder = tmp_path / "model"
+    command("convert_hf_checkpoint", ["--checkpoint_dir", str(tiny), "--out_dir", str(folder), "--precision", stored])
+    for has_bf16 in (True, False):
+        monkeypatch.setattr("litft.distributed.devices.cpu_has_bf16", lambda has_bf16=has_bf16: has_bf16)
+        expected = torch.bfloat16 if has_bf16 and stored == "bf16" else torch.float32
+        for args, dtype in ((GenerateArgs, expected), (ServeArgs, expected), (ModelArgs, torch.float32)):
+            assert open_session(args(checkpoint_dir=str(folder))).model.dtype == dtype
+        assert open_session(GenerateArgs(checkpoint_dir=str(folder), precision="fp32")).model.dtype == torch.float32
