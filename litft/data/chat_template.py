@@ -4,6 +4,7 @@ import datetime
 import json
 from collections.abc import Callable, Collection
 from functools import lru_cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -191,3 +192,23 @@ def user_content(instruction: str, context: str, source: str) -> str:
     if not context:
         return instruction
     return f"{instruction}\n\n### Input:\n{context}" if "### Response:" in source else f"{instruction}\n\n{context}"
+
+
+def last_user_message(prompt: str, render: Callable[[list[Message]], str]) -> str:
+    """Return the last message of a rendered prompt, for people to read; the whole prompt if it cannot be told apart.
+
+    render: renders messages up to the answer, with the template of the prompt.
+    """
+    mark, answer = "user-message-mark", "assistant-message-mark"
+    messages = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", answer), ("user", mark))]
+    try:
+        head, found, tail = render(messages[2:]).partition(mark)
+        later_head = render(messages).partition(mark)[0]
+    except ValueError:  # raised by the template
+        return prompt
+    common = takewhile(lambda pair: pair[0] == pair[1], zip(reversed(head), reversed(later_head), strict=False))
+    opening = "".join(char for char, _ in common)[::-1].lstrip()  # what precedes a user's message
+    body, tail = prompt.rstrip(), tail.rstrip()
+    if not (found and opening.strip() and opening in body and tail and body.endswith(tail)):
+        return prompt
+    return body.removesuffix(tail).rpartition(opening)[2].strip() or prompt

@@ -8,6 +8,7 @@ import torch
 from lightning_fabric import Fabric
 from torch import Tensor
 
+from litft.data.chat_template import Message, last_user_message
 from litft.data.encoder import Sample
 from litft.data.packing import Layout, MicroBatch
 from litft.data.tokenizer import Tokenizer
@@ -125,12 +126,23 @@ def hardest_examples(
     return [_hard_example(samples[i], loss, tokenizer) for loss, i in zip(losses.tolist(), indices.tolist(), strict=True)]
 
 
+def question_text(tokenizer: Tokenizer, ids: list[int]) -> str:
+    """Return the last user message of a prompt, or its whole text, for people to read."""
+
+    def render(messages: list[Message]) -> str:
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+
+    rendered = tokenizer.decode(ids, skip_special=False)
+    text = last_user_message(rendered, render)
+    return tokenizer.decode(ids).strip() if text == rendered else text
+
+
 def _hard_example(sample: Sample, loss: float, tokenizer: Tokenizer) -> HardExample:
     is_target = sample.targets != IGNORED
     first = int(is_target.nonzero()[0])
     prompt, answer = sample.tokens[: first + 1], sample.targets[is_target]
     return HardExample(
-        tokenizer.decode(prompt.tolist()).strip(), tokenizer.decode(answer.tolist()).strip(), loss, len(answer)
+        question_text(tokenizer, prompt.tolist()), tokenizer.decode(answer.tolist()).strip(), loss, len(answer)
     )
 
 

@@ -27,6 +27,7 @@ from litft.training.scoring import (
     exact_match,
     greedy_answers,
     hardest_examples,
+    question_text,
     validation_answers,
     validation_scores,
 )
@@ -204,7 +205,7 @@ def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: DataSplits) -> Iterator
     """Yield the prompts as text and as token ids. Raises ValueError if the model cannot read one."""
     if not args.prompts and (question := next((s.answer for s in islice(data.val, PROMPT_CANDIDATES) if s.answer), None)):
         ids = question[0].tolist()
-        yield tokenizer.decode(ids).strip(), ids
+        yield question_text(tokenizer, ids), ids
     is_text = all(set(report.formats) <= {"text"} for report in data.reports.values())
     for item in args.prompts:
         for text in filter(None, map(str.strip, _texts(item))):

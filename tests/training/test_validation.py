@@ -8,11 +8,20 @@ from lightning_fabric import Fabric
 
 import litft
 from litft.args import DataArgs, EvalArgs, PreferenceArgs
+from litft.data.chat_template import STYLES
 from litft.data.dataset import load_data
 from litft.data.packing import Layout
+from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
 from litft.training.objectives import Supervised
-from litft.training.scoring import exact_match, greedy_answers, hardest_examples, validation_answers, validation_scores
+from litft.training.scoring import (
+    exact_match,
+    greedy_answers,
+    hardest_examples,
+    question_text,
+    validation_answers,
+    validation_scores,
+)
 from litft.training.validation import Validation
 
 SUPERVISED = Supervised(PreferenceArgs())
@@ -126,6 +135,34 @@ def test_the_hardest_examples_have_the_largest_losses(model_and_samples, single_
     hardest = hardest_examples(single_process[0], model, tokenizer, samples, layout, 3)
     assert [example.loss for example in hardest] == pytest.approx([losses[number] for number in expected], rel=1e-5)
     for example, number in zip(hardest, expected, strict=True):
-        prompt, answer = (tokenizer.decode(ids.tolist()).strip() for ids in samples[number].answer)
+        ids = samples[number].answer
+        prompt, answer = question_text(tokenizer, ids[0].tolist()), tokenizer.decode(ids[1].tolist()).strip()
         assert (example.prompt, example.answer, example.tokens) == (prompt, answer, samples[number].supervised)
     assert len(hardest_examples(single_process[0], model, tokenizer, samples[:2], layout, 5)) == 2
+
+
+QUESTION = "Is 2 < 3?\n\nTell me, please."
+CONVERSATIONS = {
+    "one turn": [{"role": "user", "content": QUESTION}],
+    "two turns": [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hi!"},
+        {"role": "user", "content": QUESTION},
+    ],
+}
+
+
+@pytest.mark.parametrize("style", sorted({*STYLES} - {"llama2"}))
+@pytest.mark.parametrize("kind", CONVERSATIONS)
+def test_the_last_user_message_is_shown(shared, style, kind):
+    tokenizer = Tokenizer(shared / "tokenizers" / "qwen2.5")
+    tokenizer.use_template(STYLES[style])
+    rendered = tokenizer.apply_chat_template(CONVERSATIONS[kind], add_generation_prompt=True)
+    assert question_text(tokenizer, tokenizer.encode(rendered, bos=False)) == QUESTION
+
+
+def test_a_prompt_without_a_known_beginning_is_shown_whole(shared):
+    tokenizer = Tokenizer(shared / "tokenizers" / "qwen2.5")
+    assert question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
+    tokenizer.use_template("{% for m in messages %}{{ m.content }}{% endfor %}")
+    assert question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
