@@ -97,9 +97,16 @@ class Terminal(Screen):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show a spinner."""
-        with self.console.status(Text(what)):
-            yield
+        """Show a spinner, or the text next to the bar, if there is one."""
+        if self.progress is None:
+            with self.console.status(Text(what)):
+                yield
+            return
+        task = self.progress.tasks[0]
+        before = task.description
+        self.progress.update(task.id, description=f"{what}  {before}", refresh=True)
+        yield
+        self.progress.update(task.id, description=before)
 
     @contextmanager
     def bar(self, step: int, steps: int, what: str) -> Iterator[None]:

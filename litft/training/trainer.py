@@ -257,7 +257,8 @@ class Trainer:
         self.recorder.saver.poll()
         self._check_signals()
         if validate := _is_due(args.eval.interval, step) and step < self.schedule.steps:
-            self._validate(optimizer)
+            with self.screen.doing("validating"):
+                self._validate(optimizer)
         if self._end_reason():
             return  # saved after the last validation
         save = _is_due(args.save.interval, step)

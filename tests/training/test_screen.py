@@ -25,6 +25,8 @@ def show_everything(screen: Screen) -> None:
     with screen.bar(5, 10, "first step"):
         screen.advance(7)
         screen.row(ROW, 10, "3 minutes")
+        with screen.doing("validating"):
+            pass
         screen.say("step 7: validation loss 1.1")
     screen.results({"validation loss": ["2.0000", "1.1000"]}, ["9 s of training"])
 
@@ -66,7 +68,9 @@ def test_a_terminal_shows_a_panel_a_bar_and_a_table(width, monkeypatch):
     assert max(map(len, lines)) <= width
     assert any("LoRA on base[v2]" in line and line.startswith("╭") for line in lines)
     assert any("out/[/a]" in line and line.startswith("╰") for line in lines)
-    assert any("7/10 loss 1.234  margin 0.5  8,123 tokens/s  1.2 GiB  3 minutes left" in line for line in lines)
+    bar = "7/10 loss 1.234  margin 0.5  8,123 tokens/s  1.2 GiB  3 minutes left"
+    assert any(line.rstrip().endswith(bar) for line in lines)
+    assert any("7/10 validating  loss 1.234" in line for line in lines)
     assert "80 examples [of 90]" in printed and any("2.0000" in line and "1.1000" in line for line in lines)
     assert "step 7/10" not in printed
 
