@@ -23,6 +23,9 @@ RECORDS = [
 ]
 
 
+SETUP = re.compile(r"^export (?:CHECKPOINT_DIR|REPO)=.*\n", re.MULTILINE)  # the model and the examples of a guide
+
+
 def blocks(path: Path) -> list[tuple[str, str]]:
     """Return the code blocks of a guide as (language, text)."""
     return re.findall(r"```(bash|python)\n(.*?)```", path.read_text("utf-8"), re.DOTALL)
@@ -33,6 +36,7 @@ def run_guide(name: str, folder: Path, paths: dict[str, str]) -> list[str]:
     env = {**ENV, **paths, "PATH": f"{FORKS}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
     outputs = []
     for language, text in blocks(ROOT / "tutorials" / name):
+        text = SETUP.sub("", text)
         preset = "".join(f"{name} = {value!r}\n" for name, value in paths.items())
         command = ["bash", "-euo", "pipefail", "-c", text] if language == "bash" else [sys.executable, "-c", preset + text]
         done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True)
@@ -42,12 +46,17 @@ def run_guide(name: str, folder: Path, paths: dict[str, str]) -> list[str]:
     return outputs
 
 
+def link_scripts(folder: Path) -> None:
+    """Make a folder look like a clone of the repository."""
+    for name in ("finetune", "generate", "scripts", "tests", "litft"):
+        (folder / name).symlink_to(ROOT / name)
+
+
 @pytest.fixture(scope="module")
 def clone(shared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """A folder with links to the scripts, and the paths that a reader of the guides sets."""
     folder = tmp_path_factory.mktemp("clone")
-    for name in ("finetune", "generate", "scripts", "tests", "litft"):
-        (folder / name).symlink_to(ROOT / name)
+    link_scripts(folder)
     (folder / "examples.json").write_text(json.dumps(RECORDS))
     return folder, {"CHECKPOINT_DIR": str(shared / "checkpoints" / "stories260K"), "DATA": "examples.json"}
 
@@ -117,6 +126,29 @@ def test_the_quickstart_writes_its_outputs(quickstart):
     assert printed[-1] == "exit code 2\n"
 
 
+GUIDES = [
+    path.stem for path in sorted((ROOT / "tutorials").glob("*.md")) if "export CHECKPOINT_DIR=" in path.read_text("utf-8")
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_first_example_runs_as_it_stands(name, tmp_path):
+    link_scripts(tmp_path)
+    _, text = next(block for block in blocks(ROOT / "tutorials" / f"{name}.md") if SETUP.search(block[1]))
+    env = {**ENV, "PATH": f"{FORKS}/bin:{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    stop = "kill $(cat serve.pid)\n" if "serve.pid" in text else ""
+    command = ["bash", "-euo", "pipefail", "-c", text + stop]
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, f"{text}\n{done.stdout[-2000:]}\n{done.stderr[-3000:]}"
+
+
+def test_every_guide_says_what_it_leads_to():
+    for path in (ROOT / "tutorials").glob("*.md"):
+        if path.stem not in ("families", "add_a_family"):  # a table, and a guide for developers
+            assert "\nAt the end of this page, " in path.read_text("utf-8")[:200], path.name
+
+
 @pytest.mark.slow
 def test_the_guide_to_converting(clone):
     folder, paths = clone
@@ -176,7 +208,7 @@ def test_the_guides_to_generating(clone):
 @pytest.mark.slow
 def test_the_guide_to_python(clone):
     first, faq, _, answer = run_guide("python.md", *clone)
-    assert first.splitlines()[-1].startswith("out/first ")
+    assert first.splitlines()[-1].startswith("out/demo ")
     assert re.search(r"^step 0: .*^step 30: ", faq, re.DOTALL | re.MULTILINE) and faq.splitlines()[-1] == "1.0"
     assert answer == "By the river.\n"
 

@@ -97,14 +97,14 @@ class Terminal(Screen):
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Show a spinner, or the text next to the bar, if there is one."""
+        """Show a spinner, or the text next to the bar instead of the newest row, if there is one."""
         if self.progress is None:
             with self.console.status(Text(what)):
                 yield
             return
         task = self.progress.tasks[0]
         before = task.description
-        self.progress.update(task.id, description=f"{what}  {before}", refresh=True)
+        self.progress.update(task.id, description=what, refresh=True)
         yield
         self.progress.update(task.id, description=before)
 

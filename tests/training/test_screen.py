@@ -70,7 +70,7 @@ def test_a_terminal_shows_a_panel_a_bar_and_a_table(width, monkeypatch):
     assert any("out/[/a]" in line and line.startswith("╰") for line in lines)
     bar = "7/10 loss 1.234  margin 0.5  8,123 tokens/s  1.2 GiB  3 minutes left"
     assert any(line.rstrip().endswith(bar) for line in lines)
-    assert any("7/10 validating  loss 1.234" in line for line in lines)
+    assert any(line.rstrip().endswith("7/10 validating") for line in lines)
     assert "80 examples [of 90]" in printed and any("2.0000" in line and "1.1000" in line for line in lines)
     assert "step 7/10" not in printed
 
