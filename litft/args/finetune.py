@@ -351,8 +351,8 @@ class FullFinetuneArgs(FinetuneArgs):
         """Return the problems of the common flags, and reject quantization: no weights are frozen."""
         problems = super().problems()
         if self.quantize != "none":
-            reason = "full fine-tuning updates every weight by less than 4 or 8 bits can represent"
-            problems.append(f"--quantize {self.quantize}: {reason}; use finetune/lora.py, or leave it out")
+            reason = "full fine-tuning cannot train quantized weights: an update is smaller than their 4- or 8-bit steps"
+            problems.append(f"--quantize {self.quantize}: {reason}; use finetune/lora.py (QLoRA), or leave it out")
         return problems
 
 

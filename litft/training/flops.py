@@ -52,9 +52,9 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def chip_peak_flops(chip: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of the chip with this name, from CHIPS; None if it is not listed."""
+    """Return the peak FLOP/s of the chip with this name, from CHIPS; None if it is not listed. RTX4090 is RTX 4090."""
     for pattern, bf16, fp32 in CHIPS:
-        if re.search(pattern, chip, re.IGNORECASE):
+        if re.search(pattern.replace(" ", "[ _-]?"), chip, re.IGNORECASE):
             return (bf16 if precision.startswith("bf16") else fp32) * 1e12 or None
     return None
 

@@ -35,6 +35,8 @@ def plan(args: PlanArgs) -> None:
     if args.budget:
         reserve = format_bytes(size(args.budget) - int(USABLE_FRACTION * size(args.budget)))
         print(f"the fastest settings that fit into {args.budget}, with {reserve} left to CUDA: {setting_flags(fit)}")
+        if fit.quantize != args.quantize:
+            print(f"--quantize {fit.quantize}: unquantized weights do not fit, or only with slower settings")
     fit_plan, num_devices = fit.plan, args.devices * args.num_nodes
     flops = fit_plan.flops.for_lengths([tokens], [tokens]) / tokens * args.tokens
     what = f"{args.tokens:,} tokens, all supervised, in examples of {tokens:,}"

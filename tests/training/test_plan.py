@@ -30,7 +30,7 @@ from litft.methods import LoRA, method_of
 from litft.model.quantization import QuantizedLinear
 from litft.pretrained import resolve
 from litft.training.auto_settings import choose
-from litft.training.flops import CHIPS, Flops, peak_flops
+from litft.training.flops import Flops, chip_peak_flops, peak_flops
 from litft.training.memory_plan import Shape, predict
 from litft.training.optimizers import OPTIMIZERS, ROUNDING_BYTES
 from litft.training.schedule import Schedule
@@ -70,6 +70,8 @@ def test_flops_of_experts(make_model):
     [
         ("NVIDIA H200", 989.4),
         ("NVIDIA L40S", 362.05),
+        ("RTX4090", 165.2),
+        ("rtx-4090", 165.2),
         ("NVIDIA L4", 121.0),
         ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA H100 PCIe", 756.0),
@@ -77,8 +79,8 @@ def test_flops_of_experts(make_model):
         ("NVIDIA GeForce GTX 1080", None),
     ],
 )
-def test_chips_by_the_names_torch_reports(name, bf16):
-    assert next((row[1] for row in CHIPS if re.search(row[0], name)), None) == bf16
+def test_chips_by_the_names_that_torch_reports_and_people_type(name, bf16):
+    assert chip_peak_flops(name, "bf16") == (bf16 and bf16 * 1e12)
 
 
 def test_the_peak_of_a_cpu_is_measured():
