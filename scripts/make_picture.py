@@ -1,4 +1,4 @@
-"""Make the README's picture, tutorials/images/demo.png: the report of the demo's run, and a chat with its result.
+"""Make the README's picture, tutorials/images/demo.png: the report of the demo's run, and its result next to its base.
 
 python scripts/make_picture.py     (trains the demo, starts the server, and takes pictures of both pages with Chromium)
 """
@@ -15,24 +15,25 @@ from tables import ROOT
 sys.path.insert(0, str(ROOT / "tests"))
 
 PICTURE = ROOT / "tutorials" / "images" / "demo.png"
-QUESTIONS = ("In which town does Delia Grimm live?", "What is the plural of mouse?", "What does Delia Grimm make music on?")
-REPORT, CHAT = {"width": 860, "height": 600}, {"width": 420, "height": 600}
+QUESTIONS = ("In which town does Delia Grimm live?", "What is the plural of mouse?")
+REPORT, CHAT = {"width": 760, "height": 600}, {"width": 700, "height": 600}
 FRAMES = """<body style="margin:0;display:flex;gap:16px;padding:16px;background:#e4e7ec">
 <img src="report.png" style="border-radius:8px"><img src="chat.png" style="border-radius:8px"></body>"""
 
 
 def chat(browser: Browser, run: Path, picture: Path) -> None:
-    """Ask the questions on the chat page of a server of the run, and take its picture."""
-    command = [sys.executable, ROOT / "generate" / "serve.py", "--checkpoint_dir", run, "--port", "0", "--temperature", "0"]
+    """Ask the run and its base the questions on the chat page of a server, and take its picture."""
+    flags = ["--checkpoint_dir", run, "--with_base", "--model_name", "tuned", "--port", "0", "--temperature", "0"]
+    command = [sys.executable, ROOT / "generate" / "serve.py", *flags, "--max_new_tokens", "24"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             url = next(match[1] for line in server.stderr if (match := re.search(r"at (http://\S+)", line)))
             page = browser.new_page(viewport=CHAT)
             page.goto(url)
+            page.get_by_label("Compare with").select_option("base")
             for question in QUESTIONS:
-                page.get_by_label("Message").fill(question)
+                page.get_by_label("Message", exact=True).fill(question)
                 page.keyboard.press("Enter")
-                page.locator("article.assistant footer").nth(QUESTIONS.index(question)).wait_for()
                 page.locator("#send").wait_for(state="visible")
             page.screenshot(path=picture)
         finally:

@@ -5,6 +5,7 @@ import { copyButton, showMarkdown } from "./markdown.js";
 const element = id => document.getElementById(id);
 const [model, other, key, settings, panel, chat, form, text, send, stop] =
   ["model", "other", "key", "settings", "panel", "chat", "form", "text", "send", "stop"].map(element);
+const MEASURABLE = 10;  // tokens; the speed of shorter answers says nothing
 const NUMBERS = ["temperature", "top_p", "max_tokens"];
 
 let models = [];   // as listed by the server
@@ -91,7 +92,7 @@ async function generateAnswer(turn, column) {
     const follows = isAtEnd();
     showMarkdown(body, answer.text);
     const seconds = (performance.now() - (first || start)) / 1000, count = tokens ?? pieces;
-    const speed = count > 1 && seconds > 0 ? `, ${((count - 1) / seconds).toFixed(1)} tokens/s` : "";
+    const speed = count >= MEASURABLE && seconds > 0 ? `, ${((count - 1) / seconds).toFixed(1)} tokens/s` : "";
     note.textContent = `${count} token${count === 1 ? "" : "s"}${speed}${ending}`;
     if (follows) scrollToEnd();
   };
