@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any
 
@@ -41,9 +42,11 @@ def finetune(
     """
     if args is None:
         flags |= {"checkpoint_dir": fspath(model)} if model is not None else {}
-        flags |= {"data_path": _paths(data, flags.get("limit"))} if data is not None else {}
-        flags |= {"data_val_path": _paths(val_data)} if val_data is not None else {}
-        args = from_keywords(method, flags)
+        flags |= {"data_path": ["in memory"]} if data is not None else {}
+        args = from_keywords(method, flags)  # raises for invalid flags before the records are read
+        paths = {} if data is None else {"path": _paths(data, args.data.limit)}
+        paths |= {} if val_data is None else {"val_path": _paths(val_data)}
+        args = replace(args, data=replace(args.data, **paths))
     elif flags or model is not None or data is not None or val_data is not None:
         raise TypeError("finetune() takes either args or keywords; set the fields of args instead")
     return run_finetuning(args, callback, metrics)

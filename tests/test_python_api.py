@@ -1,6 +1,7 @@
 """`litft.finetune` from Python: keywords, examples in memory, metrics, named validation sets; `litft.generate`."""
 
 import inspect
+import itertools
 import json
 from pathlib import Path
 
@@ -20,7 +21,7 @@ OTHERS = [{"prompt": f"Name the number {n}.", "completion": f"The number {n} has
 @pytest.fixture
 def settings(tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "share"))
     return {"model": tiny, "max_steps": 3, "global_batch_size": 4, "eval_interval": 0, "eval_max_new_tokens": 0, "seed": 7}
 
 
@@ -43,7 +44,7 @@ def test_examples_in_memory_train_like_a_file(settings, kind, tmp_path):
     outcome = litft.finetune(data=IN_MEMORY[kind](), **settings)
     assert losses(outcome) == losses(expected) and len(losses(outcome)) == 3
     stored = Path(litft.args.parser.parse(LoRAFinetuneArgs, ["--config", str(outcome.folder / "config.yaml")]).data.path[0])
-    assert stored.parent == tmp_path / "cache" / "litft" / "examples"
+    assert stored.parent == tmp_path / "share" / "litft" / "examples"
     assert [json.loads(line)["completion"] for line in stored.read_text().splitlines()] == [r["completion"] for r in RECORDS]
     resumed = litft.finetune(data=RECORDS, **settings | {"max_steps": 4}, out_dir=outcome.folder, resume=True)
     assert len(losses(resumed)) == 4  # the same records have the same path
@@ -90,7 +91,8 @@ def test_keywords_equal_flags():
                 "prompts": ["Well, who?"],
                 "exact_match": True,
                 "max_batches": None,
-                "lora_targets": "all-linear",
+                "new_tokens": None,
+                "lora_targets": "q_proj,v_proj",
                 "limit": 3,
             },
         },
@@ -99,7 +101,7 @@ def test_keywords_equal_flags():
     assert args.lora.r == 4 and args.train.learning_rate == 0.5 and args.data.columns == ["instruction=question"]
     assert args.data.template_args == ["enable_thinking=false"] and args.data.weights == [0.5]
     assert args.eval == EvalArgs(prompts=["Well, who?"], exact_match=True, max_batches=None)
-    assert args.lora.targets == ["all-linear"] and args.data.limit == 3
+    assert args.lora.targets == ["q_proj", "v_proj"] and args.data.limit == 3 and args.data.new_tokens == []
 
 
 @pytest.mark.parametrize(
@@ -112,8 +114,13 @@ def test_keywords_equal_flags():
         ({"max_steps": "many"}, ValueError, "expected a whole number"),
         ({"args": LoRAFinetuneArgs(), "max_steps": 3}, TypeError, "either args or keywords"),
         ({"metrics": {"loss": len}}, ValueError, "'loss' cannot be a column"),
+        ({"metrics": {"margin": len}}, ValueError, "'margin' cannot be a column"),
+        ({"metrics": {"flops": len}}, ValueError, "'flops' cannot be a column"),
+        ({"metrics": [len]}, ValueError, "expected functions by name"),
+        ({"metrics": {"rouge": 1.0}}, ValueError, "expected functions by name"),
+        ({"data_limit": "ten", "data": RECORDS[:1]}, ValueError, "--data.limit ten: expected"),
     ],
-    ids=str,
+    ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
 def test_wrong_keywords_are_reported(keywords, kind, message):
     with pytest.raises(kind) as error:
@@ -146,6 +153,29 @@ def test_metrics_of_the_answers(settings, capfd):
     printed = capfd.readouterr().out
     assert f"exact match 0.0% of 12, length {measured[3]:.4g} of 12" in printed
     assert ">length</th>" in (outcome.folder / "report.html").read_text()
+
+
+@pytest.mark.parametrize("result", [None, ZeroDivisionError("no answers")], ids=str)
+def test_a_metric_that_fails_does_not_end_the_run(settings, capfd, result):
+    def broken(answers):
+        if isinstance(result, Exception):
+            raise result
+
+    outcome = litft.finetune(data=RECORDS, val_data=OTHERS, metrics={"broken": broken}, **settings)
+    assert (outcome.folder / "final").is_dir() and "broken" not in outcome.metrics
+    assert "warning: the metric broken failed (" in capfd.readouterr().out
+
+
+def test_an_endless_iterator_is_read_up_to_the_limit(settings, tmp_path):
+    assert litft.finetune(data=itertools.cycle(RECORDS), data_limit=6, **settings).metrics["step"] == 3
+    (stored,) = (tmp_path / "share" / "litft" / "examples").iterdir()
+    assert len(stored.read_text().splitlines()) == 6
+
+
+def test_keywords_override_the_file_of_config(tmp_path):
+    (tmp_path / "c.yaml").write_text("train: {max_steps: 99, epochs: 2}")
+    args = from_keywords("lora", {"max_steps": 5, "config": str(tmp_path / "c.yaml")})
+    assert (args.train.max_steps, args.train.epochs) == (5, 2)
 
 
 def test_named_validation_sets_have_their_own_losses(settings, tmp_path):
@@ -182,7 +212,14 @@ def _target_counts(model, paths):
 def test_unnamed_sets_have_the_names_of_their_files(settings, tmp_path):
     first, second = (write_records(tmp_path / name, RECORDS[:4]) for name in ("a.val.jsonl", "b=c.jsonl"))
     outcome = litft.finetune(data=OTHERS, val_data=[first, second], **settings | {"max_steps": 1})
-    assert {"val_loss_a", "val_loss_b_c"} <= outcome.metrics.keys()
+    assert {"val_loss_a_val", "val_loss_b_c"} <= outcome.metrics.keys()
+    (tmp_path / "en").mkdir()
+    same = write_records(tmp_path / "en" / "a.val.jsonl", RECORDS[:4])
+    with pytest.raises(ValueError, match="would have the same name, a_val; name them"):
+        litft.finetune(data=OTHERS, val_data=[first, same], **settings)
+    empty = write_records(tmp_path / "empty.jsonl", [{"prompt": "a", "completion": ""}])
+    with pytest.raises(ValueError, match="no example of the set empty is left"):
+        litft.finetune(data=OTHERS, val_data=[first, empty], **settings)
     with pytest.raises(ValueError, match=r"nowhere\.jsonl does not exist"):
         litft.finetune(data=OTHERS, val_data=["x=nowhere.jsonl"], **settings)
 

@@ -104,8 +104,11 @@ class DataArgs:
         for flag, items in (("path", self.path), ("val_path", self.val_path)):
             for item in items:
                 try:
-                    if DataPath.parse(item).name and flag == "path":
+                    path = DataPath.parse(item)
+                    if path.name and flag == "path":
                         problems.append(f"--data.path {item}: only validation sets have names; name a file or a folder")
+                    if path.weight is not None and flag == "val_path":
+                        problems.append(f"--data.val_path {item}: a validation set has no weight; leave it out")
                 except ValueError as error:
                     problems.append(f"--data.{flag} {error}")
         return problems

@@ -1,12 +1,13 @@
 """One item of --data.path or --data.val_path: a path, or a JSON object of a path with settings of its own."""
 
 import json
+import os
 import re
 from dataclasses import MISSING, dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, get_args
 
-Formats = Literal["tokens", "messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text"]
+Formats = Literal["messages", "sharegpt", "alpaca", "dolly", "prompt", "question", "summary", "text", "tokens"]
+NAME = re.compile(r"[\w-]+")  # of a validation set
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,11 @@ class DataPath:
 
         Raise ValueError for invalid JSON, and for settings that do not exist or have a wrong type.
         """
+        if os.path.exists(item):  # whatever its name looks like
+            return cls(item)
         if not item.lstrip().startswith("{"):
             name, equals, path = item.partition("=")
-            is_named = equals and re.fullmatch(r"[\w-]+", name) and not Path(item).exists()
-            return cls(path, name) if is_named else cls(item)
+            return cls(path, name) if equals and NAME.fullmatch(name) else cls(item)
         try:
             settings = json.loads(item)
         except ValueError as error:
@@ -50,14 +52,14 @@ class DataPath:
         """Return the item that `parse` reads."""
         defaults = {item.name: item.default if item.default is not MISSING else {} for item in fields(self)}
         settings = {name: getattr(self, name) for name in TYPES if getattr(self, name) != defaults[name]}
-        if settings.keys() <= {"path", "name"}:
-            return f"{self.name}={self.path}" if self.name else self.path
-        return json.dumps(settings, ensure_ascii=False)
+        short = f"{self.name}={self.path}" if self.name else self.path
+        is_short = settings.keys() <= {"path", "name"} and not short.lstrip().startswith("{") and self.parse(short) == self
+        return short if is_short else json.dumps(settings, ensure_ascii=False)
 
 
 TYPES: dict[str, tuple[Any, str]] = {  # of each setting: type, and what it is, for messages
     "path": (str, "text"),
-    "name": (str, "text"),
+    "name": (str, "letters, digits, _ and -"),
     "format": (str, f"one of {', '.join(get_args(Formats))}"),
     "columns": (dict, "an object of litft's field names and those in the file"),
     "template": (str, "text"),
@@ -73,6 +75,8 @@ def _is_valid(name: str, value: Any) -> bool:
         return False
     if name == "columns":
         return all(isinstance(column, str) for column in value.values())
+    if name == "name":
+        return NAME.fullmatch(value) is not None
     if name == "format":
         return value in get_args(Formats)
     if name == "weight":

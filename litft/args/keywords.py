@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
 from litft.args.aliases import ALIASES
@@ -37,7 +37,9 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
     names = keyword_names(FINETUNE[method]) | {flag.replace(".", "_"): flag for flag in types} | {"config": "config"}
     if unknown := [name for name in keywords if name not in names]:
         raise TypeError("\n".join(_unknown_keyword(name, names) for name in unknown))
-    words = [f"--{names[name]}={_as_word(value, types.get(names[name]))}" for name, value in keywords.items()]
+    keywords = {"config": None} | dict(keywords)  # first: other keywords override those of the file
+    pairs = ((names[name], value) for name, value in keywords.items() if name != "config" or value is not None)
+    words = [f"--{flag}={_as_word(value, types.get(flag))}" for flag, value in pairs]
     return parse(FINETUNE[method], words)
 
 
@@ -58,9 +60,10 @@ def _as_word(value: Any, flag_type: Any) -> str:
     if get_origin(flag_type) is list:
         if isinstance(value, Mapping):
             value = [f"{name}={item if isinstance(item, str) else json.dumps(item)}" for name, item in value.items()]
-        items = [value] if isinstance(value, str) or not hasattr(value, "__iter__") else list(value)
-        convert = float if get_args(flag_type) == (float,) else str
-        return json.dumps([convert(item) for item in items])
+        if value is None or isinstance(value, str):
+            return value or "null"
+        items = list(value) if isinstance(value, Iterable) else [value]
+        return json.dumps(items if get_args(flag_type) == (float,) else list(map(str, items)))
     if value is None or isinstance(value, bool):
         return json.dumps(value)
     return str(value)

@@ -218,7 +218,8 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         method = recipe.get("method") if isinstance(recipe, dict) else None
         if method and cls is not FINETUNE.get(method):
             return [], [f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"]
-        entries = {_full_name(name, flag_types): value for name, value in _flatten(content)}
+        list_flags = {name for name, flag_type in flag_types.items() if get_origin(flag_type) is list}
+        entries = {_full_name(name, flag_types): value for name, value in _flatten(content, list_flags)}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
     unknown = {name: _as_text(value) for name, value in entries.items() if name not in flag_types}
@@ -226,21 +227,21 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     texts = {name: _as_text(value) for name, value in entries.items() if name in flag_types}
     lists = {name: value for name, value in entries.items() if name in texts and get_origin(flag_types[name]) is list}
     for name, value in lists.items():
-        texts[name] = (
-            json.dumps(_item_texts(value), ensure_ascii=False)
-            if isinstance(value, list)
-            else _as_list(texts[name], flag_types[name])
-        )
+        items = [value] if isinstance(value, dict) else value
+        if isinstance(items, list):
+            texts[name] = json.dumps(_item_texts(items), ensure_ascii=False)
+        else:
+            texts[name] = _as_list(texts[name], flag_types[name])
     return list(texts.items()), problems
 
 
-def _flatten(content: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield nested entries with dotted names. An empty group has no entries."""
+def _flatten(content: dict, lists: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield nested entries with dotted names. An empty group has no entries. lists: flags whose items may be mappings."""
     for name, value in content.items():
         if value is None and name in flags.GROUPS:
             continue
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
+        if isinstance(value, dict) and f"{prefix}{name}" not in lists:
+            yield from _flatten(value, lists, f"{prefix}{name}.")
         else:
             yield prefix + str(name), value
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import re
+from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -100,7 +101,9 @@ def load_data(
     """
     template = choose_template(args.template, tokenizer)
     tokenizer.chat_template = with_arguments(tokenizer.chat_template, args.template_args)
-    tokenizer.day = args.date or (date.today().isoformat() if tokenizer.uses_date else None)
+    templates = [item.template for item in (*args.paths, *args.val_paths) if item.template]
+    has_date = tokenizer.uses_date or templates  # which may print the date too
+    tokenizer.day = args.date or (date.today().isoformat() if has_date else None)
     limit = length_limit(args.max_seq_length, context)
     policy = args.mask_prompt, args.train_on == "last", args.mask_reasoning
     encoder = Encoder(tokenizer, limit, args.format, _columns(args.columns, kind), *policy, kind)
@@ -116,6 +119,9 @@ def load_data(
     reports: dict[str, EncodingReport] = {}
     for file, store in stores.items():
         reports[file.label + " (with other settings)" * (file.label in reports)] = store.report
+    _check_columns(encoder.columns, reports)
+    for file in files:
+        _check_columns(dict(file.reading.columns), {file.label: stores[file].report})
     data = DataSplits(
         Samples.of([(s, training) for s, training, _ in splits], limit),
         Samples.of(held_out, limit),
@@ -129,20 +135,25 @@ def load_data(
     )
     if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
-    _check_columns(encoder.columns, reports)
-    for file in files:
-        _check_columns(dict(file.reading.columns), {file.label: stores[file].report})
-    if not len(data.train):
-        raise ValueError(_no_samples_message(data, context))
-    non_empty = [samples for samples in (data.train, data.val) if len(samples)]
-    if (longest := max(int(samples.document_lengths(np.arange(len(samples))).max()) for samples in non_empty)) > context:
-        reason = f"the longest example has {longest:,} tokens, but the model was made for {context:,}"
-        remedy = f"use {context}, or set rope_scaling in the model's config.json"
-        raise ValueError(f"--data.max_seq_length {limit}: {reason}; {remedy}")
+    _check_samples(data)
     # generation must stop at the special tokens that end a turn in the data, even if no file of the model names them
     ends = {token for report in reports.values() for token in report.ends}
     tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
     return data
+
+
+def _check_samples(data: DataSplits) -> None:
+    """Raise ValueError if a set has no samples, or a sample is longer than the model's context."""
+    if not len(data.train):
+        raise ValueError(_no_samples_message(data, data.context))
+    if empty := [name for name, indices in data.val_sets.items() if not len(indices)]:
+        notes = _notes(data.reports)
+        raise ValueError(f"--data.val_path: no example of the set {empty[0]} is left ({notes}); leave it out, or mend it")
+    context, non_empty = data.context, [samples for samples in (data.train, data.val) if len(samples)]
+    if (longest := max(int(samples.document_lengths(np.arange(len(samples))).max()) for samples in non_empty)) > context:
+        reason = f"the longest example has {longest:,} tokens, but the model was made for {context:,}"
+        remedy = f"use {context}, or set rope_scaling in the model's config.json"
+        raise ValueError(f"--data.max_seq_length {data.limit}: {reason}; {remedy}")
 
 
 def length_limit(max_seq_length: int | None, context: int) -> int:
@@ -183,11 +194,18 @@ def _check_columns(columns: dict[str, str], reports: dict[str, EncodingReport]) 
 
 
 def _no_samples_message(data: DataSplits, context: int) -> str:
-    notes = {note: count for report in data.reports.values() for note, (count, _) in report.notes.items()}
-    if CUT_AWAY in notes:
+    if data.count(CUT_AWAY):
         remedy = f"all {data.skipped} were skipped; raise --data.max_seq_length (the model's context is {context})"
         return f"no example has an answer within {data.limit} tokens: {remedy}"
-    return f"no example is left to train on: {'; '.join(f'{count:,} {note}' for note, count in notes.items())}"
+    return f"no example is left to train on: {_notes(data.reports)}"
+
+
+def _notes(reports: dict[str, EncodingReport]) -> str:
+    """Return the notes on the examples, with how many have each."""
+    notes = Counter({})
+    for report in reports.values():
+        notes.update({note: count for note, (count, _) in report.notes.items()})
+    return "; ".join(f"{count:,} {note}" for note, count in notes.items())
 
 
 def choose_template(choice: str, tokenizer: Tokenizer) -> str:

@@ -233,16 +233,16 @@ class Encoder:
 
     def _encode_token_ids(self, ids: list[int], supervised: list[bool], encoded: Encoded) -> None:
         """Add a sample of tokens as they are, cut to the length limit."""
-        sample = np.array(ids, np.int64)
-        if len(ids) and sample.max() > ID_MASK:
-            raise ValueError(f"the token id {sample.max()} is larger than any vocabulary")
-        sample = sample.astype(np.uint32) | np.where(supervised if self.mask_prompt else True, SUPERVISED, np.uint32(0))
+        if max(ids, default=0) > ID_MASK:
+            raise ValueError(f"the token id {max(ids)} is larger than any vocabulary")
+        sample = np.array(ids, np.uint32) | np.where(supervised if self.mask_prompt else True, SUPERVISED, np.uint32(0))
         cut = sample[: self.limit + 1]
         if (cut[1:] & SUPERVISED).any():
             encoded.samples.append(cut)
             encoded.turns.append(0)
             encoded.notes += [CUT] if len(cut) < len(sample) else []
-            encoded.ends |= {ids[-1]} if supervised[-1] else set()
+            # the end of a block of text is no end of an answer
+            encoded.ends |= {ids[-1]} if supervised[-1] and not all(supervised) else set()
         else:
             encoded.notes.append(CUT_AWAY if (sample[1:] & SUPERVISED).any() else MASKED)
 

@@ -323,7 +323,6 @@ def _integers(record: Record, name: str, where: str) -> list[int]:
 
 
 FORMATS: dict[str, Format] = {
-    "tokens": Format(("input_ids",), ("labels", "attention_mask"), _token_ids),
     "messages": Format(("messages",), ("tools",), _messages),
     "sharegpt": Format(("conversations",), ("system", "tools"), _conversations),
     "alpaca": Format(("instruction", "output"), ("input", "system"), _single_turn("instruction", "output", "input")),
@@ -334,4 +333,6 @@ FORMATS: dict[str, Format] = {
         ("dialogue", "summary"), (), _single_turn("dialogue", "summary", prefix="Summarize this dialogue:\n\n")
     ),
     "text": Format(("text",), ("begins", "ends"), _text),
+    # last: records of tokenized data sets may still have the text, and ids of another tokenizer
+    "tokens": Format(("input_ids",), ("labels", "attention_mask"), _token_ids),
 }

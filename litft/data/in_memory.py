@@ -10,22 +10,22 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from litft.data.digests import cache_folder
-from litft.data.formats import json_type
 from litft.data.readers import drop_nulls
 
 
 def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = None) -> Path:
-    """Write records to a JSONL file in the cache folder, named by its content, and return its path.
+    """Write records to a JSONL file named by its content in $XDG_DATA_HOME/litft/examples, and return its path.
+
+    The default of XDG_DATA_HOME is ~/.local/share. It is no cache: the file is the run's only copy of the records.
 
     records: a list, a `datasets.Dataset`, or an iterator, which is read once. limit: the most records to read.
     Raise ValueError for anything else, and for a record that is not a mapping or cannot be written as JSON.
     """
     if isinstance(records, Mapping) or not isinstance(records, Iterable):
         names = f" with {', '.join(map(str, records))}" if isinstance(records, Mapping) else ""
-        remedy = "pass a list of records, an iterator, or one split of a data set"
+        remedy = "pass a list of records, an iterator, or one split of a data set (of a DataFrame: to_dict('records'))"
         raise ValueError(f"data: cannot use {type(records).__name__}{names} as examples; {remedy}")
-    folder = cache_folder() / "examples"
+    folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "litft" / "examples"
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".partial")
     try:
@@ -49,7 +49,7 @@ def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = No
 
 def _line(record: Any, index: int) -> bytes:
     if not isinstance(record, Mapping):
-        found = f"text ({record[:40]!r})" if isinstance(record, str) else json_type(record)
+        found = f"text ({record[:40]!r})" if isinstance(record, str) else type(record).__name__
         raise ValueError(f"data: record {index} must be a mapping with fields, such as messages, found {found}")
     try:
         return json.dumps(drop_nulls(record)).encode() + b"\n"

@@ -81,10 +81,13 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
     train, val = [], []
     if args.split and not any(hub_dataset(item.path) for item in args.paths):
         raise ValueError(f"--data.split {args.split}: no --data.path is a data set on the hub; leave it out")
+    for item in (*args.paths, *args.val_paths):
+        if (item.split or item.subset) and not hub_dataset(item.path):
+            raise ValueError(f"{item.text()}: only data sets on the hub have a split or a subset; leave them out")
     for item in args.paths:
         path, splits = item.path, _splits(item.path, item.subset or args.subset, item.split or args.split)
         if "train" not in splits and hub_dataset(path):
-            names = ", ".join(_load_dataset(path, args.subset))
+            names = ", ".join(_load_dataset(path, item.subset or args.subset))
             raise ValueError(f"{path} has no split train; it has {names}: choose one with --data.split")
         if "train" not in splits:
             raise ValueError(f"{path} contains no train.json, train.jsonl, ...; name the file itself with --data.path")
@@ -96,18 +99,35 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
     named = [("", source) for source in val if source not in is_trained_on]
     if args.val_path:
         named = [(item.name, _val_source(item, args.subset)) for item in args.val_paths]
-        if len(named) > 1:  # unnamed sets have the names of their files
-            named = [(name or _set_name(source.name), source) for name, source in named]
+        named = _with_names(named) if len(named) > 1 else named
     return train, named
+
+
+def _with_names(named: list[tuple[str, File | HubSplit]]) -> list[tuple[str, File | HubSplit]]:
+    """Return the validation sets with a name for each: the given one, or else that of the file or the split.
+
+    Raise ValueError if two sets have the same name.
+    """
+    named = [(name or _set_name(source), source) for name, source in named]
+    names = [name for name, _ in named]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        paths = ", ".join(source.label for name, source in named if name == repeated[0])
+        raise ValueError(f"--data.val_path: {paths} would have the same name, {repeated[0]}; name them: NAME=PATH,NAME=PATH")
+    return named
 
 
 def _reading(item: DataPath) -> Reading:
     return Reading(item.format, tuple(item.columns.items()), item.template)
 
 
-def _set_name(path: str) -> str:
-    """Return a name for the validation set of a file: its name without suffixes."""
-    return re.sub(r"[^\w-]", "_", Path(path).name.partition(".")[0])
+def _set_name(source: File | HubSplit) -> str:
+    """Return a name for a validation set: that of the file without its suffixes, or those of the data set and the split."""
+    if isinstance(source, HubSplit):
+        name = f"{hub_id(source.name).name.rpartition('/')[2]}_{source.split}"
+    else:
+        name = Path(source.name).name.removesuffix(split_suffixes(Path(source.name))[1])
+        name = name.removesuffix(Path(name).suffix)
+    return re.sub(r"[^\w-]", "_", name)
 
 
 def _val_source(item: DataPath, subset: str | None) -> File | HubSplit:

@@ -23,6 +23,7 @@ from litft import run_dir
 from litft.args import ServeArgs
 from litft.args.parser import finetune_args
 from litft.args.processes import is_first_on_node
+from litft.checkpoints.hub import hub_id
 from litft.distributed.devices import device_memory, is_out_of_memory
 from litft.errors import summary
 from litft.inference.session import Session, open_sessions, source_of
@@ -104,7 +105,7 @@ def _open_models(args: ServeArgs) -> dict[str, Session]:
     sources = {name: source, **adapters}
     if not args.with_base:
         return dict(zip(sources, open_sessions(args, list(sources.values())), strict=True))
-    base = resolve(source.base if source.adapter else _base_of(source.folder))
+    base = resolve(source.base if source.adapter else args.base_dir or _base_of(source.folder))
     if base.name in sources:
         raise ValueError(f"--with_base: another model has the base's name {base.name}; rename it with --model_name")
     groups = [{**sources, base.name: base}] if source.adapter else [sources, {base.name: base}]
@@ -120,7 +121,10 @@ def _base_of(folder: Path) -> str:
     run = folder.resolve().parent
     if not run_dir.is_run(run):
         raise ValueError(f"--with_base: {folder} is neither an adapter nor the result of a run; leave the flag out")
-    return str(finetune_args(run).checkpoint_dir)
+    base = str(finetune_args(run).checkpoint_dir)
+    if not (Path(base).exists() or hub_id(base)):
+        raise ValueError(f"--with_base: {run} was trained on {base}, which is not found from here; pass --base_dir")
+    return base
 
 
 def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:

@@ -23,7 +23,8 @@ from litft.pretrained import DEMO, resolve
 from litft.training.auto_settings import Settings, choose
 from litft.training.dry_run import dry_run
 from litft.training.loggers import check_logger
-from litft.training.metrics import COLUMNS, Row
+from litft.training.metrics import COLUMNS, INTERNAL, Row
+from litft.training.objectives import OBJECTIVES
 from litft.training.schedule import Schedule
 from litft.training.scoring import Metric
 from litft.training.setup import Setup
@@ -64,9 +65,13 @@ def run_finetuning(
 
 
 def _check_metrics(metrics: Mapping[str, Metric]) -> None:
-    """Raise ValueError for a metric that metrics.csv cannot hold."""
+    """Raise ValueError for a metric that is no function, or whose name metrics.csv uses already."""
+    if not isinstance(metrics, Mapping) or not all(map(callable, metrics.values())):
+        raise ValueError("metrics: expected functions by name, such as {'rouge': rouge}")
+    scores = {score for objective in OBJECTIVES.values() for score in objective.scores}
     for name in metrics:
-        if name in COLUMNS or not name.isidentifier() or name.startswith("val_"):
+        is_taken = name in {*COLUMNS, *INTERNAL, *scores, "validation_loss"} or name.startswith("val_")
+        if is_taken or not name.isidentifier():
             raise ValueError(f"metrics: {name!r} cannot be a column of metrics.csv; choose another name, such as rouge")
 
 
@@ -85,7 +90,8 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     if run_dir.launched_by(folder, launch_id()):
         args = replace(args, resume=True, overwrite=False)
     if folder:
-        paths = [item.path for item in (*args.data.paths, *args.data.val_paths)]
+        items = (*args.data.paths, *args.data.val_paths)
+        paths = [path for item in items for path in (item.path, item.template)]
         inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)
         run_dir.check(folder, args.resume, args.overwrite, inputs)
     return args, folder
@@ -127,7 +133,7 @@ def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
         if value and not len(data.val):
             reason = "it needs a validation loss, and nothing is held out"
             raise ValueError(f"{flag}: {reason}; give --data.val_fraction or val_path")
-    if setup.tokenizer.uses_date:  # a resumed run keeps the date of its first day
+    if setup.tokenizer.day:  # a resumed run keeps the date of its first day
         setup.args = replace(setup.args, data=replace(args.data, date=setup.tokenizer.day))
     schedule = Schedule(setup.args, data, args.devices * args.num_nodes)
     return setup, schedule, choose(setup, schedule, device)

@@ -16,6 +16,7 @@ from litft.distributed.devices import peak_memory
 
 COLUMNS = "step epoch samples tokens loss val_loss val_perplexity exact_match learning_rate grad_norm".split()
 COLUMNS += "tokens_per_second mfu memory_gib data_share seconds".split()
+INTERNAL = ("flops", "fed")  # of a row until it is written
 
 Row = dict[str, float]
 

@@ -271,7 +271,8 @@ class Recorder:
         if not Path("generate/chat.py").is_file():
             chat, serve = "litft chat", "litft serve"
         self.say(f"  {chat} {flags}")
-        self.say(f"  {serve} {flags} --with_base   # a chat page that compares it with the base model")
+        if not (self.args.quantize != "none" and self.setup.method.unquantized_modules()):  # the base has these quantized
+            self.say(f"  {serve} {flags} --with_base   # a chat page that compares it with the base model")
 
     def _results(self) -> list[str]:
         """The best step, the time and the memory."""

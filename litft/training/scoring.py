@@ -83,21 +83,22 @@ def validation_answers(
     rows: answers that each rank generates at once. before_batch: called by all ranks before each of these batches.
     min_new_tokens: answers have room for this many tokens, and for 8 more than the expected answer has.
     """
-    scored: list[ValidationAnswer] = []
+    scored: list[tuple[int, ValidationAnswer]] = []
     ranks, rank = fabric.world_size, fabric.global_rank
     with eval_mode(model):
         for start in range(0, len(samples), ranks * rows):
             before_batch()
-            block = [samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)]
-            answered = [sample.answer for sample in block if sample.answer and sample.desirable is not False]
-            questions = [[ids.tolist() for ids in answer] for answer in answered]
+            block = {index: samples[index] for index in range(start + rank, min(start + ranks * rows, len(samples)), ranks)}
+            answered = {i: s.answer for i, s in block.items() if s.answer and s.desirable is not False}
+            questions = [[ids.tolist() for ids in answer] for answer in answered.values()]
             prompts = [(prompt, max(len(expected) + 8, min_new_tokens)) for prompt, expected in questions]
             with join_uneven(model, hosts):
                 answers = greedy_answers(model, tokenizer, prompts)
-            for (prompt, expected), answer in zip(questions, answers, strict=True):
+            for index, (prompt, expected), answer in zip(answered, questions, answers, strict=True):
                 texts = tokenizer.decode(prompt).strip(), answer.text.strip(), tokenizer.decode(expected).strip()
-                scored.append(ValidationAnswer(*texts, answer.ended))
-    return [answer for answers in hosts.all_gather(scored) for answer in answers]
+                scored.append((index, ValidationAnswer(*texts, answer.ended)))
+    of_all = [numbered for of_rank in hosts.all_gather(scored) for numbered in of_rank]
+    return [answer for _, answer in sorted(of_all, key=lambda numbered: numbered[0])]
 
 
 class HardExample(NamedTuple):

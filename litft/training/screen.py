@@ -148,7 +148,7 @@ class Notebook(Lines):
         display = import_module("IPython.display")
         self.html, self.display = display.HTML, display.display
         self.output, self.rows, self.text = None, [], ""
-        self.step, self.steps, self.next_update = 0, 1, 0.0
+        self.step, self.steps, self.next_update, self.in_bar = 0, 1, 0.0, True
 
     @contextmanager
     def bar(self, step: int, steps: int, what: str) -> Iterator[None]:
@@ -156,20 +156,24 @@ class Notebook(Lines):
         self.step, self.steps, self.text = step, steps, what
         self.output = self.display(self.html(self.page()), display_id=True)
         yield
-        self.output.update(self.html(self.page()))
+        self.in_bar = False
+        self.update()
 
-    def advance(self, step: int) -> None:
-        """Move the bar, at most a few times per second."""
-        self.step = step
-        if time.monotonic() >= self.next_update:
+    def update(self) -> None:
+        """Show the newest values: at most a few times per second, but always after the last step."""
+        if self.output is not None and (time.monotonic() >= self.next_update or not self.in_bar):
             self.output.update(self.html(self.page()))
             self.next_update = time.monotonic() + UPDATE_SECONDS
+
+    def advance(self, step: int) -> None:
+        """Move the bar."""
+        self.step = step
+        self.update()
 
     def record(self, rows: Sequence[Row]) -> None:
         """Keep the rows for the curve; those of the last validation come after the bar has ended."""
         self.rows += rows
-        if self.output is not None:
-            self.output.update(self.html(self.page()))
+        self.update()
 
     def row(self, row: Row, steps: int, left: str) -> None:
         """Show the row next to the bar."""

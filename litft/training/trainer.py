@@ -162,6 +162,7 @@ class Trainer:
         self.hosts.check_equal({"step to continue from": self.start_step})  # all have read the checkpoint by now
         self.recorder.open(self.start_step)
         self.validation.restore(self.metrics.resumed_rows)
+        self.screen.record(self.metrics.resumed_rows)
         on_host = self.setup.blocks_on_host(self.mesh is not None)
         model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not on_host)
         if self.recorder.is_writer:

@@ -23,6 +23,7 @@ from litft.training.scoring import (
     HardExample,
     Metric,
     Selection,
+    ValidationAnswer,
     evenly_spaced,
     exact_match,
     greedy_answers,
@@ -62,6 +63,7 @@ class Validation:
         self.losses: dict[int, float] = {}  # by step
         self.scores: dict[int, Row] = {}  # the objective's other scores and the losses of named sets, by step
         self.metric_values: dict[str, dict[int, float]] = {name: {} for name in self.metrics}  # by metric and step
+        self.failures: dict[str, str] = {}  # errors of metrics, by name
         self.num_answers = 0  # examples with an answer to match
         self.answers: list[dict[str, str | int]] = []  # step, prompt, answer
         self.hardest: list[HardExample] = []  # of the last validation
@@ -114,11 +116,9 @@ class Validation:
             room = self.args.max_new_tokens if self.metrics.keys() - {"exact_match"} else 0
             answers = validation_answers(*setup, samples, layout.rows, self.before_batch, room)
             self.num_answers = len(answers)
-            for name, metric in self.metrics.items() if answers else ():
-                # in one process: a metric may be expensive, or random
-                value = float(metric(answers)) if self.fabric.global_rank == 0 else 0.0
-                values[name] = self.metric_values[name][step] = self.fabric.broadcast(value)
-        return values
+            for name in self.metrics if answers else ():
+                values[name] = self.metric_values[name][step] = self._measure_metric(name, answers)
+        return {name: value for name, value in values.items() if name not in self.metrics or not math.isnan(value)}
 
     def find_hardest(self, layout: Layout, batch_size: int) -> None:
         """Find the validation examples with the largest losses, among at most SEARCHED of the measured ones."""
@@ -129,31 +129,47 @@ class Validation:
             self.hardest = hardest_examples(*subject, layout, NUM_HARDEST, self.before_batch)
 
     def _measure_sets(self, step: int, layout: Layout, sets: Mapping[str, Sequence[Sample]]) -> None:
-        """Measure the loss and the scores of each set; those of all together are means, weighted by what the loss counts."""
-        scores, weights = [], []
-        for samples in sets.values():
-            scores.append(validation_scores(self.fabric, self.objective, self.model, samples, layout, self.before_batch))
-            totals = self.objective.totals(samples)
-            weights.append(totals.tokens if self.objective.data == "supervised" else totals.samples)
-        means = scores[0] if len(scores) == 1 else [_mean(values, weights) for values in zip(*scores, strict=True)]
-        self.losses[step], *others = means
+        """Measure the loss and the scores of each set, and of all together."""
+        subject = self.fabric, self.objective, self.model
+        scores = [validation_scores(*subject, samples, layout, self.before_batch) for samples in sets.values()]
+        together = scores[0]
+        if len(scores) > 1:
+            totals = [self.objective.totals(samples) for samples in sets.values()]
+            together = [
+                self.objective.mean(name, list(values), totals)
+                for name, values in zip(("loss", *self.objective.scores), zip(*scores, strict=True), strict=True)
+            ]
+        self.losses[step], *others = together
         of_sets = [score[0] for score in scores] if self.sets else []
         pairs = zip(self.columns, [*others, *of_sets], strict=True)
         self.scores[step] = {name: score for name, score in pairs if not math.isnan(score)}
+
+    def _measure_metric(self, name: str, answers: list[ValidationAnswer]) -> float:
+        """Return a metric, the same on all processes; NaN if it fails, which must not end a run that is trained."""
+        value = 0.0
+        if self.fabric.global_rank == 0:  # a metric may be expensive, or random
+            try:
+                value = float(self.metrics[name](answers))
+                self.failures.pop(name, None)
+            except Exception as error:
+                value, self.failures[name] = math.nan, f"{type(error).__name__}: {error}"
+        return self.fabric.broadcast(value)
 
     def line(self, step: int, scores: Row, with_answers: bool) -> str:
         """Return the scores after `step` steps as text."""
         line = f"step {step}: validation loss {scores['val_loss']:.4f}"
         shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"), ("chosen_logp", "{:.4g}"))
         line += "".join(f", {name} {form.format(scores[f'val_{name}'])}" for name, form in shown if f"val_{name}" in scores)
-        line += "".join(f", {name} {scores[f'val_loss_{name}']:.4f}" for name in self.sets)
+        columns = ((name, f"val_loss_{name}") for name in self.sets)
+        line += "".join(f", {name} {scores[column]:.4f}" for name, column in columns if column in scores)
         if not (with_answers and self.metrics):
             return line
         if not self.num_answers:
             names = ", ".join(name.replace("_", " ") for name in self.metrics)
-            return f"{line}; no answer fits into the length limit whole, so {names} is not measured"
+            return f"{line}; no example has a whole answer within the length limit, so {names} is not measured"
         values = ((name, metric_format(name).format(scores[name])) for name in self.metrics if name in scores)
-        return line + "".join(f", {name.replace('_', ' ')} {value} of {self.num_answers}" for name, value in values)
+        line += "".join(f", {name.replace('_', ' ')} {value} of {self.num_answers}" for name, value in values)
+        return line + "".join(f"\nwarning: the metric {name} failed ({error})" for name, error in self.failures.items())
 
     def generate_answers(self, step: int) -> Iterator[dict[str, str | int]]:
         """Generate and yield the model's answers to the prompts after `step` steps, and write them to samples.jsonl."""
@@ -184,12 +200,6 @@ class Validation:
 def metric_format(metric: str) -> str:
     """Return the format of a metric's values."""
     return "{:.1%}" if metric == "exact_match" else "{:.4g}"
-
-
-def _mean(values: Sequence[float], weights: Sequence[int]) -> float:
-    """Return the weighted mean of the values that are numbers; a set may have no answers of a kind."""
-    pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
-    return sum(value * weight for value, weight in pairs) / sum(weight for _, weight in pairs) if pairs else math.nan
 
 
 def _parse_answer(line: str) -> dict[str, str | int] | None:

@@ -736,7 +736,7 @@ def test_token_ids_and_labels_are_used_as_they_are(tiny, tmp_path):
     ]
     padded = [{**record, "attention_mask": [0] + [1] * (len(record["input_ids"]) - 1)} for record in padded]
     for name, variant in {"plain": records, "padded": padded}.items():
-        data = load(write_records(tmp_path / f"{name}.jsonl", variant), tokenizer)
+        data = load(write_records(tmp_path / f"{name}.jsonl", variant), tokenizer, format="tokens")
         for ours, theirs in zip(data.train, expected, strict=True):
             assert torch.equal(ours.tokens, theirs.tokens) and torch.equal(ours.targets, theirs.targets)
             assert ours.answer is None
@@ -771,6 +771,7 @@ def test_token_ids_are_cut_and_masked(tiny, tmp_path):
         ({"input_ids": [1, 2.0]}, "must be a list of whole numbers"),
         ({"input_ids": [1, True]}, "must be a list of whole numbers"),
         ({"input_ids": [1, 2**40]}, "is larger than any vocabulary"),
+        ({"input_ids": [2**70, 1]}, "is larger than any vocabulary"),
         ({"input_ids": [1, 100_000]}, "the model's vocabulary ends at 511"),
         ({"input_ids": []}, "no example is left to train on"),
     ],

@@ -72,11 +72,12 @@ def test_validation_sets_have_settings_too(tiny, files):
     [
         ({"path": "a.jsonl", "form": "text"}, "no setting 'form'; use path, name, format"),
         ({"format": "text"}, "the path is missing"),
-        ({"path": "a.jsonl", "format": "csv"}, "format 'csv': expected one of tokens, messages"),
+        ({"path": "a.jsonl", "format": "csv"}, "format 'csv': expected one of messages, sharegpt"),
         ({"path": "a.jsonl", "columns": ["a=b"]}, "columns ['a=b']: expected an object"),
         ({"path": "a.jsonl", "weight": -1}, "weight -1: expected a number in [0, 1000]"),
         ({"path": "a.jsonl", "limit": 0}, "limit 0: expected a whole number"),
         ({"path": "a.jsonl", "limit": True}, "limit True: expected"),
+        ({"path": "a.jsonl", "name": "v1.5"}, "name 'v1.5': expected letters, digits"),
         ({"path": "a.jsonl", "name": "a"}, "only validation sets have names"),
         ("name=a.jsonl", "only validation sets have names"),
         ('{"path": ', "invalid JSON"),
@@ -86,6 +87,23 @@ def test_validation_sets_have_settings_too(tiny, files):
 def test_invalid_settings_are_reported(item, message):
     problems = DataArgs(path=[item if isinstance(item, str) else json.dumps(item)]).problems()
     assert any(message in problem and problem.startswith("--data.path ") for problem in problems), problems
+
+
+def test_a_file_is_a_file_whatever_its_name(tiny, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("{a}.jsonl", "a=b.jsonl"):
+        write_records(tmp_path / name, CHATS)
+        item = DataPath.parse(name)
+        assert item == DataPath(name) == DataPath.parse(item.text()) and len(load(tiny, DataArgs(path=[name])).train)
+        assert DataPath.parse(DataPath(name, "set").text()) == DataPath(name, "set")
+    with pytest.raises(ValueError, match="only data sets on the hub have a split"):
+        load(tiny, DataArgs(path=[json.dumps({"path": "a=b.jsonl", "split": "train"})]))
+
+
+def test_one_mapping_is_a_list_of_one(files, tmp_path):
+    (tmp_path / "c.yaml").write_text(f"data: {{path: {{path: {files['plain']}, format: text}}}}")
+    words = ["--config", str(tmp_path / "c.yaml"), "--checkpoint_dir", "model"]
+    assert parse(LoRAFinetuneArgs, words).data.paths == [DataPath(files["plain"], format="text")]
 
 
 def test_a_field_that_only_one_set_should_have(tiny, files):

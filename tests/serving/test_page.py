@@ -339,6 +339,15 @@ def test_an_answer_cannot_inject_scripts(page, escapes_html):
     assert not (escapes_html and page.problems)
 
 
+def test_degenerate_output_is_shown_as_it_is(page):
+    """Markdown's parser fails on it; the page must go on."""
+    loop = ">" * 3000
+    reply_with(page, loop)
+    assert answer_texts(page) == [loop] and answers(page).locator("pre code").text_content() == loop
+    reply_with(page, "fine")
+    assert answer_texts(page)[1] == "fine" and not page.problems
+
+
 def test_vendored_files_are_unchanged(server):
     """They equal the versions that their README states, and the server sends them as they are."""
     folder = Path(litft.__file__).parent / "serving" / "page" / "vendor"

@@ -44,7 +44,13 @@ function folded(text, open) {
 }
 
 function rendered(text) {
-  const fragment = DOMPurify.sanitize(marked.parse(text), ALLOWED);
+  let html;
+  try {
+    html = marked.parse(text);
+  } catch {  // deeply nested output, such as a loop of ">", exceeds the call stack
+    html = `<pre><code>${escape(text)}</code></pre>`;
+  }
+  const fragment = DOMPurify.sanitize(html, ALLOWED);
   for (const link of fragment.querySelectorAll("a")) {
     link.target = "_blank";
     link.rel = "noopener noreferrer";

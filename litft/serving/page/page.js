@@ -22,9 +22,9 @@ async function loadModels() {
     showError(chat, error.message);
     return false;
   }
-  const names = models.map(({ id }) => id);
-  model.replaceChildren(...names.map(name => new Option(name)));
-  other.replaceChildren(new Option("none", ""), ...names.map(name => new Option(name)));
+  const names = models.map(({ id }) => id), selected = [model.value, other.value];
+  model.replaceChildren(...names.map(name => new Option(name, name, false, name === selected[0])));
+  other.replaceChildren(new Option("none", ""), ...names.map(name => new Option(name, name, false, name === selected[1])));
   element("compare").hidden = names.length < 2;
   showDefaults();
   return true;
@@ -59,6 +59,7 @@ function messagesBefore(turn, column) {
 }
 
 async function ask(words) {
+  for (const section of chat.querySelectorAll(".removed, :scope > .error")) section.remove();
   const turn = { text: words, answers: [], section: add(chat, "section", "turn") };
   turns.push(turn);
   showQuestion(turn);
@@ -70,12 +71,16 @@ async function generate(turn, which) {
   const conversation = turns;
   running = new AbortController();
   setRunning(true);
-  await Promise.all(which.map(column => generateAnswer(turn, column)));
-  running = null;
-  setRunning(false);
+  try {
+    await Promise.all(which.map(column => generateAnswer(turn, column)));
+  } finally {
+    running = null;
+    setRunning(false);
+  }
   if (turns !== conversation) return;  // a new chat was started meanwhile
   if (!turn.answers.some(answer => answer.text)) {
     turns = turns.slice(0, -1);
+    turn.section.classList.add("removed");  // what it says, such as an error, stays until the next message
     text.value ||= turn.text;
   }
   updateButtons();
@@ -108,9 +113,11 @@ async function generateAnswer(turn, column) {
       scheduled ||= requestAnimationFrame(render);
     }
     if (reason === "length") ending = ", cut off at the maximum length";
+    if (reason && !answer.text) ending = ", an empty answer";
   } catch (error) {
     if (error.name === "AbortError") ending = ", stopped";
     else showError(article, error.message);
+    if (error.status === 401) key.hidden = false;
   }
   cancelAnimationFrame(scheduled);
   render();
@@ -147,6 +154,7 @@ function showError(parent, message) {
 
 function showQuestion(turn) {
   const article = add(turn.section, "article", "user");
+  article.setAttribute("aria-label", "You");
   add(article, "div", "text", turn.text);
   add(article, "footer", "buttons");
   add(turn.section, "div", "answers");
@@ -159,6 +167,7 @@ function answerArticle(turn, column, answer) {
   const article = add(container, "article", "assistant");
   if (earlier) earlier.replaceWith(article);
   add(article, "h2", "", answer.model);
+  article.setAttribute("aria-label", answer.model);
   add(article, "div", "text");
   const footer = add(article, "footer", "");
   add(footer, "span", "note");
@@ -207,7 +216,11 @@ function edit(turn) {
     for (const { section } of turns.splice(turns.indexOf(turn))) section.remove();
     ask(editor.value.trim());
   });
-  addButton(buttons, "Cancel", () => { body.textContent = turn.text; updateButtons(); });
+  addButton(buttons, "Cancel", () => {
+    body.textContent = turn.text;
+    updateButtons();
+    buttons.querySelector("button").focus();
+  });
   editor.focus();
 }
 
@@ -217,7 +230,7 @@ form.onsubmit = async event => {
   if (!words || running || (!model.value && !await loadModels())) return;
   text.value = "";
   await ask(words);
-  text.focus();
+  if ([document.body, text].includes(document.activeElement)) text.focus();
 };
 text.onkeydown = event => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); form.requestSubmit(); }
@@ -227,6 +240,9 @@ element("clear").onclick = () => { running?.abort(); turns = []; chat.replaceChi
 settings.onclick = () => { panel.hidden = !panel.hidden; settings.setAttribute("aria-expanded", !panel.hidden); };
 model.onchange = showDefaults;
 other.onchange = () => document.body.classList.toggle("comparing", other.value !== "");
-key.onchange = () => { chat.replaceChildren(); loadModels(); };
+key.onchange = () => {
+  for (const error of chat.querySelectorAll(":scope > .error")) error.remove();
+  loadModels();
+};
 loadModels();
 text.focus();

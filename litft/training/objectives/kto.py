@@ -36,6 +36,12 @@ class KTO(Objective):
         tokens = sum(sample.supervised for sample in desirable)
         return Totals(len(samples), tokens, len(desirable), len(samples) - len(desirable))
 
+    def weight(self, score: str, totals: Totals) -> int:
+        """Return the number of answers that a score counts: the desirable, the undesirable, or all."""
+        if score.startswith("chosen"):
+            return totals.desirable
+        return totals.undesirable if score.startswith("rejected") else totals.samples
+
     def before_step(
         self,
         fabric: Fabric,

@@ -1,5 +1,6 @@
 """The protocol of objectives, and the log-probabilities of whole sequences that most of them compare."""
 
+import math
 from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, NamedTuple
 
@@ -64,6 +65,20 @@ class Objective:
     def totals(self, samples: Sequence[Sample]) -> Totals:
         """Return the counts of a step's samples."""
         raise NotImplementedError
+
+    def mean(self, score: str, values: list[float], totals: list[Totals]) -> float:
+        """Return the value of "loss" or another score over several sets, each with its value and its totals.
+
+        It is the mean, weighted by what the score counts. A set without answers of a kind has no value (NaN).
+        """
+        pairs = [(value, self.weight(score, counts)) for value, counts in zip(values, totals, strict=True)]
+        pairs = [(value, weight) for value, weight in pairs if score == "loss" or not math.isnan(value)]
+        total = sum(weight for _, weight in pairs)
+        return sum(value * weight for value, weight in pairs) / total if total else math.nan
+
+    def weight(self, score: str, totals: Totals) -> int:
+        """Return what a set counts in the mean of a score."""
+        return totals.samples
 
     def before_step(
         self,

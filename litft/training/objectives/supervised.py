@@ -20,6 +20,10 @@ class Supervised(Objective):
         """Return the counts of a step's samples."""
         return Totals(len(samples), sum(sample.supervised for sample in samples))
 
+    def weight(self, score: str, totals: Totals) -> int:
+        """Return the number of target tokens."""
+        return totals.tokens
+
     def __call__(self, model: nn.Module, batch: MicroBatch, totals: Totals) -> Tensor:
         """Return (1,): the summed loss, divided by the step's target tokens."""
         loss, _ = model(batch.tokens, **batch.inputs())
