@@ -323,7 +323,11 @@ def load(
 def _read_config_json(folder: Path) -> dict[str, Any]:
     path = folder / "config.json"
     if not path.is_file():
-        remedy = _gguf_remedy(folder.iterdir()) or "name the folder written by Hugging Face's save_pretrained"
+        inside = sorted(str(file.parent) for file in folder.glob("*/config.json"))[:3]
+        remedy = (
+            _gguf_remedy(folder.iterdir()) or "name the folder of a Hugging Face model, with its config.json and weights"
+        )
+        remedy = f"did you mean {' or '.join(inside)}?" if inside else remedy
         raise ValueError(f"{folder} has no config.json; {remedy}")
     return read_object(path)
 

@@ -224,7 +224,16 @@ def test_unnamed_sets_have_the_names_of_their_files(settings, tmp_path):
         litft.finetune(data=OTHERS, val_data=["x=nowhere.jsonl"], **settings)
 
 
-def test_generate_equals_stream(tiny):
+def test_generate_answers_or_continues(tiny, checkpoints):
+    """A text is a message for a model with a chat template, and is continued otherwise."""
     model, tokenizer = litft.load(tiny)
-    streamed = "".join(litft.stream(model, tokenizer, "One", max_new_tokens=8, temperature=0))
-    assert litft.generate(model, tokenizer, "One", max_new_tokens=8, temperature=0) == streamed != ""
+    settings = {"max_new_tokens": 8, "temperature": 0}
+    assert (
+        litft.generate(model, tokenizer, "One", **settings)
+        == "".join(litft.stream(model, tokenizer, "One", **settings))
+        != ""
+    )
+    model, tokenizer = litft.load(checkpoints["SmolLM2-135M-Instruct"], "fp32")
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = litft.generate(model, tokenizer, "What is the capital of France?", **settings)
+    assert answer == litft.generate(model, tokenizer, messages, **settings) == "The capital of France is Paris."

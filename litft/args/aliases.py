@@ -6,8 +6,9 @@ from typing import NamedTuple
 class Alias(NamedTuple):
     """What a flag of another program is here."""
 
-    flags: str  # with {value} for the value, if it carries over
+    flags: str  # with {value} for the value, if it carries over; empty: it is not needed
     note: str = ""  # where the meaning differs
+    off: str = ""  # the flags for the value false; empty: none are needed
 
 
 _MICRO = "it changes speed and memory, never the result: a step has --train.global_batch_size examples, 16 by default"
@@ -27,7 +28,19 @@ ALIASES: dict[str, Alias] = {
     "overwrite_output_dir": Alias("--overwrite"),
     "resume_from_checkpoint": Alias("--resume --out_dir RUN", "a run continues from its newest checkpoint"),
     "run_name": Alias("--out_dir out/{value}", "W&B also reads WANDB_NAME"),
+    "gpu": Alias("--accelerator cuda", "several: --devices 2"),
+    "model_type": Alias("", "config.json says it"),
+    "tokenizer_type": Alias("", "the folder's files say it"),
+    "special_tokens": Alias("--data.new_tokens {value}", "tokens to add; those of the model are read from its folder"),
+    "flash_attention": Alias("", "the fastest attention is chosen"),
+    "flash_attn": Alias("", "the fastest attention is chosen"),
+    "xformers_attention": Alias("", "the fastest attention is chosen"),
+    "attn_implementation": Alias("", "the fastest attention is chosen"),
+    "dataset_prepared_path": Alias("", "tokenized data is cached in XDG_CACHE_HOME"),
     # data
+    "datasets": Alias(
+        "--data.path {value}", "in a --config file, a list whose items may have path, format, columns, weight"
+    ),
     "dataset": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "dataset_name": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "data": Alias("--data.path {value}", "a file, a folder or a hub id"),
@@ -46,7 +59,7 @@ ALIASES: dict[str, Alias] = {
     "sample_packing": Alias("--data.packing {value}", "it is on by default; packed examples do not attend to each other"),
     "chat_template": Alias("--data.template {value}", "the checkpoint's own is the default"),
     "prompt_style": Alias("--data.template {value}"),
-    "train_on_inputs": Alias("--data.mask_prompt false", "with false, prompts are learned too"),
+    "train_on_inputs": Alias("--data.mask_prompt false", "then prompts are learned too", "--data.mask_prompt true"),
     "completion_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
     "assistant_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
     "mask_history": Alias("--data.train_on last"),
@@ -83,27 +96,32 @@ ALIASES: dict[str, Alias] = {
     "gradient_clipping": Alias("--train.max_grad_norm {value}"),
     "neftune_noise_alpha": Alias("--train.neftune_alpha {value}"),
     "label_smoothing_factor": Alias("--train.label_smoothing {value}"),
-    "gradient_checkpointing": Alias("--train.activation_checkpointing full", "auto recomputes no more than memory needs"),
+    "gradient_checkpointing": Alias(
+        "--train.activation_checkpointing full",
+        "auto recomputes no more than memory needs",
+        "--train.activation_checkpointing none",
+    ),
     "torch_compile": Alias("--train.compile {value}", "it is on by default on a GPU"),
     # LoRA
-    "lora_r": Alias("--lora.r {value}"),
     "lora_rank": Alias("--lora.r {value}"),
-    "lora_alpha": Alias("--lora.alpha {value}"),
-    "lora_dropout": Alias("--lora.dropout {value}"),
     "lora_target": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
     "lora_target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
     "target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
     "use_rslora": Alias("--lora.rslora"),
     "use_dora": Alias("--lora.dora"),
+    "peft_use_dora": Alias("--lora.dora"),
+    "peft_use_rslora": Alias("--lora.rslora"),
+    "rank": Alias("--lora.r {value}"),
+    "adapter": Alias("--quantize nf4", "for qlora; the command finetune/lora.py says the rest"),
     "init_lora_weights": Alias("--lora.init {value}", "default, pissa or olora"),
     "loraplus_lr_ratio": Alias("--lora.lr_ratio {value}"),
     # precision, memory and devices
-    "bf16": Alias("--precision bf16", "the default on a GPU that has bf16 arithmetic"),
+    "bf16": Alias("--precision bf16", "the default on a GPU that has bf16 arithmetic", "--precision fp32"),
     "fp16": Alias("--precision auto", "bf16 or fp32: there is no fp16 training, which needs loss scaling"),
     "dtype": Alias("--precision {value}", "bf16 or fp32"),
     "torch_dtype": Alias("--precision {value}", "bf16 or fp32"),
-    "load_in_4bit": Alias("--quantize nf4"),
-    "load_in_8bit": Alias("--quantize int8"),
+    "load_in_4bit": Alias("--quantize nf4", off="--quantize none"),
+    "load_in_8bit": Alias("--quantize int8", off="--quantize none"),
     "quantization_bit": Alias("--quantize nf4", "or int8"),
     "qlora": Alias("--quantize nf4"),
     "fsdp": Alias("--strategy fsdp", _STRATEGY),
@@ -112,6 +130,7 @@ ALIASES: dict[str, Alias] = {
     "num_processes": Alias("--devices {value}"),
     "gpus": Alias("--devices {value}"),
     # preferences
+    "rl": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
     "pref_beta": Alias("--preference.beta {value}"),
     "pref_loss": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
     "loss_type": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
@@ -145,5 +164,25 @@ def explain(name: str, value: str | None) -> str | None:
     alias = ALIASES.get(name.replace("-", "_")) or ALIASES.get(name.rpartition(".")[2].replace("-", "_"))
     if alias is None:
         return None
-    flags = alias.flags.format(value="VALUE" if value is None else value)
-    return f"--{name} does not exist; here it is {flags}" + (f" ({alias.note})" if alias.note else "")
+    note = f" ({alias.note})" if alias.note else ""
+    is_off = (value or "").lower() in ("false", "no", "off") and "{value}" not in alias.flags
+    flags = alias.off if is_off else alias.flags.format(value="VALUE" if value is None else value)
+    if not flags:
+        return f"--{name} does not exist; leave it out{'' if is_off else note}"
+    return f"--{name} does not exist; here it is {flags}" + ("" if is_off else note)
+
+
+def optimizer(value: str) -> str:
+    """Return our name of an optimizer that transformers also has, or the value itself."""
+    return OPTIMIZERS.get(value, value)
+
+
+OPTIMIZERS = {  # names of transformers, and ours
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "adamw_bnb_8bit": "adamw_8bit",
+    "paged_adamw_32bit": "paged_adamw",
+    "lion_32bit": "lion",
+    "schedule_free_adamw": "schedule_free",
+}

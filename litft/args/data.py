@@ -15,7 +15,7 @@ class DataArgs:
     path: list[str] = field(default_factory=list)
     """Training examples: a .json, .jsonl, .csv, .tsv, .parquet or .txt file, optionally compressed (.gz, .zst); a folder
     with train.* and val.*; or the id of a Hugging Face hub dataset. Several paths: a,b. In a --config file, a path may be a
-    mapping with its own format, columns, template, weight and limit. Required with --checkpoint_dir."""
+    mapping with its own format, columns, template, weight, limit, subset and split. Required with --checkpoint_dir."""
     weights: list[float] = field(default_factory=list)
     """One number per path: how many times an epoch uses its examples, such as 1,0.5. Default: 1 for each path."""
     subset: str | None = None
@@ -29,7 +29,8 @@ class DataArgs:
     skip_bad: float = 0.0
     """The fraction of a file's records that may be invalid; invalid records are skipped. 0: the first one ends the run."""
     limit: int | None = None
-    """Use only the first records of each path, this many. Files with validation examples are used whole. Default: all."""
+    """Use only the first records of each path, this many. Files with validation examples are used whole, unless they have a
+    limit of their own. Default: all."""
     val_path: list[str] = field(default_factory=list)
     """Validation examples: a file, or a split of a hub dataset, owner/name:test_sft. Several sets, each with its own loss:
     code=a.jsonl,chat=b.jsonl. Default: val.* of the folder in `path`, or the validation split of the hub dataset; otherwise

@@ -40,7 +40,8 @@ class DataPath:
         except ValueError as error:
             raise ValueError(f"{item[:80]}: invalid JSON ({error})") from None
         if unknown := [name for name in settings if name not in TYPES]:
-            raise ValueError(f"{item[:80]}: no setting {unknown[0]!r}; use {', '.join(TYPES)}")
+            here = f"; here it is {OTHERS[unknown[0]]}" if unknown[0] in OTHERS else f"; use {', '.join(TYPES)}"
+            raise ValueError(f"{item[:80]}: no setting {unknown[0]!r}{here}")
         if "path" not in settings:
             raise ValueError(f"{item[:80]}: the path is missing")
         for name, value in settings.items():
@@ -48,25 +49,39 @@ class DataPath:
                 raise ValueError(f"{item[:80]}: {name} {value!r}: expected {TYPES[name][1]}")
         return cls(**settings)
 
-    def text(self) -> str:
-        """Return the item that `parse` reads."""
+    def entry(self) -> str | dict[str, Any]:
+        """Return the item as a person writes it in YAML: a text if it is only a path, with or without a name."""
         defaults = {item.name: item.default if item.default is not MISSING else {} for item in fields(self)}
         settings = {name: getattr(self, name) for name in TYPES if getattr(self, name) != defaults[name]}
         short = f"{self.name}={self.path}" if self.name else self.path
-        is_short = settings.keys() <= {"path", "name"} and not short.lstrip().startswith("{") and self.parse(short) == self
-        return short if is_short else json.dumps(settings, ensure_ascii=False)
+        is_short = settings.keys() <= {"path", "name"} and (os.path.exists(short) or not short.lstrip().startswith("{"))
+        return short if is_short and self.parse(short) == self else settings
+
+    def text(self) -> str:
+        """Return the item that `parse` reads."""
+        entry = self.entry()
+        return entry if isinstance(entry, str) else json.dumps(entry, ensure_ascii=False)
 
 
 TYPES: dict[str, tuple[Any, str]] = {  # of each setting: type, and what it is, for messages
     "path": (str, "text"),
     "name": (str, "letters, digits, _ and -"),
-    "format": (str, f"one of {', '.join(get_args(Formats))}"),
+    "format": (str, f"one of {', '.join(get_args(Formats))}; left out, it is detected"),
     "columns": (dict, "an object of litft's field names and those in the file"),
     "template": (str, "text"),
     "weight": ((int, float), "a number in [0, 1000]"),
     "subset": (str, "text"),
     "split": (str, "text"),
     "limit": (int, "a whole number of at least 1"),
+}
+
+
+OTHERS = {  # settings of axolotl's data sets, and what they are here
+    "type": "format, which is detected if it is left out",
+    "ds_type": "the ending of the file's name",
+    "chat_template": "template",
+    "field_messages": "columns: {messages: THEIRS}",
+    "data_files": "path",
 }
 
 

@@ -17,7 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from litft import args as flags
 from litft import run_dir
-from litft.args.aliases import explain, precision
+from litft.args.aliases import explain, optimizer, precision
 from litft.args.finetune import FINETUNE
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
@@ -37,6 +37,7 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     if issubclass(cls, flags.FinetuneArgs):
         implied, invalid = _implied_flags(dict(values), cls)
         values, problems = implied + values, problems + invalid
+        values = [(name, optimizer(value) if name == "train.optimizer" else value) for name, value in values]
         values, invalid = _with_our_precision(values, is_full=cls is flags.FullFinetuneArgs)
         problems += invalid
     parser, value_words = _parser(cls, prog=prog, exit_on_error=False), [f"--{name}={value}" for name, value in values]
@@ -44,7 +45,8 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
         namespace = parser.parse_args(value_words + (passthrough if not problems else []))
     except ArgumentError as error:  # names only the first invalid flag
         invalid = [pair for pair, word in zip(values, value_words, strict=True) if not _is_valid(parser, word)]
-        problems += [f"--{name} {value}: expected {_describe(flag_types[name])}" for name, value in invalid] or [str(error)]
+        problems += [f"--{name} {value}: expected {_describe(flag_types[name])}{_hint(value)}" for name, value in invalid]
+        problems += [] if invalid else [str(error)]
     if problems:
         raise ValueError("\n".join(problems))
     namespace.pop("config", None)
@@ -254,8 +256,10 @@ def _as_text(value: Any) -> str:
 
 
 def _full_name(name: str, flag_types: dict[str, Any]) -> str:
-    """Return the dotted name of a flag that is given without its group, if only one group has it."""
-    matches = [flag for flag in flag_types if flag.rpartition(".")[2] == name] if name not in flag_types else []
+    """Return the dotted name of a flag that is given without its group, if only one group has it, or as group_name."""
+    if name in flag_types:
+        return name
+    matches = [flag for flag in flag_types if name in (flag.rpartition(".")[2], flag.replace(".", "_"))]
     return matches[0] if len(matches) == 1 else name
 
 
@@ -266,6 +270,12 @@ def _unknown_flag(name: str, flag_types: dict[str, Any], value: str | None = Non
     matches = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.5)
     matches = matches or [flag for flag in flag_types if flag.rpartition(".")[2] == name.rpartition(".")[2]][:1]
     return f"--{name} does not exist" + (f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags")
+
+
+def _hint(value: str) -> str:
+    """Return how to write a number with a decimal comma, or nothing."""
+    is_number = value.replace(",", "", 1).isdecimal() and "," in value
+    return f"; write {value.replace(',', '.')}" if is_number else ""
 
 
 def _describe(flag_type: Any) -> str:

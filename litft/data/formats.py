@@ -94,6 +94,11 @@ def detect_format(record: Record, where: str) -> str:
     supported = "; ".join(f"{name}: {', '.join(form.fields)}" for name, form in FORMATS.items())
     field_names = ", ".join(map(repr, record))[:200] or "none"
     remedy = "map the fields with --data.columns OURS=THEIRS,..."
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    if len(texts) == 2:
+        remedy = f"if they are question and answer: --data.columns 'prompt={texts[0]},completion={texts[1]}'"
+    if re.search(r"\.[ct]sv\b", where):
+        remedy += "; the first line of a table must have the names of its fields"
     if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
     raise ValueError(f"{where}: no known format has the fields {field_names} ({supported}); {remedy}")

@@ -139,6 +139,8 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset
 def _lines(path: Path, file: BinaryIO) -> Records:
     """Yield one record per line."""
     for number, line in enumerate(_text_lines(path, file), 1):
+        if number == 1 and line.strip() == "[":
+            raise ValueError(f"{path} is one array of records, not a record on each line; name it .json")
         if line.strip():
             where = f"{path}, line {number}"
             try:
@@ -234,7 +236,8 @@ def _array(path: Path, file: BinaryIO) -> Records:
             if values.peek() != ",":
                 raise values.error("Expecting ',' delimiter")
             values.at += 1
-            values.peek()
+            if values.peek() == "]":
+                raise values.error("a comma before ] has nothing after it")
         yield f"{path}, record {index}", values.parse()
         index += 1
     values.at += 1
@@ -249,6 +252,10 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     try:
         rows = csv.reader(lines, delimiter=separator, strict=True)
         names = next(rows, [])
+        if len(names) == 1 and ";" in names[0] and separator == ",":
+            raise ValueError(
+                f"{path}, line 1: the cells look separated by ';'; separate them by commas, or by tabs in a .tsv file"
+            )
         if len(set(names)) < len(names):
             raise ValueError(f"{path}, line 1: two columns have the same name; the first line is the header")
         for row in rows:

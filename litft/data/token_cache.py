@@ -125,7 +125,8 @@ def _check_bad(name: str, report: EncodingReport, max_bad: float) -> None:
     count, messages = report.bad
     if count > max_bad * report.records:
         more = f"\nand {count - len(messages):,} more" if count > len(messages) else ""
-        share = f"\n{count:,} of {report.records:,} records of {name} are bad; {SKIP_HINT}" if count > 1 or max_bad else ""
+        skip_hint = f"; {SKIP_HINT}" if count < report.records else ""
+        share = f"\n{count:,} of {report.records:,} records of {name} are bad{skip_hint}" if count > 1 or max_bad else ""
         raise ValueError("\n".join(report.bad_lines()) + more + share)
 
 

@@ -145,7 +145,8 @@ def _export(
             copy_tokenizer(tokenizer, folder)
 
     out = write_folder(args.out_dir, fill)
-    print(f"exported {path} to {out} ({'merged into' if result else 'as'} {source.base}, {dtype})", file=sys.stderr)
+    name = str(dtype).removeprefix("torch.")
+    print(f"exported {path} to {out} ({'merged with' if result else 'as'} {source.base}, in {name})", file=sys.stderr)
     return out
 
 

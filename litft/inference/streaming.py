@@ -14,12 +14,15 @@ from litft.model.transformer import GPT
 
 
 def generate(model: GPT, tokenizer: Tokenizer, prompt: str | list[Message], **settings: Any) -> str:
-    """Return the continuation of a text prompt, or the answer to chat messages without white space at its ends.
+    """Return the answer to a text or to chat messages, without white space at its ends.
 
-    settings: those of `stream`.
+    A text is a user message if the model has a chat template, as with `generate/base.py --prompt`; otherwise it is
+    continued, as by `stream`, and nothing is stripped. settings: those of `stream`.
     """
-    text = "".join(stream(model, tokenizer, prompt, **settings))
-    return text if isinstance(prompt, str) else text.strip()
+    if isinstance(prompt, str) and not tokenizer.own_template:
+        return "".join(stream(model, tokenizer, prompt, **settings))
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return "".join(stream(model, tokenizer, messages, **settings)).strip()
 
 
 def stream(

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 try:
     import uvicorn
@@ -130,7 +131,10 @@ def _base_of(folder: Path) -> str:
 def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> str:
     host, port = listener.getsockname()[:2]
     memory = f"{engine.memory / 2**20:,.0f} MiB{' for each of the models' * (len(engine.models) > 1)}"
-    lines = [f"serving {', '.join(engine.models)} at http://{f'[{host}]' if ':' in host else host}:{port}"]
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    lines = [f"serving {', '.join(engine.models)} at {address}"]
+    if args.with_base:
+        lines.append(f"to compare both: {address}/?compare={quote(list(engine.models)[-1])}")
     lines += [
         f"up to {engine.rows} answers at once, of {engine.capacity:,} tokens with their prompts: the KV cache takes {memory}"
     ]

@@ -36,6 +36,9 @@ GREEN, OFF = "\033[32m", "\033[0m"
 MARKS = "⟦", "⟧"  # without colours
 
 
+FEW_STEPS, FEW_EXAMPLES = 30, 10  # fewer are warned about
+
+
 def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     """Print what a run would do, in the first process."""
     if global_rank() != "0":
@@ -76,12 +79,22 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     for name, report in data.reports.items():
         yield f"{name}: {file_line(report)}"
     yield f"the chat template is {data.template}"
+    is_weighted = any(weight != 1 for weight in data.weights)
     yield (
         f"{len(data.train):,} training and {len(data.val):,} validation examples; {_count(schedule.steps, 'step')} of "
-        f"{schedule.size}, {schedule.samples / schedule.order.size:.3g} epochs of {schedule.order.size:,}, on "
+        f"{schedule.size}, {schedule.samples / schedule.order.size:.3g} epochs of {schedule.order.size:,}"
+        f"{' by weight' * is_weighted}, on "
         f"{_count(schedule.layout.ranks, 'device')}"
     )
     yield packing_line(schedule)
+    if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
+        yield (
+            f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; more --train.epochs or a smaller "
+            "--train.global_batch_size give more, and a higher --train.learning_rate learns faster"
+        )
+    if 0 < len(data.val) < FEW_EXAMPLES:
+        examples = _count(len(data.val), "validation example")
+        yield f"warning: {examples} cannot tell how good the model is; raise --data.val_fraction, or give --data.val_path"
     if not len(data.val):
         yield "nothing is held out for validation; --data.val_fraction or --data.val_path changes that"
     if unknown := unknown_tokens(tokenizer):
@@ -139,8 +152,9 @@ def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float
         yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"
     if setup.args.precision == "auto" and (note := lacks_bf16(device)):
         yield note
+    process = "; Python and the libraries take about half a GiB more" if device.type == "cpu" else ""
     recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
-    yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
+    yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}{process}"
     yield time_line(
         schedule.flops(plan.flops, setup.objective), settings.slowdown, "the run", chip, peak, schedule.layout.ranks
     )

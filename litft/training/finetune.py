@@ -89,7 +89,7 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     # torchrun restarts all nodes after a failure, but tells only the node where a process has died
     if run_dir.launched_by(folder, launch_id()):
         args = replace(args, resume=True, overwrite=False)
-    if folder:
+    if folder and not args.dry_run:
         items = (*args.data.paths, *args.data.val_paths)
         paths = [path for item in items for path in (item.path, item.template)]
         inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)

@@ -147,6 +147,11 @@ class Recorder:
         from_launcher = ("devices", "num_nodes") if started_by() else ()
         for name in ("out_dir", "resume", "overwrite", *from_launcher):
             config.pop(name)
+        data = self.args.data
+        config["data"] |= {
+            "path": [item.entry() for item in data.paths],
+            "val_path": [item.entry() for item in data.val_paths],
+        }
         text = yaml.safe_dump(config, sort_keys=False)
         run_dir.write_config(self.folder, self.setup.method.title, text, launch_id())
         return config

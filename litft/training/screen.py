@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from html import escape
 from importlib import import_module
 
@@ -46,7 +46,7 @@ class Screen:
         """Receive all rows of metrics.csv when they are written."""
 
     def row(self, row: Row, steps: int, left: str) -> None:
-        """Show the newest row of metrics.csv. left: the time that is left."""
+        """Show the newest row of metrics.csv. left: the time that is left; empty if it is unknown."""
 
     def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
         """Print the first and the last value of each score, and lines about the whole run."""
@@ -56,8 +56,13 @@ class Lines(Screen):
     """Plain lines on stdout, without escape codes."""
 
     def say(self, text: str) -> None:
-        """Print at once, also into a pipe."""
-        print(text, flush=True)
+        """Print at once, also into a pipe. If its reader has exited, the run goes on without output."""
+        try:
+            print(text, flush=True)
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            with suppress(OSError):
+                print("warning: stdout is closed; the run goes on without printing", file=sys.stderr, flush=True)
 
     def header(self, title: str, folder: str, lines: Sequence[str]) -> None:
         """Print the lines."""
@@ -67,7 +72,7 @@ class Lines(Screen):
         """Print a line for the row."""
         rate = f"norm {row['grad_norm']:.3g}, rate {row['learning_rate']:.3g}"
         speed = f"{row['tokens_per_second']:,.0f} tokens/s, memory {row['memory_gib']:.2f} GiB"
-        self.say(f"step {row['step']:.0f}/{steps}: {_scores(row)}, {rate}, {speed}, {left} left")
+        self.say(f"step {row['step']:.0f}/{steps}: {_scores(row)}, {rate}, {speed}{_left(left)}")
 
     def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
         """Print a line for each score."""
@@ -128,7 +133,7 @@ class Terminal(Screen):
             self.say(f"step {row['step']:.0f}/{steps}: {_scores(row)}")
         else:
             speed = f"{row['tokens_per_second']:,.0f} tokens/s  {row['memory_gib']:.1f} GiB"
-            text = f"{_scores(row, '  ')}  {speed}  {left} left"
+            text = f"{_scores(row, '  ')}  {speed}{_left(left, '  ')}"
             self.progress.update(self.progress.task_ids[0], description=text, total=steps)
 
     def results(self, scores: Mapping[str, Sequence[str]], lines: Sequence[str]) -> None:
@@ -179,7 +184,7 @@ class Notebook(Lines):
         """Show the row next to the bar."""
         self.steps = steps
         speed = f"{row['tokens_per_second']:,.0f} tokens/s, {row['memory_gib']:.1f} GiB"
-        self.text = f"{_scores(row)}, {speed}, {left} left"
+        self.text = f"{_scores(row)}, {speed}{_left(left)}"
 
     def page(self) -> str:
         """Return the output. Its style does not affect the rest of the notebook."""
@@ -200,6 +205,10 @@ def open_screen(writes: bool) -> Screen:
         return Notebook()
     is_terminal = sys.stdout is not None and sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
     return Terminal() if is_terminal and (sys.stdout.encoding or "").lower().startswith("utf") else Lines()
+
+
+def _left(left: str, separator: str = ", ") -> str:
+    return f"{separator}{left} left" if left else ""
 
 
 def _scores(row: Row, separator: str = ", ") -> str:

@@ -321,7 +321,7 @@ class Trainer:
         steps = self._projected_steps(self.step)
         left = max(0.0, min(pace * (steps - self.step), self.time_limit - self.elapsed))
         if self.metrics.last:
-            self.screen.row(self.metrics.last, steps, duration(left))
+            self.screen.row(self.metrics.last, steps, duration(left) if pace else "")
         self.screen.record(rows)
 
     def _check_signals(self) -> None:

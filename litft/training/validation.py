@@ -160,7 +160,7 @@ class Validation:
         line = f"step {step}: validation loss {scores['val_loss']:.4f}"
         shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"), ("chosen_logp", "{:.4g}"))
         line += "".join(f", {name} {form.format(scores[f'val_{name}'])}" for name, form in shown if f"val_{name}" in scores)
-        columns = ((name, f"val_loss_{name}") for name in self.sets)
+        columns = ((name, f"val_loss_{name}") for name in self.sets if len(self.sets) > 1)
         line += "".join(f", {name} {scores[column]:.4f}" for name, column in columns if column in scores)
         if not (with_answers and self.metrics):
             return line

@@ -363,7 +363,7 @@ def test_flags_of_other_programs_are_translated(capsys):
     for name, alias in ALIASES.items():
         words = alias.flags.split()
         names = [word.removeprefix("--") for word in words if word.startswith("--")]
-        assert names and set(names) <= types.keys(), name
+        assert (names or alias.note) and set(names) <= types.keys(), name
         assert parser._full_name(name, types) not in types, f"{name} is a flag here"
         assert alias.flags.format(value="7") in explain(name, "7")
     with pytest.raises(ValueError) as error:
@@ -372,7 +372,17 @@ def test_flags_of_other_programs_are_translated(capsys):
     assert lines[0] == "--lr does not exist; here it is --train.learning_rate 1e-4"
     assert lines[1].startswith("--fsdp does not exist; here it is --strategy fsdp (--devices 2")
     assert lines[2] == "--load_in_4bit does not exist; here it is --quantize nf4"
-    assert lines[3].startswith("--lora.rank does not exist; did you mean --lora.")
+    assert lines[3] == "--lora.rank does not exist; here it is --lora.r 3"
+    off = {"load_in_4bit": "--quantize none", "bf16": "--precision fp32", "train_on_inputs": "--data.mask_prompt true"}
+    for name, expected in off.items():
+        assert explain(name, "false") == f"--{name} does not exist; here it is {expected}"
+    assert explain("use_dora", "false") == "--use_dora does not exist; leave it out"
+    assert (
+        explain("flash_attention", "true")
+        == "--flash_attention does not exist; leave it out (the fastest attention is chosen)"
+    )
+    args = parser.parse(LoRAFinetuneArgs, "--lora_r 3 --train_max_steps 4 --optimizer adamw_bnb_8bit".split())
+    assert (args.lora.r, args.train.max_steps, args.train.optimizer) == (3, 4, "adamw_8bit")
 
 
 def test_a_flag_needs_its_group_only_where_several_have_it(tmp_path):

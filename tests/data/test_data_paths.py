@@ -56,7 +56,9 @@ def test_each_data_set_is_read_with_its_own_settings(tiny, files, tmp_path):
     for words in (["--data.path", json.dumps(items)], ["--data.path", items[0], "--data.path", json.dumps(items[1])]):
         again = parse(LoRAFinetuneArgs, ["--checkpoint_dir", str(tiny), *words]).data
         assert again.paths == args.data.paths[: len(again.path)] if len(words) == 2 else again.paths == args.data.paths[1:2]
-    text = yaml.safe_dump({"checkpoint_dir": str(tiny), "data": {"path": args.data.path, "val_path": []}})
+    entries = [item.entry() for item in args.data.paths]
+    assert entries == items
+    text = yaml.safe_dump({"checkpoint_dir": str(tiny), "data": {"path": entries, "val_path": []}})
     config.write_text(text)  # as a run's config.yaml has it
     assert parse(LoRAFinetuneArgs, ["--config", str(config)]).data.paths == args.data.paths
 

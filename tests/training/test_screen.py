@@ -3,12 +3,13 @@
 import os
 import pty
 import re
+import subprocess
 import sys
 from io import StringIO
 from types import SimpleNamespace
 
 import pytest
-from conftest import start
+from conftest import ENV, ROOT, start
 from rich.console import Console
 
 from litft.training.screen import Lines, Screen, Terminal, beginning, end, open_screen
@@ -49,6 +50,16 @@ def test_a_closed_stdout_and_other_encodings_get_plain_lines(monkeypatch):
     terminal = SimpleNamespace(isatty=lambda: True, encoding="iso-8859-1")
     monkeypatch.setattr(sys, "stdout", terminal)
     assert type(open_screen(True)) is Lines and type(open_screen(False)) is Screen
+
+
+def test_a_run_goes_on_if_nobody_reads_its_output(tmp_path):
+    """As in `finetune/lora.py | head -2`."""
+    done = subprocess.run(
+        f"{sys.executable} {ROOT / 'finetune' / 'lora.py'} --max_steps 4 --eval.max_new_tokens 0 --out_dir run | head -n 2",
+        shell=True, cwd=tmp_path, capture_output=True, text=True, env=ENV,
+    )  # fmt: skip
+    assert (tmp_path / "run" / "final").is_dir() and len(done.stdout.splitlines()) == 2
+    assert "warning: stdout is closed" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_processes_that_do_not_write_print_nothing(capsys):

@@ -102,6 +102,8 @@ def write(args: GgufExportArgs) -> Path:
         f"exported {trained.path} to {out / file_names[0]}{', with a Modelfile for Ollama' if args.merge else ''}",
         file=sys.stderr,
     )
+    if args.merge:
+        print(f"next: ollama create mine -f {out / 'Modelfile'}, or llama-cli -m {out / file_names[0]}", file=sys.stderr)
     return out
 
 

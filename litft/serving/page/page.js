@@ -26,6 +26,9 @@ async function loadModels() {
   model.replaceChildren(...names.map(name => new Option(name, name, false, name === selected[0])));
   other.replaceChildren(new Option("none", ""), ...names.map(name => new Option(name, name, false, name === selected[1])));
   element("compare").hidden = names.length < 2;
+  const wanted = new URLSearchParams(location.search).get("compare");  // in the address that `serve --with_base` prints
+  if (wanted && !selected[0]) other.value = names.includes(wanted) ? wanted : "";
+  document.body.classList.toggle("comparing", other.value !== "");
   showDefaults();
   return true;
 }
