@@ -1,6 +1,7 @@
 """What a run leaves in its folder: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
 
 import dataclasses
+import math
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -297,6 +298,7 @@ class Recorder:
         for name, form in (("accuracy", "{:.1%}"), ("margin", "{:.3g}")):
             by_step = {step: row[f"val_{name}"] for step, row in validation.scores.items() if f"val_{name}" in row}
             scores.append((f"validation {name}", form, by_step))
+        scores = [(name, form, {s: v for s, v in values.items() if not math.isnan(v)}) for name, form, values in scores]
         ends = {name: (form, values[min(values)], values[max(values)]) for name, form, values in scores if values}
         return {name: [form.format(first), form.format(last)] for name, (form, first, last) in ends.items()}
 

@@ -171,7 +171,6 @@ def test_print_config_can_be_passed_back(tmp_path):
     "words, messages",
     [
         ("--train.learnin_rate 1", ["--train.learnin_rate does not exist; did you mean --train.learning_rate?"]),
-        ("--train.lr 1", ["--train.lr does not exist; here it is --train.learning_rate 1"]),
         ("--learning_rat 1", ["did you mean --train.learning_rate?"]),
         ("--lora.r many --devices x", ["--lora.r many: expected a whole number", "--devices x: expected a whole number"]),
         ("--strategy magic", ["--strategy magic: expected auto or ddp"]),
@@ -183,6 +182,8 @@ def test_print_config_can_be_passed_back(tmp_path):
         ("--checkpoint_dir a", ["--data.path is missing"]),
         ("--data.path a", ["--checkpoint_dir is missing"]),
         ("--nonsense 1 --lora.r x --also", ["--nonsense does not exist", "--lora.r x", "--also does not exist"]),
+        ("--train.lr 1", ["--train.lr does not exist; here it is --train.learning_rate 1"]),
+        ("--train.learning_rate 0,001", ["expected a number or null; write 0.001"]),
     ],
 )
 def test_all_mistakes_are_reported_at_once(words, messages):
