@@ -1,6 +1,7 @@
 """`litft.finetune` for Python programs and notebooks: the flags as keywords, and examples in memory."""
 
 import inspect
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from os import PathLike, fspath
@@ -8,10 +9,11 @@ from typing import Any
 
 from litft.args import FinetuneArgs
 from litft.args.keywords import from_keywords, signature
-from litft.data.in_memory import stored_examples
+from litft.data.in_memory import EXAMPLES, stored_examples
 from litft.training.finetune import Callback, Outcome, run_finetuning
 from litft.training.scoring import Metric
 
+RECORD = re.compile(rf"\S*{EXAMPLES}/\w+\.jsonl, line (\d+)")  # how a record in memory is named in messages
 Examples = str | PathLike | Iterable[str | PathLike] | Iterable[Mapping[str, Any]]
 
 
@@ -49,7 +51,12 @@ def finetune(
         args = replace(args, data=replace(args.data, **paths))
     elif flags or model is not None or data is not None or val_data is not None:
         raise TypeError("finetune() takes either args or keywords; set the fields of args instead")
-    return run_finetuning(args, callback, metrics)
+    try:
+        return run_finetuning(args, callback, metrics)
+    except ValueError as error:
+        if type(error) is not ValueError:
+            raise
+        raise ValueError(RECORD.sub(lambda match: f"record {int(match[1]) - 1} of the data", str(error))) from None
 
 
 def _paths(examples: Examples, limit: int | None = None) -> list[str]:

@@ -60,7 +60,7 @@ def test_examples_in_memory_train_like_a_file(settings, kind, tmp_path):
         ([{"text": b"bytes"}], "record 0 cannot be written as JSON"),
         ({"train": RECORDS, "test": RECORDS}, "dict with train, test"),
         (7, "cannot use int as examples"),
-        ([{"unknown": "a"}], "no known format has the fields 'unknown'"),
+        ([RECORDS[0], {"unknown": "a"}], "record 1 of the data: no known format has the fields 'unknown'"),
     ],
     ids=str,
 )

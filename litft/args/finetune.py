@@ -87,7 +87,8 @@ class TrainArgs:
     oom_retry: bool = False
     """When memory runs out, halve the micro-batch size and continue. Steps and losses stay the same."""
     log_interval: int | None = None
-    """Print a line and write a row of metrics.csv every this many steps. Default: 1 on a CPU, 10 on a GPU."""
+    """Print a line and write the rows of metrics.csv every this many steps. Default: 10 on a GPU; on a CPU, where steps are
+    slow, 1 to 10, so that about 50 lines are printed."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""

@@ -12,6 +12,8 @@ from typing import Any
 
 from litft.data.readers import drop_nulls
 
+EXAMPLES = "litft/examples"  # the folder of the files
+
 
 def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = None) -> Path:
     """Write records to a JSONL file named by its content in $XDG_DATA_HOME/litft/examples, and return its path.
@@ -25,7 +27,7 @@ def stored_examples(records: Iterable[Mapping[str, Any]], limit: int | None = No
         names = f" with {', '.join(map(str, records))}" if isinstance(records, Mapping) else ""
         remedy = "pass a list of records, an iterator, or one split of a data set (of a DataFrame: to_dict('records'))"
         raise ValueError(f"data: cannot use {type(records).__name__}{names} as examples; {remedy}")
-    folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "litft" / "examples"
+    folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / EXAMPLES
     folder.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".partial")
     try:

@@ -263,7 +263,8 @@ class Trainer:
         if self._end_reason():
             return  # saved after the last validation
         save = _is_due(args.save.interval, step)
-        log_interval = args.train.log_interval or (1 if self.fabric.device.type == "cpu" else 10)
+        on_cpu = self.fabric.device.type == "cpu"
+        log_interval = args.train.log_interval or (max(1, min(10, self.schedule.steps // 50)) if on_cpu else 10)
         if save or validate or step % log_interval == 0:
             self._log((self.elapsed - self.elapsed_before) / (step - self.start_step))
         if validate:
