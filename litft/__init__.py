@@ -7,6 +7,8 @@ use to keep --help fast.
 from importlib import import_module
 from typing import Any
 
+from litft.environment import TRAINING_SPINS, set_defaults
+
 __version__ = "0.1.0"
 __all__ = ["finetune", "generate", "load", "stream"]
 
@@ -21,6 +23,8 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module 'litft' has no attribute {name!r}")
+    if name == "finetune":
+        set_defaults(TRAINING_SPINS)  # as the commands do; without effect if torch is imported already
     return getattr(import_module(_MODULES[name]), name)
 
 

@@ -16,6 +16,7 @@ from litft import __version__
 from litft import args as flags
 from litft.args.parser import parse
 from litft.args.processes import global_rank, is_first_on_node, local_rank
+from litft.environment import DECODING_SPINS, TRAINING_SPINS, set_defaults
 from litft.errors import Interrupted, PeerLost, RankError
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides gloo's C++ stack traces; torch reads it on import
@@ -26,9 +27,7 @@ class Command(NamedTuple):
 
     args: type
     function: str
-    # OpenMP threads that spin while waiting halve the speed of training next to other programs, and gain only 3 % without;
-    # the small matrix products of decoding take twice as long if threads sleep between them
-    spin_count: str = "1000"
+    spin_count: str = TRAINING_SPINS
 
 
 COMMANDS = {
@@ -36,9 +35,9 @@ COMMANDS = {
         f"finetune {method}": Command(args, "litft.training.finetune:run_finetuning")
         for method, args in flags.FINETUNE.items()
     },
-    "generate": Command(flags.GenerateArgs, "litft.inference.generate:generate", spin_count="100000"),
-    "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spin_count="100000"),
-    "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spin_count="100000"),
+    "generate": Command(flags.GenerateArgs, "litft.inference.generate:generate", spin_count=DECODING_SPINS),
+    "chat": Command(flags.ChatArgs, "litft.inference.chat:chat", spin_count=DECODING_SPINS),
+    "serve": Command(flags.ServeArgs, "litft.serving.server:serve", spin_count=DECODING_SPINS),
     "merge_lora": Command(flags.MergeArgs, "litft.export.convert:merge"),
     "run_eval": Command(flags.RunEvalArgs, "litft.evaluation.run_eval:run_eval"),
     "prepare_data": Command(flags.PrepareArgs, "litft.training.dry_run:prepare_data"),
@@ -57,11 +56,7 @@ COMMANDS = {
 def run(command: str, argv: list[str] | None = None) -> Any:
     """Parse the flags and run one command. A user error ends with exit code 2 and a message on stderr."""
     entry = COMMANDS[command]
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", entry.spin_count)
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # its former name
-        # batches of varying size then fragment GPU memory less
-        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    set_defaults(entry.spin_count)
     argv_flags, prog = (sys.argv[1:], None) if argv is None else (argv, f"litft {command}")
     module, _, name = entry.function.partition(":")
     with user_errors():

@@ -11,7 +11,7 @@ from mutate import problems, read_table
 LIBRARY = ROOT / "litft"
 # import order: a component imports itself and those in rows above it, never others in its own row
 LAYERS = [
-    {"errors", "atomic"},
+    {"errors", "atomic", "environment"},
     {"run_dir"},
     {"args"},
     {"signals", "run_list", "recipe_list"},
@@ -51,7 +51,7 @@ serving: openai_replies openai_requests engine routes server
 """
 LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
 ORDERS = {component: files.split() for component, _, files in LINES}
-TORCHLESS = {"errors", "atomic", "run_dir", "args", "signals", "run_list", "recipe_list", "cli"}
+TORCHLESS = {"errors", "atomic", "environment", "run_dir", "args", "signals", "run_list", "recipe_list", "cli"}
 
 
 def imports(path: Path) -> set[str]:

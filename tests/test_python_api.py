@@ -3,6 +3,9 @@
 import inspect
 import itertools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import datasets
@@ -237,3 +240,15 @@ def test_generate_answers_or_continues(tiny, checkpoints):
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     answer = litft.generate(model, tokenizer, "What is the capital of France?", **settings)
     assert answer == litft.generate(model, tokenizer, messages, **settings) == "The capital of France is Paris."
+
+
+def test_training_threads_do_not_spin():
+    """Next to other programs, spinning threads made steps 20 times as slow. torch reads the variable when it is imported."""
+    code = "import os, sys, litft; assert 'torch' not in sys.modules; litft.finetune; print(os.environ['GOMP_SPINCOUNT'])"
+    for given, expected in (({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7")):
+        env = {
+            name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+        } | given
+        assert (
+            subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True).stdout == f"{expected}\n"
+        )
