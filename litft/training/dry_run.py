@@ -89,12 +89,13 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     yield packing_line(schedule)
     if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
         yield (
-            f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; more --train.epochs or a smaller "
-            "--train.global_batch_size give more, and a higher --train.learning_rate learns faster"
+            f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; --train.epochs 20 and "
+            "--train.global_batch_size 4 give more, and a higher --train.learning_rate learns faster"
         )
     if 0 < len(data.val) < FEW_EXAMPLES:
         examples = _count(len(data.val), "validation example")
-        yield f"warning: {examples} cannot tell how good the model is; raise --data.val_fraction, or give --data.val_path"
+        remedy = "give --data.val_path, or learn them too: --data.val_fraction 0"
+        yield f"warning: {examples} cannot tell how good the model is; {remedy}"
     if not len(data.val):
         yield "nothing is held out for validation; --data.val_fraction or --data.val_path changes that"
     if unknown := unknown_tokens(tokenizer):
@@ -152,7 +153,7 @@ def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float
         yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"
     if setup.args.precision == "auto" and (note := lacks_bf16(device)):
         yield note
-    process = "; Python and the libraries take about half a GiB more" if device.type == "cpu" else ""
+    process = "; Python and the libraries take 0.5 to 1 GiB more" if device.type == "cpu" else ""
     recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
     yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}{process}"
     yield time_line(
