@@ -112,6 +112,9 @@ def test_keywords_equal_flags():
     [
         ({"num_train_epochs": 3}, TypeError, "unexpected keyword argument 'num_train_epochs'; here it is epochs"),
         ({"model_name_or_path": "a"}, TypeError, "here it is model"),
+        ({"flash_attention": True}, TypeError, "leave it out (the fastest attention is chosen)"),
+        ({"load_in_4bit": False}, TypeError, "here it is quantize=none"),
+        ({"train_on_inputs": False}, TypeError, "here it is mask_prompt=true"),
         ({"max_step": 3}, TypeError, "did you mean max_steps?"),
         ({"method": "qlora"}, ValueError, "method 'qlora' does not exist; use lora, adapter"),
         ({"max_steps": "many"}, ValueError, "expected a whole number"),

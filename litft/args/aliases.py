@@ -139,7 +139,7 @@ ALIASES: dict[str, Alias] = {
 }
 
 
-# Lightning's name of a precision: our names in full.py and in methods with frozen weights, or the reason that there is none
+# Lightning's name of a precision -> (our name in full.py, our name in the other methods); a text with spaces is an error
 LIGHTNING: dict[str, tuple[str, str]] = {
     "32": ("fp32", "fp32"),
     "32-true": ("fp32", "fp32"),
@@ -160,16 +160,21 @@ def precision(value: str, is_full: bool) -> str:
 
 def explain(name: str, value: str | None) -> str | None:
     """Return what another program's flag is here, with its value carried over; None for an unknown name."""
+    if (translation := translate(name, value)) is None:
+        return None
+    flags, note = translation
+    return f"--{name} does not exist; {f'here it is {flags}' if flags else 'leave it out'}{note}"
+
+
+def translate(name: str, value: str | None) -> tuple[str, str] | None:
+    """Return (flags, note in parentheses) for another program's flag, "" for flags that are not needed; None if unknown."""
     # people also type a group in front, as in --train.lr
     alias = ALIASES.get(name.replace("-", "_")) or ALIASES.get(name.rpartition(".")[2].replace("-", "_"))
     if alias is None:
         return None
-    note = f" ({alias.note})" if alias.note else ""
-    is_off = (value or "").lower() in ("false", "no", "off") and "{value}" not in alias.flags
-    flags = alias.off if is_off else alias.flags.format(value="VALUE" if value is None else value)
-    if not flags:
-        return f"--{name} does not exist; leave it out{'' if is_off else note}"
-    return f"--{name} does not exist; here it is {flags}" + ("" if is_off else note)
+    if (value or "").lower() in ("false", "no", "off") and "{value}" not in alias.flags:
+        return alias.off, ""
+    return alias.flags.format(value="VALUE" if value is None else value), f" ({alias.note})" if alias.note else ""
 
 
 def optimizer(value: str) -> str:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
-from litft.args.aliases import ALIASES
+from litft.args.aliases import translate
 from litft.args.finetune import FINETUNE, FinetuneArgs
 from litft.args.parser import parse, types_of_flags
 
@@ -36,21 +36,24 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
     types = types_of_flags(FINETUNE[method])
     names = keyword_names(FINETUNE[method]) | {flag.replace(".", "_"): flag for flag in types} | {"config": "config"}
     if unknown := [name for name in keywords if name not in names]:
-        raise TypeError("\n".join(_unknown_keyword(name, names) for name in unknown))
+        raise TypeError("\n".join(_unknown_keyword(name, keywords[name], names) for name in unknown))
     keywords = {"config": None} | dict(keywords)  # first: other keywords override those of the file
     pairs = ((names[name], value) for name, value in keywords.items() if name != "config" or value is not None)
     words = [f"--{flag}={_as_word(value, types.get(flag))}" for flag, value in pairs]
     return parse(FINETUNE[method], words)
 
 
-def _unknown_keyword(name: str, names: Mapping[str, str]) -> str:
+def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
     """Return a message that names the keyword that is meant: of a flag of another program, or the nearest name."""
     message = f"finetune() got an unexpected keyword argument {name!r}"
-    if name in ALIASES:
-        flag = ALIASES[name].flags.split()[0].removeprefix("--")
+    if (translation := translate(name, str(value))) is not None:
+        flags, note = translation
+        if not flags:
+            return f"{message}; leave it out{note}"
+        flag, _, setting = flags.removeprefix("--").partition(" ")
         keyword = OWN.get(flag) or next((keyword for keyword, other in names.items() if other == flag), None)
-        note = f" ({ALIASES[name].note})" if ALIASES[name].note else ""
-        return f"{message}; here it is {keyword}{note}" if keyword else f"{message}; see --{flag}{note}"
+        here = f"{keyword}={setting or True}" if keyword else f"--{flag}"
+        return f"{message}; here it is {here}{note}"
     matches = difflib.get_close_matches(name, [*names, *OWN.values()], n=1)
     return message + (f"; did you mean {matches[0]}?" if matches else "")
 
