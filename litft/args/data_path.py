@@ -30,7 +30,7 @@ class DataPath:
 
         Raise ValueError for invalid JSON, and for settings that do not exist or have a wrong type.
         """
-        if os.path.exists(item):  # whatever its name looks like
+        if os.path.exists(item):  # a file may be named like JSON, or contain =
             return cls(item)
         if not item.lstrip().startswith("{"):
             name, equals, path = item.partition("=")

@@ -195,7 +195,7 @@ def user_content(instruction: str, context: str, source: str) -> str:
 
 
 def last_user_message(prompt: str, render: Callable[[list[Message]], str]) -> str:
-    """Return the last message of a rendered prompt, for people to read; the whole prompt if it cannot be told apart.
+    """Return the last user message of a rendered prompt, or the whole prompt if the message cannot be found in it.
 
     render: renders messages up to the answer, with the template of the prompt.
     """

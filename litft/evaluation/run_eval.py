@@ -145,7 +145,8 @@ def _score_examples(
     answers = _answers(subject.name, session, examples, args) if examples else {}
     subject.answers = {name: answer.text.strip() for name, answer in answers.items()}
     if answers and kind == "supervised":
-        matches = [is_exact(answers[example.name], example.expected) for example in examples]
+        pairs = ((answers[example.name], example.expected) for example in examples)
+        matches = [is_exact(answer.text, answer.ended, expected) for answer, expected in pairs]
         subject.scores |= {"answers": len(matches), "exact_match": sum(matches) / len(matches)}
     elif kind == "supervised" and any(turn for _, turn, _ in names):
         print(

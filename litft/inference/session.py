@@ -89,7 +89,10 @@ def open_session(args: ModelArgs) -> Session:
 
     With several processes it returns in rank 0 only.
     """
-    source = source_of(args)
+    return _open_one(args, source_of(args))
+
+
+def _open_one(args: ModelArgs, source: PretrainedFolder) -> Session:
     device, placement, tp_decoder = _devices(args, source)
     session = _open_sessions(args, [source], device, placement, tp_decoder)[0]
     fuse_linears(session.model, pack=not session.compiled)
@@ -101,7 +104,7 @@ def open_session(args: ModelArgs) -> Session:
 def open_sessions(args: ModelArgs, sources: Sequence[PretrainedFolder]) -> list[Session]:
     """Open models that share their base weights."""
     if len(sources) == 1:
-        return [open_session(replace(args, checkpoint_dir=str(sources[0].folder)))]
+        return [_open_one(args, sources[0])]
     device, placement, _ = _devices(args, sources[0])
     sessions = _open_sessions(args, list(sources), device, placement, None)
     if not sessions[0].compiled:

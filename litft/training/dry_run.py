@@ -34,8 +34,6 @@ STRATEGIES = {
 }
 GREEN, OFF = "\033[32m", "\033[0m"
 MARKS = "⟦", "⟧"  # without colours
-
-
 FEW_STEPS, FEW_EXAMPLES = 30, 10  # fewer are warned about
 
 

@@ -309,7 +309,7 @@ class Recorder:
             yield
         except Exception as error:
             if self.is_open and self.is_writer and not isinstance(error, Interrupted):
-                with suppress(OSError):  # nobody may read the warning; the first error counts
+                with suppress(OSError):  # stdout may be closed; the first error is the one to report
                     self.report(f"failed: {error}")
             raise
 

@@ -149,12 +149,12 @@ def _hard_example(sample: Sample, loss: float, tokenizer: Tokenizer) -> HardExam
 
 def exact_match(answers: list[ValidationAnswer]) -> float:
     """Return the fraction of answers that have ended by themselves and are the expected ones."""
-    return sum(item.ended and item.answer == item.expected for item in answers) / len(answers)
+    return sum(is_exact(item.answer, item.ended, item.expected) for item in answers) / len(answers)
 
 
-def is_exact(answer: Completion, expected: str) -> bool:
+def is_exact(answer: str, ended: bool, expected: str) -> bool:
     """Return whether an answer has ended by itself and is the expected one, apart from white space at its ends."""
-    return answer.ended and answer.text.strip() == expected.strip()
+    return ended and answer.strip() == expected.strip()
 
 
 def evenly_spaced(items: Sequence[T], max_count: int) -> Sequence[T]:

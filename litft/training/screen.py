@@ -56,7 +56,7 @@ class Lines(Screen):
     """Plain lines on stdout, without escape codes."""
 
     def say(self, text: str) -> None:
-        """Print at once, also into a pipe. If its reader has exited, the run goes on without output."""
+        """Print without buffering. If stdout is a pipe whose reader has exited, the run continues without output."""
         try:
             print(text, flush=True)
         except BrokenPipeError:
