@@ -99,7 +99,8 @@ def main() -> None:
         if sys.argv[1 : 1 + len(words)] == words:
             run(name, sys.argv[1 + len(words) :])
             return
-    commands = "\n  ".join(f"litft {name:<22} {entry.args.__doc__}" for name, entry in COMMANDS.items())
+    width = max(map(len, COMMANDS))
+    commands = "\n  ".join(f"litft {name:<{width}} {entry.args.__doc__}" for name, entry in COMMANDS.items())
     usage = f"usage: litft COMMAND [flags]\n\n  {commands}\n\n`litft COMMAND --help` lists a command's flags."
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))

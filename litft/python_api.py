@@ -7,8 +7,8 @@ from dataclasses import replace
 from os import PathLike, fspath
 from typing import Any
 
-from litft.args import FinetuneArgs
-from litft.args.keywords import from_keywords, signature
+from litft.args import FINETUNE, FinetuneArgs
+from litft.args.keywords import from_keywords, name_keywords, signature
 from litft.data.in_memory import EXAMPLES, stored_examples
 from litft.training.finetune import Callback, Outcome, run_finetuning
 from litft.training.scoring import Metric
@@ -42,21 +42,25 @@ def finetune(
     Raises TypeError for an unknown keyword, ValueError for mistakes of the user, and `litft.errors.Interrupted` if a signal
     ended the run after its state was saved.
     """
-    if args is None:
+    if args is not None:
+        if flags or model is not None or data is not None or val_data is not None:
+            raise TypeError("finetune() takes either args or keywords; set the fields of args instead")
+        return run_finetuning(args, callback, metrics)
+    try:
         flags |= {"checkpoint_dir": fspath(model)} if model is not None else {}
         flags |= {"data_path": ["in memory"]} if data is not None else {}
         args = from_keywords(method, flags)  # raises for invalid flags before the records are read
         paths = {} if data is None else {"path": _paths(data, args.data.limit)}
         paths |= {} if val_data is None else {"val_path": _paths(val_data)}
-        args = replace(args, data=replace(args.data, **paths))
-    elif flags or model is not None or data is not None or val_data is not None:
-        raise TypeError("finetune() takes either args or keywords; set the fields of args instead")
-    try:
-        return run_finetuning(args, callback, metrics)
-    except ValueError as error:
-        if type(error) is not ValueError:
+        return run_finetuning(replace(args, data=replace(args.data, **paths)), callback, metrics)
+    except (TypeError, ValueError) as error:
+        if type(error) not in (TypeError, ValueError) or method not in FINETUNE:
             raise
-        raise ValueError(RECORD.sub(lambda match: f"record {int(match[1]) - 1} of the data", str(error))) from None
+        message = RECORD.sub(lambda match: f"record {int(match[1]) - 1} of the data", str(error))
+        message = name_keywords(message, method)
+        if message == str(error):  # it may be an error of the callback, whose traceback is needed
+            raise
+        raise type(error)(message) from None
 
 
 def _paths(examples: Examples, limit: int | None = None) -> list[str]:

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,12 +66,11 @@ def test_examples_in_memory_train_like_a_file(settings, kind, tmp_path):
         (7, "cannot use int as examples"),
         ([RECORDS[0], {"unknown": "a"}], "record 1 of the data: no known format has the fields 'unknown'"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:40],
 )
 def test_bad_examples_are_reported(settings, data, message):
-    with pytest.raises(ValueError, match="") as error:
+    with pytest.raises(ValueError, match=re.escape(message)):
         litft.finetune(data=data, **settings)
-    assert message in str(error.value)
 
 
 def test_every_flag_is_a_keyword():
@@ -114,7 +114,7 @@ def test_keywords_equal_flags():
         ({"model_name_or_path": "a"}, TypeError, "here it is model"),
         ({"flash_attention": True}, TypeError, "leave it out (the fastest attention is chosen)"),
         ({"load_in_4bit": False}, TypeError, "here it is quantize=none"),
-        ({"train_on_inputs": False}, TypeError, "here it is mask_prompt=true"),
+        ({"train_on_inputs": False}, TypeError, "here it is mask_prompt=True"),
         ({"max_step": 3}, TypeError, "did you mean max_steps?"),
         ({"method": "qlora"}, ValueError, "method 'qlora' does not exist; use lora, adapter"),
         ({"max_steps": "many"}, ValueError, "expected a whole number"),
@@ -124,14 +124,15 @@ def test_keywords_equal_flags():
         ({"metrics": {"flops": len}}, ValueError, "'flops' cannot be a column"),
         ({"metrics": [len]}, ValueError, "expected functions by name"),
         ({"metrics": {"rouge": 1.0}}, ValueError, "expected functions by name"),
-        ({"data_limit": "ten", "data": RECORDS[:1]}, ValueError, "--data.limit ten: expected"),
+        ({"data_limit": "ten", "data": RECORDS[:1]}, ValueError, "limit ten: expected"),
+        ({"data": RECORDS[:1], "val_fraction": 2}, ValueError, "val_fraction 2.0: "),
     ],
     ids=lambda value: ", ".join(value) if isinstance(value, dict) else None,
 )
 def test_wrong_keywords_are_reported(keywords, kind, message):
     with pytest.raises(kind) as error:
         litft.finetune(**keywords)
-    assert message in str(error.value)
+    assert message in str(error.value) and "--" not in str(error.value)
 
 
 def test_metrics_of_the_answers(settings, capfd):

@@ -1,5 +1,6 @@
 """Flags of transformers, TRL, PEFT, litgpt, axolotl, LLaMA-Factory and unsloth, and what they are called here."""
 
+import math
 from typing import NamedTuple
 
 
@@ -9,11 +10,13 @@ class Alias(NamedTuple):
     flags: str  # with {value} for the value, if it carries over; empty: it is not needed
     note: str = ""  # where the meaning differs
     off: str = ""  # the flags for the value false; empty: none are needed
+    limit: float = math.inf  # numbers from here on do not carry over
 
 
 _MICRO = "it changes speed and memory, never the result: a step has --train.global_batch_size examples, 16 by default"
 _GLOBAL = "the global batch is given directly: micro-batches x devices x accumulation steps"
 _STEPS = "an interval in steps"
+_FRACTION = "a fraction of the examples, not a count"
 _STRATEGY = "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp if the model does not fit"
 _LOAD = "the model is a folder or a hub id"
 
@@ -49,8 +52,8 @@ ALIASES: dict[str, Alias] = {
     "eval_dataset": Alias("--data.val_path {value}"),
     "max_samples": Alias("--data.limit {value}", "the first records of each path"),
     "max_train_samples": Alias("--data.limit {value}", "the first records of each path"),
-    "val_set_size": Alias("--data.val_fraction {value}", "a fraction, not a count"),
-    "val_size": Alias("--data.val_fraction {value}", "a fraction, not a count"),
+    "val_set_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
+    "val_size": Alias("--data.val_fraction {value}", _FRACTION, limit=1),
     "val_split_fraction": Alias("--data.val_fraction {value}"),
     "cutoff_len": Alias("--data.max_seq_length {value}"),
     "max_length": Alias("--data.max_seq_length {value}"),
@@ -174,6 +177,8 @@ def translate(name: str, value: str | None) -> tuple[str, str] | None:
         return None
     if (value or "").lower() in ("false", "no", "off") and "{value}" not in alias.flags:
         return alias.off, ""
+    if alias.limit < math.inf and value and value.replace(".", "", 1).isdigit() and float(value) >= alias.limit:
+        value = None
     return alias.flags.format(value="VALUE" if value is None else value), f" ({alias.note})" if alias.note else ""
 
 

@@ -3,6 +3,7 @@
 import difflib
 import inspect
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any, get_args, get_origin
 
@@ -45,6 +46,7 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
 
 def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
     """Return a message that names the keyword that is meant: of a flag of another program, or the nearest name."""
+    literals = {"": True, "true": True, "false": False}
     message = f"finetune() got an unexpected keyword argument {name!r}"
     if (translation := translate(name, str(value))) is not None:
         flags, note = translation
@@ -52,10 +54,16 @@ def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
             return f"{message}; leave it out{note}"
         flag, _, setting = flags.removeprefix("--").partition(" ")
         keyword = OWN.get(flag) or next((keyword for keyword, other in names.items() if other == flag), None)
-        here = f"{keyword}={setting or True}" if keyword else f"--{flag}"
+        here = f"{keyword}={literals.get(setting, setting)}" if keyword else f"--{flag}"
         return f"{message}; here it is {here}{note}"
     matches = difflib.get_close_matches(name, [*names, *OWN.values()], n=1)
     return message + (f"; did you mean {matches[0]}?" if matches else "")
+
+
+def name_keywords(message: str, method: str) -> str:
+    """Return a message with the keywords of `litft.finetune` instead of flags: max_steps for --train.max_steps."""
+    keywords = OWN | {flag: name for name, flag in keyword_names(FINETUNE[method]).items()}
+    return re.sub(r"--([a-z_]+(?:\.[a-z_]+)?)", lambda match: keywords.get(match[1], match[0]), message)
 
 
 def _as_word(value: Any, flag_type: Any) -> str:

@@ -131,7 +131,7 @@ def load_data(
         template,
         context,
         kind,
-        tuple(val_names) if any(val_names) else (),
+        tuple(val_names) if len(set(val_names)) > 1 else (),
     )
     if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")

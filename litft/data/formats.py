@@ -101,14 +101,22 @@ def detect_format(record: Record, where: str) -> str:
         remedy += "; the first line of a table must have the names of its fields"
     if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
-    raise ValueError(f"{where}: no known format has the fields {field_names} ({supported}); {remedy}")
+    raise ValueError(f"{where}: no known format has the fields {field_names}; {remedy} (formats: {supported})")
 
 
 def rename_columns(record: Record, columns: dict[str, str]) -> Record:
-    """Rename the fields of a record; columns: the format's field name -> the name in the file."""
+    """Rename the fields of a record; columns: the format's field name -> the name in the file.
+
+    A field that differs from a format's field only in capitals and spaces, such as "Question ", gets the format's name.
+    """
     file_names = set(columns.values())
     others = {name: value for name, value in record.items() if name not in file_names}
-    return others | {name: record[file_name] for name, file_name in columns.items() if file_name in record}
+    renamed = {name: record[file_name] for name, file_name in columns.items() if file_name in record}
+    for name in [name for name in others if name not in KNOWN_FIELDS]:
+        plain = name.strip().lower()
+        if plain in KNOWN_FIELDS and plain not in others and plain not in renamed:
+            renamed[plain] = others.pop(name)
+    return others | renamed
 
 
 def json_type(value: Any) -> str:
@@ -341,3 +349,4 @@ FORMATS: dict[str, Format] = {
     # last: records of tokenized data sets may still have the text, and ids of another tokenizer
     "tokens": Format(("input_ids",), ("labels", "attention_mask"), _token_ids),
 }
+KNOWN_FIELDS = {"chosen", "rejected", "label"}.union(*(form.fields + form.optional for form in FORMATS.values()))

@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -133,7 +134,9 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
         position = f"at byte {offset + error.start}"
-        raise ValueError(f"{path} is not UTF-8 text ({position}); name a text file, or convert it with iconv") from None
+        raise ValueError(
+            f"{path} is not UTF-8 text ({position}); name a text file, or save it as UTF-8 (in Excel: CSV UTF-8)"
+        ) from None
 
 
 def _lines(path: Path, file: BinaryIO) -> Records:
@@ -246,16 +249,18 @@ def _array(path: Path, file: BinaryIO) -> Records:
 
 
 def _table(separator: str, path: Path, file: BinaryIO) -> Records:
-    """Yield one record per row below the header; quoted cells may contain line breaks."""
+    """Yield one record per row below the header; quoted cells may contain line breaks.
+
+    A header with `;` and without `separator` is read with `;`: Excel writes that where the comma is the decimal mark.
+    """
     lines = (line + "\n" for line in _text_lines(path, file))
+    header = next(lines, "")
+    if separator not in header and ";" in header:
+        separator = ";"
     limit = csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
     try:
-        rows = csv.reader(lines, delimiter=separator, strict=True)
+        rows = csv.reader(chain([header] if header else [], lines), delimiter=separator, strict=True)
         names = next(rows, [])
-        if len(names) == 1 and ";" in names[0] and separator == ",":
-            raise ValueError(
-                f"{path}, line 1: the cells look separated by ';'; separate them by commas, or by tabs in a .tsv file"
-            )
         if len(set(names)) < len(names):
             raise ValueError(f"{path}, line 1: two columns have the same name; the first line is the header")
         for row in rows:

@@ -4,6 +4,7 @@ import asyncio
 import hmac
 import json
 import os
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import suppress
 from functools import partial
@@ -61,6 +62,7 @@ class Endpoint:
         self.engine, self.models, self.capacity = engine, engine.models, engine.capacity
         self.limit, self.max_bytes = args.max_new_tokens, round(args.max_body_mb * 1e6)
         self.key, self.is_local = required_key(args), args.host in LOCAL_HOSTS
+        self.created = int(time.time())  # a model's time of creation is a field of OpenAI's API; here: when it was loaded
         self.page_files = {path.name: path.read_bytes() for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES}
 
     def app(self) -> Starlette:
@@ -114,7 +116,7 @@ class Endpoint:
     def _model(self, name: str) -> dict[str, Any]:
         sampling = self.models[name].sampling
         defaults = {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_tokens": self.limit}
-        entry = {"id": name, "object": "model", "created": 0, "owned_by": "litft"}
+        entry = {"id": name, "object": "model", "created": self.created, "owned_by": "litft"}
         return entry | {"max_model_len": self.capacity, "defaults": defaults}
 
     def _check_model(self, name: str) -> str:

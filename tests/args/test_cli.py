@@ -366,7 +366,7 @@ def test_flags_of_other_programs_are_translated(capsys):
         names = [word.removeprefix("--") for word in words if word.startswith("--")]
         assert (names or alias.note) and set(names) <= types.keys(), name
         assert parser._full_name(name, types) not in types, f"{name} is a flag here"
-        assert alias.flags.format(value="7") in explain(name, "7")
+        assert alias.flags.format(value="7" if alias.limit > 7 else "VALUE") in explain(name, "7")
     with pytest.raises(ValueError) as error:
         parser.parse(LoRAFinetuneArgs, "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split())
     lines = str(error.value).splitlines()
@@ -377,6 +377,8 @@ def test_flags_of_other_programs_are_translated(capsys):
     off = {"load_in_4bit": "--quantize none", "bf16": "--precision fp32", "train_on_inputs": "--data.mask_prompt true"}
     for name, expected in off.items():
         assert explain(name, "false") == f"--{name} does not exist; here it is {expected}"
+    assert "--data.val_fraction VALUE (a fraction of the examples, not a count)" in explain("val_set_size", "200")
+    assert "--data.val_fraction 0.1 (" in explain("val_set_size", "0.1")
     assert explain("use_dora", "false") == "--use_dora does not exist; leave it out"
     assert (
         explain("flash_attention", "true")

@@ -70,6 +70,13 @@ def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
     assert [record["text"] for _, record in read_records(tmp_path / "a.jsonl")] == ["a", "b"]
 
 
+def test_a_table_that_excel_writes_with_semicolons(tmp_path):
+    (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfQuestion;Answer\r\n"Bread; or rolls?";1,20\r\n')
+    assert [record for _, record in read_records(tmp_path / "a.csv")] == [{"Question": "Bread; or rolls?", "Answer": "1,20"}]
+    (tmp_path / "a.csv").write_text("question,answer;unit\na;b,c\n")
+    assert [record for _, record in read_records(tmp_path / "a.csv")] == [{"question": "a;b", "answer;unit": "c"}]
+
+
 @pytest.mark.parametrize("size", [10, 1 << 20, 5 << 20])
 def test_a_text_is_read_completely_in_parts(tmp_path, size):
     """Multi-byte characters cross block boundaries."""

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from litft.args import Formats
-from litft.data.formats import FORMATS, to_example
+from litft.data.formats import FORMATS, rename_columns, to_example
 from litft.data.readers import read_records
 
 CHAT = [{"role": "user", "content": "Add 1 and 2."}, {"role": "assistant", "content": "3"}]
@@ -108,6 +108,13 @@ def test_empty_columns_do_not_determine_the_format():
     for empty in (None, ""):
         record = {"messages": empty, "instruction": "Add 1 and 2.", "output": "3", "input": empty, "system": empty}
         assert to_example(record, "here", "").messages == CHAT
+
+
+def test_capitals_and_spaces_of_field_names_do_not_matter():
+    assert rename_columns({"Question": "a", "Answer ": "b", "ID": 1}, {}) == {"question": "a", "answer": "b", "ID": 1}
+    exact = {"text": "a", "Text": "b"}
+    assert rename_columns(exact, {}) == exact
+    assert rename_columns({"Text": "b", "Notes": "c"}, {"text": "Notes"}) == {"Text": "b", "text": "c"}
 
 
 @pytest.mark.parametrize(
