@@ -15,8 +15,9 @@ import torch
 
 from litft import run_dir
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
-from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, untransposed
+from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, untransposed
 from litft.checkpoints.hub import HubId, downloaded_from, fetch, hub_id
+from litft.checkpoints.rules import Rule
 from litft.checkpoints.stored_formats import METHODS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
 from litft.data.tokenizer import Tokenizer

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litft.checkpoints.conversion import Rule, TensorMapping, mappings_to_hf
+from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
 from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
+from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_files import LazyTensor, check_weights, write_weights
 from litft.data.tokenizer import Tokenizer
 from litft.families import family

@@ -24,13 +24,9 @@ from litft.checkpoints.adapter_reader import (
     read_tensors,
     read_token_ids,
 )
-from litft.checkpoints.conversion import (
-    Drop,
-    Rule,
-    mappings_from_hf,
-    mappings_to_hf,
-)
+from litft.checkpoints.conversion import mappings_from_hf, mappings_to_hf
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
+from litft.checkpoints.rules import Drop, Rule
 from litft.checkpoints.weight_files import write_file
 from litft.model.mlp import ExpertLinear
 

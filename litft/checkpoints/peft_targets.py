@@ -6,15 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from litft.checkpoints.conversion import (
-    Interleave,
-    Rename,
-    Rule,
-    Split,
-    hf_tensor_name,
-    rule_of,
-    tensor_names,
-)
+from litft.checkpoints.conversion import hf_tensor_name, rule_of, tensor_names
+from litft.checkpoints.rules import Interleave, Rename, Rule, Split
 from litft.model.mlp import ExpertLinear
 
 

@@ -12,7 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from litft.checkpoints.conversion import Rule, TensorMapping, mappings_from_hf, mappings_to_hf
+from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, mappings_to_hf
+from litft.checkpoints.rules import Rule
 from litft.checkpoints.stored_formats import find_stored_weights
 from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.quantization import STATES, STATISTICS, QuantizedModule, QuantizedTensor, is_quantizable, stored_shape

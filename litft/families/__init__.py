@@ -4,12 +4,13 @@ A family file defines:
 
 - `MODEL_TYPES`: values of `model_type` in config.json.
 - `config(hf) -> Config`: read the content `hf` of config.json. Missing fields have transformers' defaults.
-- `rules(config) -> list[Rule]`: map litft's tensors to the checkpoint's and back (see checkpoints/conversion.py).
+- `rules(config) -> list[Rule]`: map litft's tensors to the checkpoint's and back (see checkpoints/rules.py).
 - optional `text_config(hf)`: return the language model's part of a multimodal config.json.
 - optional `peft_rules(config)`: rules for modules that PEFT names differently from the checkpoint, such as stacked experts.
 - optional, for GGUF: `GGUF`, which maps a model_type to llama.cpp's architecture and transformers' class,
   `gguf_rules(config)`, and `gguf_config(hf)`, which adds fields of config.json that are not in GGUF metadata. For metadata
   of this family alone, `GGUF_FIELDS` maps its keys to fields of config.json, and `gguf_metadata(config)` returns its values.
+  `GGUF_TENSORS` maps fields of config.json to the tensors of a block that are there if the field is true.
 
 The helper functions in llama.py cover most of this. A new field of config.json is also added to the lists below.
 tutorials/add_a_family.md has an example.
@@ -22,7 +23,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from litft.checkpoints.conversion import Rule
+from litft.checkpoints.rules import Rule
 from litft.model.config import Config
 from litft.model.config_file import is_positive
 
@@ -208,7 +209,7 @@ def gguf_rules(config: Config) -> list[Rule]:
     if config.model_type not in (supported := gguf_architectures()):
         reason = f"GGUF files of {config.model_type!r} are not supported"
         raise ValueError(f"{reason}; supported: {', '.join(sorted(supported))}")
-    return family(config.model_type).gguf_rules(config)
+    return [*families()["llama"].drop_mtp(config, "blk."), *family(config.model_type).gguf_rules(config)]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
@@ -219,8 +220,18 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 def gguf_fields(architecture: str) -> dict[str, str]:
     """Return the fields of config.json for GGUF metadata that only families of this architecture have."""
+    return _of_architecture(architecture, "GGUF_FIELDS")
+
+
+def gguf_tensors(architecture: str) -> dict[str, str]:
+    """Return the fields of config.json that are true if a block has a tensor, and the tensor's name in the block."""
+    return _of_architecture(architecture, "GGUF_TENSORS")
+
+
+def _of_architecture(architecture: str, table: str) -> dict[str, str]:
+    """Return the union of a table of all families with this GGUF architecture."""
     modules = {family(model_type) for model_type, name in gguf_architectures().items() if name == architecture}
-    return {key: field for module in modules for key, field in getattr(module, "GGUF_FIELDS", {}).items()}
+    return {key: value for module in modules for key, value in getattr(module, table, {}).items()}
 
 
 def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:

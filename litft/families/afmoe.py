@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rename, Rule
+from litft.checkpoints.rules import Rename, Rule
 from litft.families import deepseek, llama, mixtral
 from litft.model.config import Config
 

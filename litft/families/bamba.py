@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rename, Rule, Split, Squeeze
+from litft.checkpoints.rules import Rename, Rule, Split, Squeeze
 from litft.families import llama
 from litft.model.config import Config, Mamba2Config, NormConfig
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rule, Split
+from litft.checkpoints.rules import Drop, Rule, Split
 from litft.families import gptj
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rule
+from litft.checkpoints.rules import Rule
 from litft.families import deepseek, llama
 from litft.model.config import Config, ExpertsConfig, LayerConfig, NormConfig
 

@@ -7,11 +7,41 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rename, Rule
+from litft.checkpoints.rules import KeysAndValues, Rename, Rule
 from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig, LatentConfig, LayerConfig, NormConfig
 
 MODEL_TYPES = ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+GGUF = {
+    "deepseek_v2": ("deepseek2", "DeepseekV2ForCausalLM"),
+    "deepseek_v3": ("deepseek2", "DeepseekV3ForCausalLM"),
+    "glm4_moe_lite": ("deepseek2", "Glm4MoeLiteForCausalLM"),
+}
+SOFTMAX, SIGMOID = 1, 2  # llama.cpp's numbers of the functions that score experts
+GGUF_EXPERTS = {  # metadata of mixtures with the fields of `routed_experts`
+    "expert_count": "n_routed_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "n_shared_experts",
+    "expert_weights_scale": "routed_scaling_factor",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_gating_func": "scoring_func",
+    "leading_dense_block_count": "first_k_dense_replace",
+    "expert_group_count": "n_group",
+    "expert_group_used_count": "topk_group",
+}
+GGUF_LATENT = {
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.key_length": "head_dim",
+    "attention.value_length": "value_length",
+    "attention.key_length_mla": "qk_head_dim",
+    "attention.value_length_mla": "v_head_dim",
+    "attention.kv_lora_rank": "kv_lora_rank",
+    "attention.q_lora_rank": "q_lora_rank",
+    "rope.dimension_count": "qk_rope_head_dim",
+    "rope.scaling.yarn_log_multiplier": "mscale_all_dim",
+}
+GGUF_FIELDS = GGUF_EXPERTS | GGUF_LATENT
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": dict(first_k_dense_replace=0, n_routed_experts=64, n_shared_experts=2, moe_intermediate_size=1407),
@@ -132,7 +162,7 @@ BIAS = Rename("model.layers.{}.mlp.gate.e_score_correction_bias", "blocks.{}.mlp
 
 def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names, those of latent attention, and separately stored experts."""
-    return [*mixture_rules(config), *llama.rename_modules(LATENT), *llama.rules(config), *drop_mtp(config)]
+    return [*mixture_rules(config), *llama.rename_modules(LATENT), *llama.rules(config), *llama.drop_mtp(config)]
 
 
 def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = BIAS) -> list[Rule]:
@@ -141,11 +171,68 @@ def mixture_rules(config: Config, shared: dict[str, str] = SHARED, bias: Rule = 
     return [*llama.rename_modules({"mlp.router": "mlp.gate"} | shared), bias, *stacks]
 
 
-def drop_mtp(config: Config) -> list[Rule]:
-    """Return rules that ignore the layers for multi-token prediction, which follow the last layer in published files."""
-    return [Drop(f"model.layers.{len(config.layers) + n}.{{*}}") for n in range(3)]
-
-
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
     return mixtral.peft_rules(config)
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names, with keys and values of latent attention in separate tensors."""
+    latent = config.layers[0].latent
+    names = {f"attention.{n}_proj": f"attn_{n}" for n in ("q", "q_a", "q_b")} | {"attention.kv_a_proj": "attn_kv_a_mqa"}
+    names |= {f"attention.{n}_norm": f"attn_{n}_norm" for n in ("q_a", "kv_a")} | {"attention.o_proj": "attn_output"}
+    kv_b = "blocks.{}.attention.kv_b_proj.weight"
+    return [
+        KeysAndValues("blk.{}.attn_{k_b|v_b}.weight", kv_b, config.n_heads, latent.nope_dim),
+        *gguf_mixture_rules(),
+        *llama.gguf_names(config, names | llama.GGUF_MLP | llama.GGUF_NORMS),
+    ]
+
+
+def gguf_mixture_rules() -> list[Rule]:
+    """Return the rules for llama.cpp's names of the router, the experts and the shared expert."""
+    shared = {f"mlp.shared.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")}
+    bias = Rename("blk.{}.exp_probs_b.bias", "blocks.{}.mlp.correction_bias")
+    return [bias, *mixtral.gguf_expert_rules(), *llama.rename_modules(shared, "blk.{}.")]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of latent attention and of the experts; llama.cpp's cache has one head, as litft's has."""
+    layer, depth = config.layers[0], len(config.layers)
+    latent, rope = layer.latent, layer.rope
+    if latent.query_dim is None and depth not in (26, 27) and (depth, config.vocab_size) != (48, 128256):
+        reason = f"llama.cpp reads DeepSeek models with q_lora_rank null only if they have 26 or 27 layers, found {depth}"
+        raise ValueError(f"{reason}; keep the Hugging Face folder")
+    width, expanded = latent.dim + latent.rope_dim, (latent.head_dim, latent.value_dim)
+    sizes = 1, width, latent.dim, *expanded, latent.dim, latent.query_dim, latent.rope_dim, None
+    metadata = dict(zip(GGUF_LATENT, sizes, strict=True))
+    if rope.rope_type == "yarn":  # the scale of scores is squared: see `yarn_scale`
+        scale = math.sqrt(layer.attention_scale * math.sqrt(latent.head_dim))
+        metadata["rope.scaling.yarn_log_multiplier"] = (scale - 1) / math.log(rope.factor)
+    return {key: value for key, value in metadata.items() if value is not None} | gguf_experts(config)
+
+
+def gguf_experts(config: Config) -> dict[str, Any]:
+    """Return the metadata of a mixture."""
+    experts = mixtral.mixture_of(config)
+    num_dense = next(n for n, layer in enumerate(config.layers) if layer.experts)
+    counts = experts.count, experts.top_k, experts.hidden_dim, experts.shared_dim // experts.hidden_dim
+    function = SIGMOID if experts.scoring == "sigmoid" else SOFTMAX
+    weights = experts.weight_scale, experts.renormalize, function
+    groups = (experts.groups, experts.top_groups) if experts.groups > 1 else (None, None)
+    metadata = dict(zip(GGUF_EXPERTS, (*counts, *weights, num_dense, *groups), strict=True))
+    return {key: value for key, value in metadata.items() if value is not None}
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return DeepSeek's config.json: V3 and its relatives score experts by sigmoid, V2 by softmax."""
+    hf = {"q_lora_rank": None, "n_group": 1, "topk_group": 1, **hf}
+    if hf.get("scoring_func") == SIGMOID:
+        hf |= {"model_type": "deepseek_v3", "architectures": [GGUF["deepseek_v3"][1]]}
+    elif hf["n_group"] > 1:
+        hf |= {"topk_method": "group_limited_greedy"}
+    hf |= {"qk_nope_head_dim": hf["qk_head_dim"] - hf["qk_rope_head_dim"], "num_key_value_heads": hf["num_attention_heads"]}
+    if "rope_scaling" in hf and (multiplier := hf.get("mscale_all_dim")):
+        hf["rope_scaling"] |= dict.fromkeys(("mscale", "mscale_all_dim"), 10 * multiplier)
+    unused = ("head_dim", "value_length", "qk_head_dim", "scoring_func", "mscale_all_dim", "partial_rotary_factor")
+    return {name: value for name, value in hf.items() if name not in unused}

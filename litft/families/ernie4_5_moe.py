@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rule, Squeeze
+from litft.checkpoints.rules import Rule, Squeeze
 from litft.families import deepseek, ernie4_5, llama
 from litft.families.deepseek import peft_rules
 from litft.model.config import Config

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rename, Rule, Shift
+from litft.checkpoints.rules import Rename, Rule, Shift
 from litft.families import llama
 from litft.model.config import Config, NormConfig
 from litft.model.rope_config import RopeConfig

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rename, Rule
+from litft.checkpoints.rules import Drop, Rename, Rule
 from litft.families import gemma, llama, mixtral
 from litft.model.config import Config, ExpertsConfig, LayerConfig
 from litft.model.rope_config import RopeConfig

@@ -3,14 +3,18 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rename, Rule
+from litft.checkpoints.rules import Rename, Rule
 from litft.families import deepseek, exaone4, llama
+from litft.families.deepseek import GGUF_EXPERTS as GGUF_FIELDS
+from litft.families.deepseek import gguf_experts as gguf_metadata
 from litft.families.deepseek import peft_rules
 from litft.model.config import Config
 
-__all__ = ["MODEL_TYPES", "config", "peft_rules", "rules"]
+__all__ = ["GGUF_FIELDS", "MODEL_TYPES", "config", "gguf_metadata", "peft_rules", "rules"]
 
 MODEL_TYPES = ("glm4_moe", "solar_open", "dots1", "exaone_moe")
+GGUF = {"glm4_moe": ("glm4moe", "Glm4MoeForCausalLM")}
+GGUF_TENSORS = {"attention_bias": "attn_q.bias", "use_qk_norm": "attn_q_norm.weight"}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "glm4_moe": dict(
@@ -68,4 +72,11 @@ def rules(config: Config) -> list[Rule]:
     bias = deepseek.BIAS
     if config.model_type == "exaone_moe":
         bias = Rename("model.layers.{}.mlp.e_score_correction_bias", bias.name)
-    return [*deepseek.mixture_rules(config, bias=bias), *llama.rules(config), *deepseek.drop_mtp(config)]
+    return [*deepseek.mixture_rules(config, bias=bias), *llama.rules(config), *llama.drop_mtp(config)]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    norms = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"}
+    names = llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | norms
+    return [*deepseek.gguf_mixture_rules(), *llama.gguf_names(config, names)]

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rule
+from litft.checkpoints.rules import Drop, Rule
 from litft.families import gpt2, llama
 from litft.model.config import Config, NormConfig
 

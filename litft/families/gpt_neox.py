@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rule, Split
+from litft.checkpoints.rules import Drop, Rule, Split
 from litft.families import llama
 from litft.families.phi3 import qkv_names
 from litft.model.config import Config, NormConfig

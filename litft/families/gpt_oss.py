@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Dequantize, Rename, Rule, Split
+from litft.checkpoints.rules import Dequantize, Rename, Rule, Split
 from litft.families import llama
 from litft.model.config import Config, ExpertsConfig
 

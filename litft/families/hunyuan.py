@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rename, Rule
+from litft.checkpoints.rules import Rename, Rule
 from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Interleave, Rename, Rule
+from litft.checkpoints.rules import Drop, Interleave, Rename, Rule
 from litft.model.config import Config, LayerConfig, NormConfig
 from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("llama",)
 GGUF = {"llama": ("llama", "LlamaForCausalLM")}
+GGUF_TENSORS = {"attention_bias": "attn_output.bias", "mlp_bias": "ffn_up.bias"}
 
 
 def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float | None = None) -> Config:
@@ -145,6 +146,11 @@ def gguf_rules(config: Config) -> list[Rule]:
         for leaf in ("weight", "bias")
     ]
     return [*interleaved, *gguf_names(config)]
+
+
+def drop_mtp(config: Config, prefix: str = "model.layers.") -> list[Rule]:
+    """Return rules that ignore the layers for multi-token prediction, which follow the last layer in published files."""
+    return [Drop(f"{prefix}{len(config.layers) + n}.{{*}}") for n in range(3)]
 
 
 def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:

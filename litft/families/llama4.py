@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rename, Rule, Split
+from litft.checkpoints.rules import Drop, Rename, Rule, Split
 from litft.families import llama, smollm3
 from litft.model.config import Chunk, Config, ExpertsConfig, NormConfig
 from litft.model.rope_config import RopeConfig

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rename, Rule, Split, Stack
+from litft.checkpoints.rules import Rename, Rule, Split, Stack
 from litft.families import llama, mistral
 from litft.model.config import Config, ExpertsConfig
 
@@ -61,6 +61,15 @@ def fused_experts(
         Split(f"{hf_prefix}{gate_up}", gate_up_names, (experts.hidden_dim,) * 2),
         Rename(f"{hf_prefix}{down}", f"{prefix}down_proj.weight"),
     ]
+
+
+def mixture_of(config: Config) -> ExpertsConfig:
+    """Return the experts of a model whose architecture in llama.cpp has some; raise ValueError if it has none."""
+    experts = next((layer.experts for layer in config.layers if layer.experts), None)
+    if experts is None:
+        reason = f"llama.cpp's architecture for {config.model_type} needs experts, but this model has none"
+        raise ValueError(f"{reason}; keep the Hugging Face folder")
+    return experts
 
 
 def gguf_expert_rules() -> list[Rule]:

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rename, Rule
+from litft.checkpoints.rules import Drop, Rename, Rule
 from litft.families import bamba, deepseek, llama, mixtral
 from litft.model.config import Config, Mamba2Config
 

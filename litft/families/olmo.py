@@ -6,7 +6,7 @@ OLMo 1 has weightless norms; OLMo 2, 3 and FlexOlmo have norms after attention a
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rename, Rule
+from litft.checkpoints.rules import Rename, Rule
 from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig, NormConfig
 from litft.model.rope_config import RopeConfig

@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rule
+from litft.checkpoints.rules import Drop, Rule
 from litft.families import llama
 from litft.model.config import Config, NormConfig
 

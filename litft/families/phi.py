@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rule
+from litft.checkpoints.rules import Rule
 from litft.families import llama
 from litft.model.config import Config, NormConfig
 

@@ -3,16 +3,17 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rule
+from litft.checkpoints.rules import OneRow, Rule
 from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("qwen2_moe", "qwen3_moe")
-GGUF = {"qwen3_moe": ("qwen3moe", "Qwen3MoeForCausalLM")}
+GGUF = {"qwen2_moe": ("qwen2moe", "Qwen2MoeForCausalLM"), "qwen3_moe": ("qwen3moe", "Qwen3MoeForCausalLM")}
 GGUF_FIELDS = {
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
 }
 
 DEFAULTS = {
@@ -77,22 +78,26 @@ def rules(config: Config, model: str = "model.") -> list[Rule]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names; experts are stacked."""
-    return [*mixtral.gguf_expert_rules(), *llama.gguf_names(config)]
+    return [*gguf_mixture_rules(), *llama.gguf_names(config)]
+
+
+def gguf_mixture_rules() -> list[Rule]:
+    """Return the rules for llama.cpp's names of the router, the experts, and the shared expert with its gate."""
+    shared = {f"mlp.shared.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")}
+    gate = OneRow("blk.{}.ffn_gate_inp_shexp.weight", "blocks.{}.mlp.shared_gate.weight")
+    return [gate, *mixtral.gguf_expert_rules(), *llama.rename_modules(shared, "blk.{}.")]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts."""
-    experts = next((layer.experts for layer in config.layers if layer.experts), None)
-    if experts is None:
-        raise ValueError(
-            "llama.cpp's architecture qwen3moe needs experts, but this model has none; keep the Hugging Face folder"
-        )
-    return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k, experts.hidden_dim), strict=True))
+    experts = mixtral.mixture_of(config)
+    sizes = experts.count, experts.top_k, experts.hidden_dim, experts.shared_dim
+    return dict(zip(GGUF_FIELDS, sizes if experts.shared_dim else sizes[:3], strict=False))
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Add what llama.cpp does without asking."""
-    return hf | {"norm_topk_prob": True}
+    return hf | {"norm_topk_prob": hf["model_type"] == "qwen3_moe"}
 
 
 def peft_rules(config: Config) -> list[Rule]:

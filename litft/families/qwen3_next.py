@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Drop, Rename, Rule, Shift, Split, Tile
+from litft.checkpoints.rules import Drop, Rename, Rule, Shift, Split, Tile
 from litft.families import llama, qwen2_moe
 from litft.families.qwen2_moe import peft_rules
 from litft.model.config import Config, DeltaNetConfig
@@ -12,8 +12,12 @@ __all__ = ["MODEL_TYPES", "config", "gguf_config", "gguf_metadata", "gguf_rules"
 
 MODEL_TYPES = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5", "qwen3_5_moe")
 
-GGUF = {"qwen3_5_text": ("qwen35", "Qwen3_5ForCausalLM")}
-GGUF_FIELDS = {
+GGUF = {
+    "qwen3_next": ("qwen3next", "Qwen3NextForCausalLM"),
+    "qwen3_5_text": ("qwen35", "Qwen3_5ForCausalLM"),
+    "qwen3_5_moe_text": ("qwen35moe", "Qwen3_5MoeForCausalLM"),
+}
+GGUF_MIXERS = {
     "ssm.conv_kernel": "linear_conv_kernel_dim",
     "ssm.state_size": "linear_key_head_dim",
     "ssm.group_count": "linear_num_key_heads",
@@ -22,6 +26,7 @@ GGUF_FIELDS = {
     "attention.recurrent_layers": "layer_types",
     "rope.dimension_sections": "mrope_section",
 }
+GGUF_FIELDS = GGUF_MIXERS | qwen2_moe.GGUF_FIELDS
 TEXT_MODELS = {"qwen3_5": "Qwen3_5ForCausalLM", "qwen3_5_moe": "Qwen3_5MoeForCausalLM"}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_next": dict(num_key_value_heads=2, num_experts=512, num_experts_per_tok=10),
@@ -95,30 +100,36 @@ def rules(config: Config) -> list[Rule]:
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names of Qwen3.5; it stores norm weights plus 1, and value heads in another order."""
+    """Return the rules for llama.cpp's names; it stores norm weights plus 1, and Qwen3.5's value heads in another order."""
     delta, prefix = _delta(config), "blocks.{}.mixer."
+    key_heads = delta.n_heads if config.model_type == "qwen3_next" else delta.n_key_heads
     key_width, heads, values = delta.n_key_heads * delta.key_dim, delta.n_heads, delta.n_heads * delta.value_dim
     q_gate = ("blocks.{}.attention.q_proj.weight", "blocks.{}.attention.gate_proj.weight")
     fused = {leaf: tuple(f"{prefix}{n}_{leaf}.weight" for n in ("query", "key", "value")) for leaf in ("proj", "conv")}
 
     def tile(gguf_name: str, name: str | tuple[str, ...], *sizes: int, **settings: bool) -> Tile:
         head_dim = 1 if sizes == (heads,) else delta.value_dim
-        return Tile(f"blk.{{}}.{gguf_name}", name, sizes, delta.n_key_heads, head_dim, **settings)
+        return Tile(f"blk.{{}}.{gguf_name}", name, sizes, key_heads, head_dim, **settings)
 
+    beta, decay = (f"{prefix}{name}_proj.weight" for name in ("beta", "decay"))
+    steps: list[Rule] = [tile("ssm_beta.weight", beta, heads), tile("ssm_alpha.weight", decay, heads)]
+    if config.model_type == "qwen3_next":
+        sizes = (heads // delta.n_key_heads,) * 2
+        steps = [Split("blk.{}.ssm_ba.weight", (beta, decay), sizes, delta.n_key_heads)]
     norms = {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"} | llama.GGUF_QK_NORMS
     return [
         Split("blk.{}.attn_q.weight", q_gate, (config.head_dim,) * 2, config.n_heads),
         tile("attn_qkv.weight", fused["proj"], key_width, key_width, values),
         tile("ssm_conv1d.weight", fused["conv"], key_width, key_width, values),
         tile("attn_gate.weight", f"{prefix}gate_proj.weight", values),
-        tile("ssm_beta.weight", f"{prefix}beta_proj.weight", heads),
-        tile("ssm_alpha.weight", f"{prefix}decay_proj.weight", heads),
+        *steps,
         tile("ssm_dt.bias", f"{prefix}decay_bias", heads),
         tile("ssm_a", f"{prefix}log_rate", heads, decay=True),
         tile("ssm_out.weight", f"{prefix}out_proj.weight", values, columns=True),
         Rename("blk.{}.ssm_norm.weight", f"{prefix}norm.weight"),
         *(Shift(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight", 1.0) for name, gguf_name in norms.items()),
         Shift("output_norm.weight", "norm.weight", 1.0),
+        *qwen2_moe.gguf_mixture_rules(),
         *llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP),
     ]
 
@@ -127,12 +138,14 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the delta nets and which layers have them; raise ValueError where llama.cpp has one size."""
     delta = _delta(config)
     if delta.key_dim != delta.value_dim:
-        raise ValueError("llama.cpp's architecture qwen35 needs keys and values of one size; keep the Hugging Face folder")
+        reason = f"llama.cpp's architecture for {config.model_type} needs keys and values of one size"
+        raise ValueError(f"{reason}; keep the Hugging Face folder")
     pairs = next(layer.rope.dim // 2 for layer in config.layers if layer.rope)
     sections = [(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0]  # of time, height and width, which are one in a text
     recurrent = [bool(layer.mixer) for layer in config.layers]
     sizes = delta.conv_width, delta.key_dim, delta.n_key_heads, delta.n_heads, delta.n_heads * delta.value_dim
-    return dict(zip(GGUF_FIELDS, (*sizes, recurrent, sections), strict=True))
+    experts = {} if config.model_type == "qwen3_5_text" else qwen2_moe.gguf_metadata(config)
+    return dict(zip(GGUF_MIXERS, (*sizes, recurrent, sections), strict=True)) | experts
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

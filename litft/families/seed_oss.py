@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rule
+from litft.checkpoints.rules import Rule
 from litft.families import llama
 from litft.families.llama import rules
 from litft.model.config import Config
@@ -12,6 +12,7 @@ __all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("seed_oss", "internlm3", "helium")
 GGUF = {"seed_oss": ("seed_oss", "SeedOssForCausalLM")}
+GGUF_TENSORS = {"attention_bias": "attn_q.bias"}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "seed_oss": dict(num_key_value_heads=8, head_dim=128, max_position_embeddings=524288, attention_bias=True),

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.conversion import Rule, Stack
+from litft.checkpoints.rules import Rule, Stack
 from litft.families import llama
 from litft.model.config import Config, NormConfig
 

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
-from litft.checkpoints.conversion import Rule, mappings_to_hf
+from litft.checkpoints.conversion import mappings_to_hf
+from litft.checkpoints.rules import Rule
 from litft.methods.mixins import mixins
 from litft.methods.new_tokens import ROWS, add_tokens, extend_table
 from litft.model.config import Config

@@ -15,8 +15,8 @@ from litft.checkpoints.adapter_reader import (
     read_tensors,
     read_token_ids,
 )
-from litft.checkpoints.conversion import Rule
 from litft.checkpoints.peft_format import write_tensors
+from litft.checkpoints.rules import Rule
 from litft.methods.base import BaseFolder, Method, Values
 from litft.methods.mixins import Mixin, norm_names, train_parameters
 from litft.model.attention_eager import eager_attention

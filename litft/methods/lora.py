@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from litft.args import LoRAArgs
-from litft.checkpoints.conversion import Rule, hf_module_name, rule_of
+from litft.checkpoints.conversion import hf_module_name, rule_of
 from litft.checkpoints.peft_format import LoraAdapter, read_adapter, write_adapter
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, adaptable_modules, peft_targets
+from litft.checkpoints.rules import Rule
 from litft.methods.base import BaseFolder, Method, Values, match_patterns, pattern_matches, with_fused
 from litft.methods.lora_modules import LEAVES, lora_class, norm_ratios
 from litft.methods.mixins import train_parameters

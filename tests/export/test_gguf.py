@@ -31,6 +31,10 @@ TYPES = gguf.GGMLQuantizationType
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
 YARN = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=32, rope_theta=1e4)
 LONG = dict(rope_type="longrope", short_factor=[1.1, 1.2], long_factor=[2.0, 3.0])
+LATENT = dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=12, qk_rope_head_dim=8, v_head_dim=10)
+LATENT |= dict(moe_intermediate_size=24, routed_scaling_factor=1.5)
+EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+DELTA = dict(linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=6)
 GEMMA = dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16, num_hidden_layers=7)
 
 # models that GGUF represents exactly: (transformers' config class, values)
@@ -100,11 +104,58 @@ MODELS = {
         "Lfm2Config",
         dict(block_auto_adjust_ff_dim=False, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     ),
+    "qwen2_moe": ("Qwen2MoeConfig", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=1)),
+    "qwen3_next": (
+        "Qwen3NextConfig",
+        dict(
+            head_dim=16, num_hidden_layers=3, **EXPERTS, **DELTA, layer_types=["linear_attention"] * 2 + ["full_attention"]
+        ),
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeTextConfig",
+        dict(
+            head_dim=16, num_hidden_layers=3, **EXPERTS, **DELTA, layer_types=["linear_attention"] * 2 + ["full_attention"]
+        ),
+    ),
+    "deepseek_v2": (
+        "DeepseekV2Config",
+        dict(num_hidden_layers=26, n_routed_experts=6, n_shared_experts=1, num_experts_per_tok=3, **LATENT),
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        dict(
+            n_routed_experts=8,
+            n_group=4,
+            topk_group=2,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            max_position_embeddings=128,
+            rope_parameters={**YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+            **{**LATENT, "q_lora_rank": 20},
+        ),
+    ),
+    "glm4_moe_lite": ("Glm4MoeLiteConfig", dict(n_routed_experts=4, num_experts_per_tok=2, **{**LATENT, "q_lora_rank": 20})),
+    "glm4_moe": (
+        "Glm4MoeConfig",
+        dict(
+            n_routed_experts=6,
+            n_shared_experts=2,
+            num_experts_per_tok=2,
+            first_k_dense_replace=1,
+            moe_intermediate_size=24,
+            attention_bias=True,
+            use_qk_norm=True,
+            head_dim=16,
+        ),
+    ),
 }
 # transformers' reader ignores parts of the other models
 READ_BY_TRANSFORMERS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
 # llama.cpp computes GELU from a table of fp16 numbers
-TOLERANCES = dict.fromkeys(("gemma", "gemma2", "gemma2 plain", "gemma3", "gpt2"), 5e-3) | {"qwen3_5": 5e-5}
+TOLERANCES = dict.fromkeys(("gemma", "gemma2", "gemma2 plain", "gemma3", "gpt2"), 5e-3) | {
+    "qwen3_5": 5e-5,
+    "deepseek_v2": 5e-5,
+}
 
 
 def make_folder(name: str, folder: Path, shared: Path, **values) -> Path:
@@ -193,7 +244,11 @@ REFUSED = {
         "Gemma2Config",
         dict(attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA),
     ),
-    "not supported; supported: exaone4, gemma,": ("CohereConfig", {}),
+    "not supported; supported: deepseek": ("CohereConfig", {}),
+    "q_lora_rank null only if they have 26 or 27 layers, found 3": (
+        "DeepseekV2Config",
+        dict(num_experts_per_tok=3, **LATENT),
+    ),
     "have no separate head": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
 }
 
@@ -279,9 +334,9 @@ def test_quantized_tensors_are_decoded_as_by_the_gguf_package(name, shared, tmp_
 
 
 def rewrite_gguf(
-    file: Path, out: Path, convert=lambda tensor: (np.array(tensor.data), tensor.tensor_type), **changes
+    file: Path, out: Path, convert=lambda tensor: (np.array(tensor.data), tensor.tensor_type), extra=(), **changes
 ) -> Path:
-    """Copy a .gguf file with other tensors or metadata; a value of None removes the key."""
+    """Copy a .gguf file with other or more tensors or metadata; a value of None removes the key."""
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(out, reader.get_field("general.architecture").contents())
     for key, field in reader.fields.items():
@@ -290,14 +345,34 @@ def rewrite_gguf(
         value = changes.get(key, field.contents())
         if value is not None:
             writer.add_key_value(key, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
+    for key in changes.keys() - reader.fields.keys():
+        writer.add_uint32(key, changes[key])
     for tensor in reader.tensors:
         data, kind = convert(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    for name in extra:
+        writer.add_tensor(name, np.ones((4, 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
+def test_layers_for_multi_token_prediction_are_dropped(name, shared, tmp_path):
+    folder = make_folder(name, tmp_path / "tiny", shared)
+    file = to_gguf(folder, tmp_path / "file")
+    architecture, recurrent = gguf.GGUFReader(file).get_field("general.architecture").contents(), {}
+    if name == "qwen3_5":
+        recurrent = {"qwen35.attention.recurrent_layers": [True, False, True, False]}
+    changes = {f"{architecture}.block_count": 4, f"{architecture}.nextn_predict_layers": 1, **recurrent}
+    extra = ("blk.3.attn_norm.weight", "blk.3.nextn.eh_proj.weight")
+    back = from_gguf(rewrite_gguf(file, tmp_path / "more.gguf", extra=extra, **changes), tmp_path / "back")
+    before, after = load_file(folder / "model.safetensors"), load_file(back / "model.safetensors")
+    assert before.keys() == after.keys()
+    tokens = draw(1, 40, seed=1)
+    assert relative(litft.load(back)[0](tokens), litft.load(folder)[0](tokens)) <= 1e-5
 
 
 ADAPTED = {
@@ -558,7 +633,7 @@ def test_damaged_files_are_reported(change, shared, tmp_path):
 
 
 INVALID_METADATA = {
-    "is not supported; supported: exaone4, gemma,": {"general.architecture": "mamba"},
+    "is not supported; supported: deepseek": {"general.architecture": "mamba"},
     "contains no model but 'adapter'": {"general.type": "adapter"},
     "its tokenizer type 'bert' is not supported": {"tokenizer.ggml.model": "bert"},
     "occurs more than once": {"tokenizer.ggml.tokens": ["a"] * 512},

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from litft.args import GgufConvertArgs, GgufExportArgs
-from litft.checkpoints.conversion import Rule, Tile
 from litft.checkpoints.peft_targets import peft_targets
+from litft.checkpoints.rules import KeysAndValues, Rule, Tile
 from litft.checkpoints.weight_files import LazyTensor
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
@@ -123,7 +123,8 @@ def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> s
     name = f"model-{outtype.upper()}.gguf"
     writer = _writer(architecture.name, trained, outtype)
     for key, value in architecture.metadata.items():
-        adders = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
+        adders = {float: writer.add_float32, str: writer.add_string, int: writer.add_uint32, bool: writer.add_bool}
+        adders |= {list: writer.add_array}
         adders[type(value)](f"{architecture.name}.{key}", value)
     add_tokenizer(writer, tokenizer, config.vocab_size)
     entries = model_entries(source, torch.float32, result, gguf_rules(config))
@@ -140,8 +141,8 @@ def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) ->
     outtype = "f32" if args.outtype == "auto" else args.outtype
     factors = {site: method.factors(site, values) for site in sites}
     targets = peft_targets(trained.source.meta_model(), gguf_rules(trained.source.config))
-    if any(isinstance(targets[site].rule, Tile) for site in sites):
-        raise ValueError("llama.cpp orders this model's heads in another way than an adapter can; leave --merge false out")
+    if any(isinstance(targets[site].rule, Tile | KeysAndValues) for site in sites):
+        raise ValueError("llama.cpp stores this model's heads in another form than an adapter can; leave --merge false out")
     fused = {target.name: target.fuse(factors) for target in dict.fromkeys(targets[site] for site in sites)}
     alpha = Counter(pair.scale * pair.a.size(0) for pair in fused.values()).most_common(1)[0][0]
     writer = _writer(gguf_architectures()[trained.source.config.model_type], trained, outtype, "adapter")

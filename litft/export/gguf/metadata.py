@@ -9,8 +9,16 @@ from torch import Tensor
 
 from litft.checkpoints.conversion import mappings_to_hf
 from litft.export.gguf.files import GgufFile
-from litft.families import gguf_architectures, gguf_config, gguf_fields, gguf_metadata, gguf_rules, read_config
-from litft.model.config import Config
+from litft.families import (
+    gguf_architectures,
+    gguf_config,
+    gguf_fields,
+    gguf_metadata,
+    gguf_rules,
+    gguf_tensors,
+    read_config,
+)
+from litft.model.config import Config, LayerConfig
 from litft.model.rope import inverse_frequencies
 from litft.model.rope_config import RopeConfig
 from litft.model.transformer import GPT
@@ -34,6 +42,7 @@ FIELDS = {
 }
 # OTHER_KEYS: further keys that are checked. FLOAT_KEYS: keys whose values may be floats; all others must be integers
 OTHER_KEYS = ("attention.value_length", "rope.dimension_count", "rope.scaling.original_context_length")
+OTHER_KEYS += ("nextn_predict_layers",)
 FLOAT_KEYS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base", "rope.freq_base_swa")
 FLOAT_KEYS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.factor", "rope.scaling.attn_factor")
 REQUIRED_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
@@ -64,11 +73,10 @@ class GgufArchitecture:
         if self.metadata.get("expert_count") and "expert_count" not in fields:
             raise ValueError(f"{self.name} with experts is not supported; use a dense model")
         hf |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
-        if self.name == "llama":
-            hf["attention_bias"] = "blk.0.attn_output.bias" in self.tensor_names
-            hf["mlp_bias"] = "blk.0.ffn_up.bias" in self.tensor_names
-        elif self.name == "seed_oss":
-            hf["attention_bias"] = "blk.0.attn_q.bias" in self.tensor_names
+        num_extra = self.metadata.get("nextn_predict_layers", 0)  # for multi-token prediction, which litft does not have
+        hf["num_hidden_layers"] -= num_extra
+        hf |= {name: value[:-num_extra] for name, value in hf.items() if isinstance(value, list) and num_extra}
+        hf |= {field: f"blk.0.{name}" in self.tensor_names for field, name in gguf_tensors(self.name).items()}
         return gguf_config(self.name, hf | self._rope_fields(hf))
 
     def _check(self) -> None:
@@ -86,12 +94,12 @@ class GgufArchitecture:
                 continue  # one value a layer
             if isinstance(value, list):
                 raise ValueError(f"{name}.{key} differs between layers, which is not supported; use another model")
-            is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+            is_count = isinstance(value, int) and (not isinstance(value, bool) or key in own_keys) and 0 <= value < 2**31
             is_valid = is_count or (key in (*FLOAT_KEYS, *own_keys) and isinstance(value, float) and math.isfinite(value))
             if not is_valid or (value == 0 and key in REQUIRED_KEYS):
                 raise ValueError(f"{name}.{key} has the invalid value {value!r}; download the file again")
         lengths = [metadata.get(f"attention.{kind}_length") for kind in ("key", "value")]
-        if None not in lengths and lengths[0] != lengths[1]:
+        if None not in lengths and lengths[0] != lengths[1] and "attention.key_length_mla" not in metadata:
             raise ValueError(
                 f"{name}: head dims {lengths[0]} of keys and {lengths[1]} of values differ, which is not supported"
             )
@@ -257,8 +265,8 @@ def _differences(config: Config, other: Config, compare_windows: bool) -> list[s
         names.append("rope")
     if compare_windows and any(layer.window != twin.window for layer, twin in pairs):
         names.append("sliding windows")
-    names += ["recurrent mixers"] * any(layer.mixer != twin.mixer for layer, twin in pairs)
-    return names + ["experts"] * any(layer.experts != twin.experts for layer, twin in pairs)
+    others = [f.name for f in fields(LayerConfig) if f.name not in ("attention_scale", "rope", "window")]
+    return names + [name for name in others if any(getattr(layer, name) != getattr(twin, name) for layer, twin in pairs)]
 
 
 def _scale(config: Config, stated: float | None) -> float:
