@@ -1,6 +1,7 @@
 """Flags of transformers, TRL, PEFT, litgpt, axolotl, LLaMA-Factory and unsloth, and what they are called here."""
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 
@@ -11,14 +12,24 @@ class Alias(NamedTuple):
     note: str = ""  # where the meaning differs
     off: str = ""  # the flags for the value false; empty: none are needed
     limit: float = math.inf  # numbers from here on do not carry over
+    values: Mapping[str, str] = {}  # the flags for some values; empty: none are needed
+    times: tuple[str, ...] = ()  # the value is multiplied by that of one of these flags, if it is given, too
 
 
 _MICRO = "it changes speed and memory, never the result: a step has --train.global_batch_size examples, 16 by default"
-_GLOBAL = "the global batch is given directly: micro-batches x devices x accumulation steps"
+_GLOBAL = "the examples of a step on all devices; axolotl counts packed rows instead, of several examples each"
+_MICRO_NAMES = ("micro_batch_size", "per_device_train_batch_size", "train.micro_batch_size")
 _STEPS = "an interval in steps"
 _FRACTION = "a fraction of the examples, not a count"
 _STRATEGY = "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp if the model does not fit"
 _LOAD = "the model is a folder or a hub id"
+_TEMPLATES = {"tokenizer_default": "", "tokenizer_default_fallback_chatml": ""}
+_SCHEDULES = {"constant_with_warmup": "--train.lr_schedule constant"}
+_ATTENTION = Alias("", "the fastest attention is chosen")
+_KERNELS = Alias("", "litft's own forms are used")
+_READ = Alias("", "it is read from the model's folder")
+_WORKERS = Alias("", "data is tokenized once into a cache; no workers are needed")
+_ENDS = Alias("", "the template says how answers end, and padding needs no token")
 
 ALIASES: dict[str, Alias] = {
     # model and output
@@ -32,18 +43,26 @@ ALIASES: dict[str, Alias] = {
     "resume_from_checkpoint": Alias("--resume --out_dir RUN", "a run continues from its newest checkpoint"),
     "run_name": Alias("--out_dir out/{value}", "W&B also reads WANDB_NAME"),
     "gpu": Alias("--accelerator cuda", "several: --devices 2"),
-    "model_type": Alias("", "config.json says it"),
-    "tokenizer_type": Alias("", "the folder's files say it"),
+    "model_type": _READ,
+    "tokenizer_type": _READ,
     "special_tokens": Alias("--data.new_tokens {value}", "tokens to add; those of the model are read from its folder"),
-    "flash_attention": Alias("", "the fastest attention is chosen"),
-    "flash_attn": Alias("", "the fastest attention is chosen"),
-    "xformers_attention": Alias("", "the fastest attention is chosen"),
-    "attn_implementation": Alias("", "the fastest attention is chosen"),
+    **dict.fromkeys("flash_attention flash_attn xformers_attention sdp_attention attn_implementation".split(), _ATTENTION),
+    **dict.fromkeys("liger_rope liger_rms_norm liger_glu_activation liger_layer_norm use_liger_kernel".split(), _KERNELS),
+    **dict.fromkeys("liger_fused_linear_cross_entropy cut_cross_entropy plugins".split(), _KERNELS),
+    **dict.fromkeys("lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split(), _KERNELS),
+    **dict.fromkeys("pad_token bos_token eos_token unk_token".split(), _ENDS),
+    **dict.fromkeys("dataset_processes dataloader_num_workers dataset_num_proc preprocessing_num_workers".split(), _WORKERS),
+    **dict.fromkeys("tokenizer_use_fast is_llama_derived_model model_config_type tokenizer_config".split(), _READ),
+    "trust_remote_code": Alias("", "a checkpoint's code is never executed"),
+    "lora_model_dir": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
+    "default_system_message": Alias("", "put a system message into the records"),
+    "auto_resume_from_checkpoints": Alias("--resume", "the newest unfinished run continues"),
+    "strict": Alias("", "unknown settings are always errors"),
+    "debug": Alias("--dry_run", "it shows the examples as they are learned"),
     "dataset_prepared_path": Alias("", "tokenized data is cached in XDG_CACHE_HOME"),
     # data
-    "datasets": Alias(
-        "--data.path {value}", "in a --config file, a list whose items may have path, format, columns, weight"
-    ),
+    "datasets": Alias("--data.path {value}", "a list whose items may have path, format, columns, weight, ..."),
+    "test_datasets": Alias("--data.val_path {value}", "a list whose items may have path, format, columns, ..."),
     "dataset": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "dataset_name": Alias("--data.path {value}", "a file, a folder or a hub id"),
     "data": Alias("--data.path {value}", "a file, a folder or a hub id"),
@@ -60,7 +79,12 @@ ALIASES: dict[str, Alias] = {
     "sequence_len": Alias("--data.max_seq_length {value}"),
     "model_max_length": Alias("--data.max_seq_length {value}"),
     "sample_packing": Alias("--data.packing {value}", "it is on by default; packed examples do not attend to each other"),
-    "chat_template": Alias("--data.template {value}", "the checkpoint's own is the default"),
+    "chat_template": Alias("--data.template {value}", "the checkpoint's own is the default", values=_TEMPLATES),
+    "chat_template_jinja": Alias("--data.template FILE.jinja", "a file with the template"),
+    "pad_to_sequence_len": Alias("", "rows are as long as the examples packed into them"),
+    "excess_length_strategy": Alias("", "longer examples are cut; their number is said"),
+    "group_by_length": Alias("", "examples are packed, so their lengths do not matter"),
+    "shuffle_merged_datasets": Alias("", "examples are always shuffled"),
     "prompt_style": Alias("--data.template {value}"),
     "train_on_inputs": Alias("--data.mask_prompt false", "then prompts are learned too", "--data.mask_prompt true"),
     "completion_only_loss": Alias("--data.mask_prompt {value}", "it is on by default"),
@@ -71,11 +95,12 @@ ALIASES: dict[str, Alias] = {
     "num_epochs": Alias("--train.epochs {value}"),
     "per_device_train_batch_size": Alias("--train.micro_batch_size {value}", _MICRO),
     "batch_size": Alias("--train.global_batch_size {value}", "the examples of a step on all devices"),
-    "gradient_accumulation_steps": Alias("--train.global_batch_size N", _GLOBAL),
-    "gradient_accumulation_iters": Alias("--train.global_batch_size N", _GLOBAL),
+    "gradient_accumulation_steps": Alias("--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES),
+    "gradient_accumulation_iters": Alias("--train.global_batch_size {value}", _GLOBAL, times=_MICRO_NAMES),
     "eval_steps": Alias("--eval.interval {value}", _STEPS),
     "eval_strategy": Alias("--eval.interval N", _STEPS),
     "evals_per_epoch": Alias("--eval.interval N", _STEPS),
+    "saves_per_epoch": Alias("--save.interval N", _STEPS),
     "save_steps": Alias("--save.interval {value}", _STEPS),
     "save_strategy": Alias("--save.interval N", _STEPS),
     "save_total_limit": Alias("--save.keep_last {value}"),
@@ -84,10 +109,20 @@ ALIASES: dict[str, Alias] = {
     "early_stopping_patience": Alias("--eval.patience {value}", "validations without a new lowest loss"),
     "report_to": Alias("--logger {value}"),
     "wandb_project": Alias("--logger wandb --logger_project {value}"),
+    "wandb_name": Alias("", "W&B reads WANDB_NAME"),
+    "wandb_entity": Alias("", "W&B reads WANDB_ENTITY"),
+    "wandb_watch": Alias("", "the gradient norm is logged"),
+    "wandb_log_model": Alias("", "scripts/upload.py pushes to the hub"),
+    "use_wandb": Alias("--logger wandb"),
+    "use_tensorboard": Alias("--logger tensorboard"),
+    "use_mlflow": Alias("--logger mlflow"),
+    "mlflow_experiment_name": Alias("--logger mlflow --logger_project {value}"),
+    "hub_model_id": Alias("", "scripts/upload.py pushes to the hub after training"),
+    "push_to_hub": Alias("", "scripts/upload.py pushes to the hub after training"),
     # optimization
     "lr": Alias("--train.learning_rate {value}"),
-    "lr_scheduler": Alias("--train.lr_schedule {value}", "cosine, linear, constant or wsd"),
-    "lr_scheduler_type": Alias("--train.lr_schedule {value}", "cosine, linear, constant or wsd"),
+    "lr_scheduler": Alias("--train.lr_schedule {value}", "cosine, linear, constant or wsd", values=_SCHEDULES),
+    "lr_scheduler_type": Alias("--train.lr_schedule {value}", "cosine, linear, constant or wsd", values=_SCHEDULES),
     "warmup_ratio": Alias("--train.warmup_fraction {value}"),
     "num_warmup_steps": Alias("--train.warmup_steps {value}"),
     "adam_beta1": Alias("--train.betas {value},0.95", "both rates together"),
@@ -108,6 +143,9 @@ ALIASES: dict[str, Alias] = {
     # LoRA
     "lora_rank": Alias("--lora.r {value}"),
     "lora_target": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
+    "lora_target_linear": Alias("--lora.targets all-linear"),
+    "peft_layers_to_transform": Alias("--lora.targets NAMES", "patterns may name layers: blocks.1?.mlp.*"),
+    "unfrozen_parameters": Alias("--train.freeze NAMES", "patterns of what is frozen instead: blocks.0.*"),
     "lora_target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
     "target_modules": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
     "use_rslora": Alias("--lora.rslora"),
@@ -115,7 +153,7 @@ ALIASES: dict[str, Alias] = {
     "peft_use_dora": Alias("--lora.dora"),
     "peft_use_rslora": Alias("--lora.rslora"),
     "rank": Alias("--lora.r {value}"),
-    "adapter": Alias("--quantize nf4", "for qlora; the command finetune/lora.py says the rest"),
+    "adapter": Alias("", "the command says the method: finetune/lora.py", values={"qlora": "--quantize nf4"}),
     "init_lora_weights": Alias("--lora.init {value}", "default, pissa or olora"),
     "loraplus_lr_ratio": Alias("--lora.lr_ratio {value}"),
     # precision, memory and devices
@@ -123,18 +161,25 @@ ALIASES: dict[str, Alias] = {
     "fp16": Alias("--precision auto", "bf16 or fp32: there is no fp16 training, which needs loss scaling"),
     "dtype": Alias("--precision {value}", "bf16 or fp32"),
     "torch_dtype": Alias("--precision {value}", "bf16 or fp32"),
-    "load_in_4bit": Alias("--quantize nf4", off="--quantize none"),
-    "load_in_8bit": Alias("--quantize int8", off="--quantize none"),
+    "bfloat16": Alias("--precision bf16", "the default on a GPU that has bf16 arithmetic", "--precision fp32"),
+    "tf32": Alias("", "fp32 stays fp32; frozen weights are bf16"),
+    "load_in_4bit": Alias("--quantize nf4"),
+    "load_in_8bit": Alias("--quantize int8"),
     "quantization_bit": Alias("--quantize nf4", "or int8"),
     "qlora": Alias("--quantize nf4"),
     "fsdp": Alias("--strategy fsdp", _STRATEGY),
     "ddp": Alias("--strategy ddp", _STRATEGY),
     "deepspeed": Alias("--strategy fsdp", _STRATEGY),
+    "fsdp_version": Alias("", "it is FSDP2"),
+    "fsdp_config": Alias("", "--strategy fsdp needs no settings"),
+    "local_rank": Alias("", "the processes set it"),
+    "ddp_timeout": Alias("", "a lost process is noticed"),
+    "context_parallel_size": Alias("", "sequences are not divided over devices; shorter ones fit with packing"),
     "num_processes": Alias("--devices {value}"),
     "gpus": Alias("--devices {value}"),
     # preferences
     "rl": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
-    "pref_beta": Alias("--preference.beta {value}"),
+    **dict.fromkeys(("pref_beta", "rl_beta", "dpo_beta", "trl.beta"), Alias("--preference.beta {value}")),
     "pref_loss": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
     "loss_type": Alias("--objective {value}", "dpo, ipo, simpo, orpo or kto"),
     "simpo_gamma": Alias("--preference.gamma {value}"),
@@ -161,22 +206,32 @@ def precision(value: str, is_full: bool) -> str:
     return ours
 
 
-def explain(name: str, value: str | None) -> str | None:
-    """Return what another program's flag is here, with its value carried over; None for an unknown name."""
-    if (translation := translate(name, value)) is None:
+def explain(name: str, value: str | None, given: Mapping[str, str | None] = {}) -> str | None:
+    """Return what another program's flag is here, with its value carried over; None for an unknown name.
+
+    given: the values of all flags that are given together.
+    """
+    if (translation := translate(name, value, given)) is None:
         return None
     flags, note = translation
     return f"--{name} does not exist; {f'here it is {flags}' if flags else 'leave it out'}{note}"
 
 
-def translate(name: str, value: str | None) -> tuple[str, str] | None:
+def translate(name: str, value: str | None, given: Mapping[str, str | None] = {}) -> tuple[str, str] | None:
     """Return (flags, note in parentheses) for another program's flag, "" for flags that are not needed; None if unknown."""
     # people also type a group in front, as in --train.lr
     alias = ALIASES.get(name.replace("-", "_")) or ALIASES.get(name.rpartition(".")[2].replace("-", "_"))
     if alias is None:
         return None
-    if (value or "").lower() in ("false", "no", "off") and "{value}" not in alias.flags:
+    if value in ("null", "", "[]", "{}"):
+        return "", ""
+    if (value or "").lower() in ("false", "no", "off") and ("{value}" not in alias.flags or alias.off):
         return alias.off, ""
+    if value in alias.values:
+        return alias.values[value], ""
+    if alias.times:
+        counts = [value, next((given[other] for other in alias.times if given.get(other)), None)]
+        value = str(math.prod(map(int, counts))) if all(count and count.isdigit() for count in counts) else "N"
     if alias.limit < math.inf and value and value.replace(".", "", 1).isdigit() and float(value) >= alias.limit:
         value = None
     return alias.flags.format(value="VALUE" if value is None else value), f" ({alias.note})" if alias.note else ""

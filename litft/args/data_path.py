@@ -40,8 +40,9 @@ class DataPath:
         except ValueError as error:
             raise ValueError(f"{item[:80]}: invalid JSON ({error})") from None
         if unknown := [name for name in settings if name not in TYPES]:
-            here = f"; here it is {OTHERS[unknown[0]]}" if unknown[0] in OTHERS else f"; use {', '.join(TYPES)}"
-            raise ValueError(f"{item[:80]}: no setting {unknown[0]!r}{here}")
+            here = [f"{name!r} is here {OTHERS[name]}" for name in unknown if name in OTHERS]
+            here = "; ".join(here) or f"use {', '.join(TYPES)}"
+            raise ValueError(f"{item[:80]}: no setting {', '.join(map(repr, unknown))}; {here}")
         if "path" not in settings:
             raise ValueError(f"{item[:80]}: the path is missing")
         for name, value in settings.items():
@@ -77,10 +78,15 @@ TYPES: dict[str, tuple[Any, str]] = {  # of each setting: type, and what it is, 
 
 
 OTHERS = {  # settings of axolotl's data sets, and what they are here
-    "type": "format, which is detected if it is left out",
+    "type": "format, and detected if it is left out",
     "ds_type": "the ending of the file's name",
     "chat_template": "template",
-    "field_messages": "columns: {messages: THEIRS}",
+    "field_messages": "found by itself, or columns {messages: THEIRS}",
+    "field": "columns {text: THEIRS}",
+    "message_property_mappings": "found by itself: role and content, or from and value",
+    "roles": "not needed",
+    "roles_to_train": "not needed: the assistant's turns are learned",
+    "train_on_eos": "not needed: the end of an answer is learned",
     "data_files": "path",
 }
 

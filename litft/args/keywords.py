@@ -46,18 +46,25 @@ def from_keywords(method: str, keywords: Mapping[str, Any]) -> FinetuneArgs:
 
 def _unknown_keyword(name: str, value: Any, names: Mapping[str, str]) -> str:
     """Return a message that names the keyword that is meant: of a flag of another program, or the nearest name."""
-    literals = {"": True, "true": True, "false": False}
     message = f"finetune() got an unexpected keyword argument {name!r}"
-    if (translation := translate(name, str(value))) is not None:
+    if (translation := translate(name, json.dumps(value) if value is None else str(value))) is not None:
         flags, note = translation
         if not flags:
             return f"{message}; leave it out{note}"
         flag, _, setting = flags.removeprefix("--").partition(" ")
         keyword = OWN.get(flag) or next((keyword for keyword, other in names.items() if other == flag), None)
-        here = f"{keyword}={literals.get(setting, setting)}" if keyword else f"--{flag}"
+        here = f"{keyword}={_literal(setting)}" if keyword else f"--{flag}"
         return f"{message}; here it is {here}{note}"
     matches = difflib.get_close_matches(name, [*names, *OWN.values()], n=1)
     return message + (f"; did you mean {matches[0]}?" if matches else "")
+
+
+def _literal(setting: str) -> str:
+    """Return the value of a flag as Python writes it; a flag without a value is True."""
+    if setting in ("", "true", "false"):
+        return str(setting != "false")
+    is_number = re.fullmatch(r"[-+]?[\d.]+(e[-+]?\d+)?|[A-Z]+", setting)  # or a placeholder such as N
+    return setting if is_number else repr(setting)
 
 
 def name_keywords(message: str, method: str) -> str:

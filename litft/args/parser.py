@@ -17,8 +17,9 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from litft import args as flags
 from litft import run_dir
-from litft.args.aliases import explain, optimizer, precision
+from litft.args.aliases import explain, optimizer, precision, translate
 from litft.args.finetune import FINETUNE
+from litft.args.foreign_config import in_litfts_terms
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
 DEMO = Path(__file__).parent.parent / "demo"
@@ -117,7 +118,7 @@ def types_of_flags(cls: type, prefix: str = "") -> dict[str, Any]:
 def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[str], list[str]]:
     """Return the (name, value) pairs, the problems with the names, and the words to pass on to jsonargparse."""
     flag_types, values, problems, passthrough, words = types_of_flags(cls), [], [], [], list(argv)
-    recipe = None
+    recipe, unknown = None, {}
     while words:
         word = words.pop(0)
         if word in ("-h", "--help") or word.startswith("--print_config"):
@@ -125,7 +126,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             continue
         name, equals, value = word.removeprefix("--").partition("=")
         if not word.startswith("--"):
-            problems.append(f"{word!r} is no flag: flags start with --")
+            problems.append(_not_a_flag(word, flag_types))
             continue
         name = _full_name(name, flag_types)
         if not equals:
@@ -138,11 +139,13 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             file_values, file_problems = _read_config(value, cls)
             values, problems = values + file_values, problems + file_problems
         elif name not in flag_types:
-            problems.append(_unknown_flag(name, flag_types, value))
+            unknown[name] = value
         elif value is None:
             problems.append(f"--{name} needs a value")
         else:
             values.append((name, _as_list(value, flag_types[name]) if get_origin(flag_types[name]) is list else value))
+    given = dict(values) | unknown
+    problems += [_unknown_flag(name, flag_types, value, given) for name, value in unknown.items()]
     has_model = "checkpoint_dir" in dict(values) or dict(values).get("resume", "").lower() == "true"
     if recipe and not (problems or passthrough or has_model):
         problems.append(f"--config {recipe} is a recipe; add the model and the data: --checkpoint_dir and --data.path")
@@ -224,9 +227,14 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         entries = {_full_name(name, flag_types): value for name, value in _flatten(content, list_flags)}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
-    unknown = {name: _as_text(value) for name, value in entries.items() if name not in flag_types}
-    problems = [f"{path}: {_unknown_flag(name, flag_types, value)}" for name, value in unknown.items()]
-    texts = {name: _as_text(value) for name, value in entries.items() if name in flag_types}
+    all_texts = {name: _as_text(value) for name, value in entries.items()}
+    unknown = [name for name in entries if name not in flag_types]
+    brief = {name: text if len(text) <= 80 else "..." for name, text in all_texts.items()}
+    problems = [f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}" for name in unknown]
+    if unknown and _is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
+        terms = in_litfts_terms(entries, all_texts, flag_types)
+        problems.append(f"{path} in litft's terms, without what has no counterpart:\n\n{terms}\n")
+    texts = {name: text for name, text in all_texts.items() if name in flag_types}
     lists = {name: value for name, value in entries.items() if name in texts and get_origin(flag_types[name]) is list}
     for name, value in lists.items():
         items = [value] if isinstance(value, dict) else value
@@ -263,13 +271,30 @@ def _full_name(name: str, flag_types: dict[str, Any]) -> str:
     return matches[0] if len(matches) == 1 else name
 
 
-def _unknown_flag(name: str, flag_types: dict[str, Any], value: str | None = None) -> str:
-    """Return a message about a flag that does not exist: what another program's is called here, or the nearest names."""
-    if "data.path" in flag_types and "train.epochs" in flag_types and (message := explain(name, value)):
+def _is_finetuning(flag_types: dict[str, Any]) -> bool:
+    """Return whether the flags are those of a fine-tuning command."""
+    return "data.path" in flag_types and "train.epochs" in flag_types
+
+
+def _unknown_flag(name: str, flag_types: dict[str, Any], value: str | None, given: dict[str, str | None]) -> str:
+    """Return a message about a flag that does not exist: what another program's is called here, or the nearest name."""
+    if _is_finetuning(flag_types) and (message := explain(name, value, given)):
         return message
-    matches = difflib.get_close_matches(name, flag_types, n=1, cutoff=0.5)
-    matches = matches or [flag for flag in flag_types if flag.rpartition(".")[2] == name.rpartition(".")[2]][:1]
+    leaves = {flag.rpartition(".")[2]: flag for flag in reversed(flag_types)}
+    matches = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
+    matches = [leaves[leaf] for leaf in matches] or difflib.get_close_matches(name, flag_types, n=1, cutoff=0.75)
     return f"--{name} does not exist" + (f"; did you mean --{matches[0]}?" if matches else "; --help lists all flags")
+
+
+def _not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
+    """Return a message about a word without --, which may be the value of a flag."""
+    is_file, is_folder = word.endswith((".yaml", ".yml")), Path(word).is_dir()
+    flag = (
+        "config"
+        if is_file
+        else next((name for name in ("folder", "checkpoint_dir") if name in flag_types and is_folder), None)
+    )
+    return f"{word!r} is no flag: flags start with --" + (f"; did you mean --{flag} {word}?" if flag else "")
 
 
 def _hint(value: str) -> str:

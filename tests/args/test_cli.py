@@ -360,13 +360,14 @@ def test_gpu_memory_is_allocated_in_expandable_segments(tmp_path):
 def test_flags_of_other_programs_are_translated(capsys):
     """The message has the flag and its value; every flag that it names exists."""
     types = {name: kind for cls in FINETUNE.values() for name, kind in parser.types_of_flags(cls).items()}
-    assert len(ALIASES) >= 60
+    assert len(ALIASES) >= 150
     for name, alias in ALIASES.items():
         words = alias.flags.split()
         names = [word.removeprefix("--") for word in words if word.startswith("--")]
         assert (names or alias.note) and set(names) <= types.keys(), name
         assert parser._full_name(name, types) not in types, f"{name} is a flag here"
-        assert alias.flags.format(value="7" if alias.limit > 7 else "VALUE") in explain(name, "7")
+        value = "N" if alias.times else "7" if alias.limit > 7 else "VALUE"
+        assert alias.flags.format(value=value) in explain(name, "7")
     with pytest.raises(ValueError) as error:
         parser.parse(LoRAFinetuneArgs, "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split())
     lines = str(error.value).splitlines()
@@ -374,11 +375,12 @@ def test_flags_of_other_programs_are_translated(capsys):
     assert lines[1].startswith("--fsdp does not exist; here it is --strategy fsdp (--devices 2")
     assert lines[2] == "--load_in_4bit does not exist; here it is --quantize nf4"
     assert lines[3] == "--lora.rank does not exist; here it is --lora.r 3"
-    off = {"load_in_4bit": "--quantize none", "bf16": "--precision fp32", "train_on_inputs": "--data.mask_prompt true"}
+    off = {"bf16": "--precision fp32", "train_on_inputs": "--data.mask_prompt true"}
     for name, expected in off.items():
         assert explain(name, "false") == f"--{name} does not exist; here it is {expected}"
     assert "--data.val_fraction VALUE (a fraction of the examples, not a count)" in explain("val_set_size", "200")
     assert "--data.val_fraction 0.1 (" in explain("val_set_size", "0.1")
+    assert explain("load_in_4bit", "false") == "--load_in_4bit does not exist; leave it out"
     assert explain("use_dora", "false") == "--use_dora does not exist; leave it out"
     assert (
         explain("flash_attention", "true")
@@ -386,6 +388,78 @@ def test_flags_of_other_programs_are_translated(capsys):
     )
     args = parser.parse(LoRAFinetuneArgs, "--lora_r 3 --train_max_steps 4 --optimizer adamw_bnb_8bit".split())
     assert (args.lora.r, args.train.max_steps, args.train.optimizer) == (3, 4, "adamw_8bit")
+
+
+AXOLOTL = """
+base_model: some/model
+adapter: qlora
+load_in_4bit: true
+load_in_8bit: false
+datasets:
+  - {path: alpaca.jsonl, type: alpaca, ds_type: json}
+  - path: chats.jsonl
+    type: chat_template
+    field_messages: turns
+    message_property_mappings: {role: from, content: value}
+    roles_to_train: [assistant]
+  - {path: faq.jsonl, type: {field_instruction: asked, field_output: reply}, split: "train[:10]"}
+  - {path: prose.jsonl, type: completion, field: body}
+val_set_size: 0.05
+output_dir: ./outputs/x
+sequence_len: 512
+lora_r: 16
+lora_target_linear: true
+gradient_accumulation_steps: 4
+micro_batch_size: 2
+lr_scheduler: constant_with_warmup
+bf16: auto
+evals_per_epoch: 4
+special_tokens: {pad_token: "<|end|>"}
+chat_template: tokenizer_default
+deepspeed:
+fsdp: []
+"""
+
+
+def test_a_config_of_axolotl_is_converted(tmp_path):
+    """The message ends with the file in litft's terms, which can be used as it is."""
+    (tmp_path / "axolotl.yaml").write_text(AXOLOTL)
+    with pytest.raises(ValueError) as error:
+        parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "axolotl.yaml")])
+    problems, _, converted = str(error.value).partition("in litft's terms, without what has no counterpart:")
+    lines = [line.partition(".yaml: ")[2] for line in problems.splitlines()]
+    assert "--load_in_8bit does not exist; leave it out" in lines and "--deepspeed does not exist; leave it out" in lines
+    assert "--datasets does not exist; here it is --data.path ... (a list whose items may" in problems
+    (tmp_path / "litft.yaml").write_text(converted)
+    args = parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "litft.yaml")])
+    assert (args.checkpoint_dir, args.quantize, args.out_dir, args.lora.r) == ("some/model", "nf4", "./outputs/x", 16)
+    assert (args.train.global_batch_size, args.train.micro_batch_size, args.train.lr_schedule) == (8, 2, "constant")
+    assert (args.data.max_seq_length, args.data.val_fraction, args.data.template) == (512, 0.05, "auto")
+    assert args.precision == "bf16" and args.lora.targets == ["all-linear"] and args.strategy == "auto"
+    assert [item.entry() for item in args.data.paths] == [
+        {"path": "alpaca.jsonl", "format": "alpaca"},
+        {"path": "chats.jsonl", "columns": {"conversations": "turns"}},
+        {"path": "faq.jsonl", "columns": {"instruction": "asked", "output": "reply"}, "split": "train[:10]"},
+        {"path": "prose.jsonl", "columns": {"text": "body"}},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["axolotl.yaml"], "'axolotl.yaml' is no flag: flags start with --; did you mean --config axolotl.yaml?"),
+        (["--adapter", "lora"], "--adapter does not exist; leave it out (the command says the method"),
+        (["--micro_batch_size", "2", "--gradient_accumulation_steps", "4"], "here it is --train.global_batch_size 8"),
+        (["--gradient_accumulation_steps", "4"], "here it is --train.global_batch_size N"),
+        (["--local_rank", "0"], "leave it out (the processes set it)"),
+        (["--fsdp_version", "2"], "leave it out (it is FSDP2)"),
+        (["--rl_beta", "0.2"], "here it is --preference.beta 0.2"),
+        (["--nonsense", "0.2"], "--nonsense does not exist; --help lists all flags"),
+    ],
+)
+def test_hints_for_words_of_other_programs(words, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parser.parse(LoRAFinetuneArgs, words)
 
 
 def test_a_flag_needs_its_group_only_where_several_have_it(tmp_path):
