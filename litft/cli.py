@@ -53,6 +53,11 @@ COMMANDS = {
 }
 
 
+# commands of axolotl, LLaMA-Factory and litgpt
+OTHERS = {"train": "finetune lora", "sft": "finetune lora", "inference": "chat", "preprocess": "prepare_data"}
+OTHERS |= {"evaluate": "run_eval", "eval": "run_eval", "merge-lora": "merge_lora", "export": "merge_lora", "api": "serve"}
+
+
 def run(command: str, argv: list[str] | None = None) -> Any:
     """Parse the flags and run one command. A user error ends with exit code 2 and a message on stderr."""
     entry = COMMANDS[command]
@@ -84,8 +89,8 @@ def user_errors() -> Iterator[None]:
         if is_first:
             print(interrupted, file=sys.stderr)
         sys.exit(interrupted.code if is_first else 0)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(str(interrupt) or "interrupted", file=sys.stderr)
         sys.exit(130)
 
 
@@ -104,7 +109,9 @@ def main() -> None:
     usage = f"usage: litft COMMAND [flags]\n\n  {commands}\n\n`litft COMMAND --help` lists a command's flags."
     if sys.argv[1:] and sys.argv[1] not in ("-h", "--help"):
         typed = " ".join(word for word in sys.argv[1:3] if not word.startswith("-"))
-        matches = difflib.get_close_matches(typed, COMMANDS, n=1) or [name for name in COMMANDS if typed in name.split()]
+        meant = OTHERS.get(typed.split()[0] if typed else "")  # a command of another program
+        matches = [meant] if meant else difflib.get_close_matches(typed, COMMANDS, n=1)
+        matches = matches or [name for name in COMMANDS if typed in name.split()]
         fail(f"no command {typed!r}{f'; did you mean litft {matches[0]}?' if matches else ''}\n{usage}")
     print(usage)
 

@@ -4,7 +4,11 @@ A `ValueError` is a user error: `cli.py` prints its message and exits with code 
 """
 
 import signal
-from pathlib import Path
+
+
+def signal_name(number: int) -> str:
+    """Return a signal's name as people know it."""
+    return "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
 
 
 class RankError(ValueError):
@@ -14,10 +18,10 @@ class RankError(ValueError):
 class Interrupted(Exception):
     """A signal ended the run after its state was saved. `code` is the exit code, 128 + signal number."""
 
-    def __init__(self, number: int, step: int, folder: Path) -> None:
+    def __init__(self, number: int, step: int, command: str) -> None:
         self.code = 128 + number
         status = f"stopped after step {step}, and saved" if step else "stopped before the first step"
-        super().__init__(f"{signal.Signals(number).name}: {status}; --resume --out_dir {folder} continues")
+        super().__init__(f"{signal_name(number)}: {status}; to continue: {command}")
 
 
 class PeerLost(BaseException):

@@ -85,7 +85,8 @@ class PretrainedFolder:
         trained_with, current = self.record.get("quantize"), kind or "none"
         if trained_with in (None, current):
             return None
-        return f"warning: {self.adapter} was trained with --quantize {trained_with}, but is used with --quantize {current}"
+        used = f"but is used with --quantize {current}; --quantize {trained_with} gives what was trained"
+        return f"warning: {self.adapter} was trained with --quantize {trained_with}, {used}"
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the adapter's tokenizer, else that of the base model; None if neither exists."""

@@ -13,7 +13,7 @@ from litft.data.in_memory import EXAMPLES, stored_examples
 from litft.training.finetune import Callback, Outcome, run_finetuning
 from litft.training.scoring import Metric
 
-RECORD = re.compile(rf"\S*{EXAMPLES}/\w+\.jsonl, line (\d+)")  # how a record in memory is named in messages
+RECORD = re.compile(rf"\S*{EXAMPLES}/\w+\.jsonl(?:, line (\d+))?")  # how records in memory are named in messages
 Examples = str | PathLike | Iterable[str | PathLike] | Iterable[Mapping[str, Any]]
 
 
@@ -56,7 +56,7 @@ def finetune(
     except (TypeError, ValueError) as error:
         if type(error) not in (TypeError, ValueError) or method not in FINETUNE:
             raise
-        message = RECORD.sub(lambda match: f"record {int(match[1]) - 1} of the data", str(error))
+        message = RECORD.sub(lambda m: f"record {int(m[1]) - 1} of the data" if m[1] else "the data", str(error))
         message = name_keywords(message, method)
         if message == str(error):  # it may be an error of the callback, whose traceback is needed
             raise

@@ -33,6 +33,12 @@ def method(folder: Path) -> str:
     return match[1] if match else "lora"
 
 
+def command(script: str) -> str:
+    """Return how a script is started from here: `python finetune/lora.py` in a clone, otherwise `litft finetune lora`."""
+    group, name = Path(script).parent.name, Path(script).stem
+    return f"python {script}" if Path(script).is_file() else f"litft {'finetune ' * (group == 'finetune')}{name}"
+
+
 def finished(folder: Path) -> bool:
     """Return whether the run is finished."""
     return (folder / "final").is_dir()

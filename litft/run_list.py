@@ -59,7 +59,8 @@ def read_run(folder: Path) -> Run:
     objective = config.get("objective", "sft")
     method = run_dir.method(folder) + ("" if objective == "sft" else f", {objective}")
     started = datetime.fromtimestamp((folder / run_dir.CONFIG).stat().st_mtime)
-    model = Path(str(config.get("checkpoint_dir", ""))).name
+    model = Path(str(config.get("checkpoint_dir", "")))
+    model = str(Path(model.parent.name, model.name)) if model.name in ("final", "best") else model.name
     return Run(folder, started, method, model, int(newest.get("step", 0)), losses, state)
 
 

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from litft.args.processes import is_first_on_node
+from litft.errors import signal_name
 
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # cluster schedulers send SIGUSR1 as a warning
 
@@ -52,8 +53,9 @@ class Signals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.caught == signal.SIGINT:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt("stopped at once, without saving" if self.notice else "interrupted")
         if self.notice and not self.caught and is_first_on_node():  # only the first process prints
+            again = " (again: stop at once, without saving)" if number == signal.SIGINT else ""
             # print() is not safe here: the signal may have interrupted another print()
-            os.write(2, f"\n{signal.Signals(number).name}: {self.notice}\n".encode())
+            os.write(2, f"\n{signal_name(number)}: {self.notice}{again}\n".encode())
         self.caught = int(number)

@@ -54,3 +54,5 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
 def test_the_version_is_printed(tmp_path):
     assert command("--version", cwd=tmp_path) == f"litft {litft.__version__}\n"
     assert "usage: litft COMMAND" in command(cwd=tmp_path)
+    for other, ours in {"train": "finetune lora", "inference": "chat", "preprocess": "prepare_data", "cat": "chat"}.items():
+        assert f"no command '{other}'; did you mean litft {ours}?" in command(other, cwd=tmp_path, code=2)

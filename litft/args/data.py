@@ -39,7 +39,7 @@ class DataArgs:
     """The fraction of the examples held out for validation if there is no validation file. 0: no validation."""
     template: str = "auto"
     """The chat template: auto (the checkpoint's own, or alpaca if it has none), the path of a Jinja file, or the name of a
-    built-in one: alpaca, chatml, gemma, guanaco, llama2, llama3, mistral, phi-3, vicuna, zephyr."""
+    built-in one: alpaca, chatml, gemma, guanaco, llama2, llama3, mistral, phi-3, vicuna, zephyr; or plain, without marks."""
     template_args: list[str] = field(default_factory=list)
     """Arguments of the chat template, NAME=VALUE: enable_thinking=false. They become defaults of the saved template."""
     mask_prompt: bool = True

@@ -157,14 +157,14 @@ def finetune_args(run: Path) -> flags.FinetuneArgs:
     return parse(FINETUNE[run_dir.method(run)], ["--config", str(run / run_dir.CONFIG)])
 
 
-def _method(cls: type) -> str:
+def method_name(cls: type) -> str:
     """Return the name of the method whose arguments class is `cls`."""
     return next(name for name, args in FINETUNE.items() if args is cls)
 
 
 def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, str]], list[str]]:
     """Return the flags that are implied, and problems: those of the resumed run, or the demo's if no model is named."""
-    method = _method(cls)
+    method = method_name(cls)
     if values.get("resume", "").lower() == "true" and "overwrite" not in values:
         run = run_dir.from_flags(values.get("out_dir"), resume=True)
         if run and run_dir.is_run(run):
@@ -176,7 +176,7 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
             return [pair for pair in run_values if not (devices_changed and pair[0] in ("strategy", "shard_size"))], problems
         if "checkpoint_dir" not in values:
             reason = f"there is no run in {run}" if run else f"there is no unfinished run under {run_dir.OUT}/"
-            return [], [f"--resume: {reason}; to start one, pass --checkpoint_dir and --data.path"]
+            return [], [f"--resume: {reason}; name it with --out_dir, or start one with --checkpoint_dir and --data.path"]
     return ([], []) if "checkpoint_dir" in values else _read_config(DEMO / f"{method}.yaml", cls)
 
 

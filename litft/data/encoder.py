@@ -118,13 +118,13 @@ class Encoder:
         try:
             if isinstance(record, ValueError):
                 raise record
-            missing = (name for name in self.columns.values() if name not in record)
+            missing = [name for name in self.columns.values() if name not in record]
             encoded.notes += [f"{WITHOUT} {name}" for name in missing]
             record = rename_columns(record, self.columns)
             if self.kind != "supervised":
                 self._encode_preferences(record, where, encoded)
                 return encoded
-            form = self.form or detect_format(record, where)
+            form = self.form or detect_format(record, where, missing)
             example = to_example(record, where, self.tokenizer.chat_template, form)
             encoded.form = "guanaco" if form == "text" and example.text is None else form
             self._encode(example, encoded)

@@ -6,7 +6,7 @@ Conversations have OpenAI's form, which chat templates also read: roles, text, `
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -82,8 +82,11 @@ def preference_kind(record: Record) -> str | None:
     return "labels" if has_answer and read_label(record.get("label")) is not None else None
 
 
-def detect_format(record: Record, where: str) -> str:
-    """Return the name of a record's format; raise ValueError if no format matches its fields, or if it has a label."""
+def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> str:
+    """Return the name of a record's format; raise ValueError if no format matches its fields, or if it has a label.
+
+    missing: names in --data.columns that the record does not have, for the message.
+    """
     if preference_kind(record) == "labels":
         reason = "the field label says whether the answer is desirable, and --objective sft would learn both kinds"
         raise ValueError(f"{where}: {reason}; add --objective kto, or name the format with --data.format to ignore it")
@@ -99,6 +102,8 @@ def detect_format(record: Record, where: str) -> str:
         remedy = f"if they are question and answer: --data.columns 'prompt={texts[0]},completion={texts[1]}'"
     if re.search(r"\.[ct]sv\b", where):
         remedy += "; the first line of a table must have the names of its fields"
+    if missing:
+        remedy = f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
     if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
     raise ValueError(f"{where}: no known format has the fields {field_names}; {remedy} (formats: {supported})")

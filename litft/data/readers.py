@@ -119,13 +119,16 @@ OPENERS: dict[str, Callable[[Path], BinaryIO]] = {"": lambda path: path.open("rb
 
 
 def _blocks(path: Path, file: BinaryIO) -> Iterator[str]:
-    """Yield a file's text block by block; raise ValueError if it is not UTF-8."""
-    decoder, offset = codecs.getincrementaldecoder("utf-8-sig")(), 0
+    """Yield a file's text block by block; raise ValueError if it is neither UTF-8 nor, with a byte order mark, UTF-16."""
+    decoder, offset = None, 0
     while block := file.read(BLOCK):
+        if decoder is None:
+            is_utf16 = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+            decoder = codecs.getincrementaldecoder("utf-16" if is_utf16 else "utf-8-sig")()
         num_pending = len(decoder.getstate()[0])
         yield _decode(decoder, block, path, offset - num_pending)
         offset += len(block)
-    if rest := _decode(decoder, b"", path, offset - len(decoder.getstate()[0]), final=True):
+    if decoder and (rest := _decode(decoder, b"", path, offset - len(decoder.getstate()[0]), final=True)):
         yield rest
 
 
@@ -134,9 +137,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, path: Path, offset
         return decoder.decode(block, final)
     except UnicodeDecodeError as error:
         position = f"at byte {offset + error.start}"
-        raise ValueError(
-            f"{path} is not UTF-8 text ({position}); name a text file, or save it as UTF-8 (in Excel: CSV UTF-8)"
-        ) from None
+        raise ValueError(f"{path} is not UTF-8 text ({position}); save it as UTF-8 (in Excel: CSV UTF-8)") from None
 
 
 def _lines(path: Path, file: BinaryIO) -> Records:

@@ -87,15 +87,18 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     yield packing_line(schedule)
     if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
         yield (
-            f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; --train.epochs 20 and "
-            "--train.global_batch_size 4 give more, and a higher --train.learning_rate learns faster"
+            f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; for a small set of examples, try "
+            f"--train.epochs 20 --train.global_batch_size 4 --train.learning_rate {5 * schedule.learning_rate:g}"
         )
     if 0 < len(data.val) < FEW_EXAMPLES:
         examples = _count(len(data.val), "validation example")
         remedy = "give --data.val_path, or learn them too: --data.val_fraction 0"
         yield f"warning: {examples} cannot tell how good the model is; {remedy}"
     if not len(data.val):
-        yield "nothing is held out for validation; --data.val_fraction or --data.val_path changes that"
+        yield (
+            "nothing is held out for validation (--data.val_fraction, --data.val_path); the sample answers are to trained "
+            "questions, unless --eval.prompts has others"
+        )
     if unknown := unknown_tokens(tokenizer):
         texts = ",".join(unknown)
         remedy = f"--data.new_tokens '{texts}' makes them tokens"

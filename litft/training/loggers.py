@@ -23,7 +23,7 @@ def check_logger(name: str) -> None:
         import_module(module)
         import_module(package)
     except ImportError as error:
-        raise ValueError(f"--logger {name}: {error}; pip install 'litft[{name}]'") from None
+        raise ValueError(f"--logger {name} needs the package {error.name}; pip install 'litft[{name}]'") from None
 
 
 def make_logger(

@@ -75,7 +75,8 @@ class Recorder:
         self.screen, self.say = screen, screen.say
         self.is_writer = fabric.global_rank == 0
         self.peak = peak_flops(fabric.device, settings.precision)
-        path, peak = folder / "metrics.csv", self.peak and self.peak * fabric.world_size
+        is_known = self.peak and fabric.device.type != "cpu"  # a CPU's peak is measured, which other programs disturb
+        path, peak = folder / "metrics.csv", self.peak * fabric.world_size if is_known else None
         columns = [*setup.objective.scores, *validation.columns, *(validation.metrics.keys() - {"exact_match"})]
         self.metrics = Metrics(path if self.is_writer else None, peak, columns)
         self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
@@ -273,9 +274,7 @@ class Recorder:
         self.say(f"the result is in {self.folder / 'final'}, the report in {self.folder / 'report.html'}; next:\n")
         flags = f"--checkpoint_dir {self.folder / 'final'}"
         flags += "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
-        chat, serve = ("python generate/chat.py", "python generate/serve.py")
-        if not Path("generate/chat.py").is_file():
-            chat, serve = "litft chat", "litft serve"
+        chat, serve = (run_dir.command(f"generate/{name}.py") for name in ("chat", "serve"))
         self.say(f"  {chat} {flags}")
         if not (self.args.quantize != "none" and self.setup.method.unquantized_modules()):  # the base has these quantized
             self.say(f"  {serve} {flags} --with_base   # a chat page that compares it with the base model")

@@ -22,6 +22,7 @@ class Schedule:
 
     def __init__(self, args: FinetuneArgs, data: DataSplits, ranks: int) -> None:
         self.data, self.size = data, args.train.global_batch_size
+        self.learning_rate = args.train.learning_rate or args.default_learning_rate
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None
         self.order = Sampler(data.train.sizes, args.seed, data.weights)
         self.samples = planned_samples(args.train, self.order.size)

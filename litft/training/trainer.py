@@ -12,7 +12,9 @@ from lightning_fabric import Fabric
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from litft import run_dir
 from litft.args import seconds
+from litft.args.parser import method_name
 from litft.data.encoder import Sample
 from litft.data.packing import MicroBatch
 from litft.distributed.devices import is_out_of_memory, mesh_of
@@ -149,7 +151,7 @@ class Trainer:
                 self.references.compute(self.fabric, self.model, folder, identity, self.say, self._check_signals)
             return None
         except SignalCaught as signal:
-            raise Interrupted(signal.number, self.step, self.recorder.folder) from None
+            raise self._interrupted(signal) from None
         except RuntimeError as error:
             if self.fabric.world_size > 1 or not is_out_of_memory(error):
                 raise
@@ -341,10 +343,15 @@ class Trainer:
             yield
         except SignalCaught as signal:
             self._save_state(optimizer)
-            stopped = Interrupted(signal.number, self.step, self.recorder.folder)
+            stopped = self._interrupted(signal)
             if self.recorder.is_writer and self.step:
                 self.recorder.report(str(stopped))
             raise stopped from None
+
+    def _interrupted(self, signal: SignalCaught) -> Interrupted:
+        """Return the exception that ends the run, with the command that continues it."""
+        command = run_dir.command(f"finetune/{method_name(type(self.args))}.py")
+        return Interrupted(signal.number, self.step, f"{command} --resume --out_dir {self.recorder.folder}")
 
     def _finish(self, optimizer: Optimizer) -> None:
         """Write the last state, best/, final/ and the report."""

@@ -34,7 +34,8 @@ from litft.training.scoring import (
 )
 
 NUM_HARDEST, SEARCHED = 5, 1024  # validation examples with the largest losses in the report; among how many
-PROMPT_CANDIDATES = 16  # first validation samples, among which a default prompt is searched
+PROMPT_CANDIDATES = 16  # first samples, among which default prompts are searched
+NUM_TRAINED = 3  # prompts out of the training set, if nothing is held out
 
 
 class Validation:
@@ -213,9 +214,11 @@ def _parse_answer(line: str) -> dict[str, str | int] | None:
 
 def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: DataSplits) -> Iterator[tuple[str, list[int]]]:
     """Yield the prompts as text and as token ids. Raises ValueError if the model cannot read one."""
-    if not args.prompts and (question := next((s.answer for s in islice(data.val, PROMPT_CANDIDATES) if s.answer), None)):
-        ids = question[0].tolist()
-        yield question_text(tokenizer, ids), ids
+    if not args.prompts:
+        samples, count = (data.val, 1) if len(data.val) else (data.train, NUM_TRAINED)
+        questions = (sample.answer[0] for sample in islice(samples, PROMPT_CANDIDATES) if sample.answer)
+        for ids in islice(questions, count):
+            yield question_text(tokenizer, ids.tolist()), ids.tolist()
     is_text = all(set(report.formats) <= {"text"} for report in data.reports.values())
     for item in args.prompts:
         for text in filter(None, map(str.strip, _texts(item))):

@@ -1,5 +1,6 @@
 """Examples become samples: masks, length limits, splits, the token cache, and errors for bad records."""
 
+import copy
 import gzip
 import json
 import os
@@ -94,6 +95,18 @@ def test_the_loss_is_computed_on_each_answer_and_its_end_token(tokenizer):
     assert first < second and rest == end_token * 2
     assert tokenizer.token_id(end_token) in tokenizer.special_ids
     assert "Hello?" not in text and "Be brief" not in text
+
+
+def test_plain_prompts_have_no_marks(tokenizer):
+    """The plain template leaves prompt and completion as they are, with the loss on the completion and the end token."""
+    plain = copy.copy(tokenizer)
+    plain.use_template(STYLES["plain"])
+    (encoded,) = encode_record({"prompt": "Add: 2 + 2 =", "completion": " four"}, plain).samples
+    sample = to_sample(encoded)
+    end = tokenizer.decode([tokenizer.eos_id], skip_special=False)
+    whole = tokenizer.decode([*sample.tokens.tolist(), tokenizer.eos_id], skip_special=False)
+    assert whole.removeprefix(tokenizer.special.get("bos_token", "")).strip() == f"Add: 2 + 2 = four{end}"
+    assert supervised_text(sample, tokenizer).strip() == f"four{end}"
 
 
 def test_all_tokens_are_supervised_without_a_prompt_mask(tokenizer):

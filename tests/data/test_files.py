@@ -70,6 +70,15 @@ def test_a_byte_order_mark_and_windows_line_ends(tmp_path):
     assert [record["text"] for _, record in read_records(tmp_path / "a.jsonl")] == ["a", "b"]
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-be"])
+def test_utf_16_with_a_byte_order_mark(tmp_path, encoding):
+    """Excel's "Unicode text"; the file is longer than a block."""
+    mark, rows = "\ufeff" * (encoding == "utf-16-be"), [f"Gr\u00fc\u00dfe {n} \U0001f43b\t{n}" for n in range(50_000)]
+    (tmp_path / "a.tsv").write_bytes((mark + "question\tanswer\n" + "\n".join(rows)).encode(encoding))
+    records = [record for _, record in read_records(tmp_path / "a.tsv")]
+    assert len(records) == 50_000 and records[49_999] == {"question": "Gr\u00fc\u00dfe 49999 \U0001f43b", "answer": "49999"}
+
+
 def test_a_table_that_excel_writes_with_semicolons(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfQuestion;Answer\r\n"Bread; or rolls?";1,20\r\n')
     assert [record for _, record in read_records(tmp_path / "a.csv")] == [{"Question": "Bread; or rolls?", "Answer": "1,20"}]

@@ -550,7 +550,7 @@ def render_go_template(template: str, messages: list[dict]) -> str:
 
 MESSAGES = [("system", "Be brief."), ("user", "Hi\nthere"), ("assistant", "Hello."), ("user", "Who?")]
 MESSAGES += [("assistant", "I."), ("user", "Ah")]
-INDEPENDENT_MESSAGES = ["alpaca", "chatml", "guanaco", "llama3", "phi-3", "vicuna", "zephyr"]
+INDEPENDENT_MESSAGES = ["alpaca", "chatml", "guanaco", "llama3", "phi-3", "plain", "vicuna", "zephyr"]
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -134,7 +134,9 @@ def test_a_damaged_checkpoint_is_not_kept_after_a_fallback(folder, capsys):
 @pytest.mark.parametrize("words", [["--resume", "--out_dir", "typo"], ["--resume"]])
 def test_resume_without_a_run_trains_nothing(folder, capsys, words):
     stderr = lora(*words, capsys=capsys)
-    assert "to start one, pass --checkpoint_dir and --data.path" in stderr and not Path("typo").exists()
+    assert (
+        "name it with --out_dir, or start one with --checkpoint_dir and --data.path" in stderr and not Path("typo").exists()
+    )
 
 
 def test_resume_writes_only_into_a_run_folder(folder, capsys):

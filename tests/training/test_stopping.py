@@ -58,9 +58,9 @@ def test_a_signal_saves_a_checkpoint_and_the_run_resumes(args, name, tmp_path):
         if row["step"] == 3:
             os.kill(os.getpid(), getattr(signal, name))
 
-    with pytest.raises(
-        Interrupted, match=f"{name}: stopped after step 4, and saved; --resume --out_dir .*/run continues"
-    ) as error:
+    shown = "Ctrl-C" if name == "SIGINT" else name
+    message = f"{shown}: stopped after step 4, and saved; to continue: .*lora.* --resume --out_dir .*/run$"
+    with pytest.raises(Interrupted, match=message) as error:
         litft.finetune(args, callback)
     assert error.value.code == 128 + getattr(signal, name)
     run = Path(args.out_dir)
@@ -94,7 +94,7 @@ def test_a_signal_from_another_process(tiny, examples, tmp_path, devices):
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=120)
     assert process.returncode == 143, err
-    assert "SIGTERM: stopped after step" in err and f"--resume --out_dir {run} continues" in err and "Traceback" not in err
+    assert "SIGTERM: stopped after step" in err and f"--resume --out_dir {run}\n" in err and "Traceback" not in err
     (step,) = [int(path.name.removeprefix("step-")) for path in (run / "checkpoints").iterdir()]
     assert 5 <= step < 2000 and step == int(rows_of(run)[-1]["step"])
     script("finetune/lora.py", "--resume", "--out_dir", run, "--devices", "1", "--train.max_steps", step + 9, cwd=tmp_path)
@@ -105,13 +105,17 @@ def test_a_signal_from_another_process(tiny, examples, tmp_path, devices):
 
 def test_a_second_ctrl_c_interrupts_at_once(capfd):
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(KeyboardInterrupt), Signals() as signals:
+    with pytest.raises(KeyboardInterrupt, match="stopped at once, without saving"), Signals() as signals:
         for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
             os.kill(os.getpid(), number)
         assert signals.caught == signal.SIGINT
         os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
     assert capfd.readouterr().err.count("saving after this step") == 1
+    with pytest.raises(KeyboardInterrupt), Signals():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert capfd.readouterr().err == "\nCtrl-C: saving after this step (again: stop at once, without saving)\n"
 
 
 # runs from Python, patience and time limits

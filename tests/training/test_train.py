@@ -280,7 +280,7 @@ def test_a_run_writes_what_the_readme_says(uninterrupted, examples, tiny):
     data = load_data(DataArgs(path=[str(examples)], val_fraction=0.2), tokenizer, 512, 256)
     assert int(rows[-1]["tokens"]) == 2 * sum(sample.tokens.numel() for sample in data.train)
     assert float(rows[-1]["epoch"]) == 2 and int(rows[-1]["samples"]) == 48
-    assert all(float(row["tokens_per_second"]) > 0 and 0 < float(row["mfu"]) < 1 for row in rows[1:])
+    assert all(float(row["tokens_per_second"]) > 0 and not row["mfu"] for row in rows[1:])  # a CPU's peak is not known
     assert float(rows[-1]["val_loss"]) < float(rows[0]["val_loss"])
     assert "next:" in done.stdout and "peak memory" in done.stdout and "tokens/s" in done.stdout
 

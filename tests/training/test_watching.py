@@ -123,6 +123,17 @@ def test_answers_are_generated_at_every_validation(args, capfd):
     assert "step 1/4: loss " in stdout and "tokens/s" in stdout and "waiting for data" not in stdout and " left\n" in stdout
 
 
+def test_without_validation_the_answers_are_to_trained_questions(args, capfd):
+    args.data.val_fraction = 0.0
+    litft.finetune(args)
+    samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
+    questions = [sample["prompt"] for sample in samples if sample["step"] == 0]
+    records = json.loads(Path(args.data.path[0]).read_text())
+    assert len(questions) == 3 and set(questions) <= {record["instruction"] for record in records}
+    assert [sample["prompt"] for sample in samples if sample["step"] == 4] == questions
+    assert "the sample answers are to trained questions" in capfd.readouterr().out
+
+
 def test_answers_after_the_resumed_checkpoint_are_dropped(args):
     train_and_resume(args, steps=3)
     sample_steps = [json.loads(line)["step"] for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
@@ -317,4 +328,4 @@ def test_a_missing_package_is_reported(args, tmp_path):
         " '--logger', 'wandb'])\n"
     )
     done = script(tmp_path / "go.py", cwd=tmp_path, code=2)
-    assert "--logger wandb: " in done.stderr and "pip install 'litft[wandb]'" in done.stderr
+    assert "--logger wandb needs the package" in done.stderr and "pip install 'litft[wandb]'" in done.stderr
