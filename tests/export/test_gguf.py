@@ -26,6 +26,7 @@ from litft.export.gguf.convert import read, write
 from litft.export.gguf.files import GgufFile
 from litft.export.gguf.modelfile import modelfile
 from litft.methods import AdapterV2, LoRA
+from litft.model.mlp import ACTIVATIONS
 
 TYPES = gguf.GGMLQuantizationType
 LLAMA3 = dict(rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -104,6 +105,38 @@ MODELS = {
         "Lfm2Config",
         dict(block_auto_adjust_ff_dim=False, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     ),
+    "gemma4": (
+        "Gemma4TextConfig",
+        dict(
+            head_dim=32,
+            global_head_dim=64,
+            hidden_size_per_layer_input=32,
+            vocab_size_per_layer_input=512,
+            num_hidden_layers=6,
+            num_kv_shared_layers=2,
+            layer_types=["sliding_attention", "full_attention"] * 3,
+            sliding_window=6,
+            use_double_wide_mlp=True,
+            final_logit_softcapping=20.0,
+        ),
+    ),
+    "gemma4 experts": (
+        "Gemma4TextConfig",
+        dict(
+            head_dim=16,
+            global_head_dim=32,
+            hidden_size_per_layer_input=0,
+            num_kv_shared_layers=0,
+            attention_k_eq_v=True,
+            num_global_key_value_heads=1,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            sliding_window=6,
+            enable_moe_block=True,
+            num_experts=5,
+            top_k_experts=2,
+            moe_intermediate_size=24,
+        ),
+    ),
     "qwen2_moe": ("Qwen2MoeConfig", dict(**EXPERTS, norm_topk_prob=False, decoder_sparse_step=1)),
     "qwen3_next": (
         "Qwen3NextConfig",
@@ -151,11 +184,8 @@ MODELS = {
 }
 # transformers' reader ignores parts of the other models
 READ_BY_TRANSFORMERS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
-# llama.cpp computes GELU from a table of fp16 numbers
-TOLERANCES = dict.fromkeys(("gemma", "gemma2", "gemma2 plain", "gemma3", "gpt2"), 5e-3) | {
-    "qwen3_5": 5e-5,
-    "deepseek_v2": 5e-5,
-}
+GELU = ("gemma", "gemma2", "gemma2 plain", "gemma3", "gemma4", "gemma4 experts", "gpt2")
+TOLERANCES = dict.fromkeys(GELU, 5e-4) | {"qwen3_5": 5e-5, "deepseek_v2": 5e-5}
 
 
 def make_folder(name: str, folder: Path, shared: Path, **values) -> Path:
@@ -226,8 +256,19 @@ def test_transformers_reads_our_gguf(converted):
     assert relative(litft.load(folder)[0](tokens), reference(tokens).logits) <= 1e-5
 
 
+@pytest.fixture
+def rounded_gelu(monkeypatch) -> None:
+    """GELU as llama.cpp computes it, which looks it up in a table of fp16 numbers."""
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+
+    for name in ("gelu_new", "gelu_pytorch_tanh"):
+        monkeypatch.setitem(ACTIVATIONS, name, gelu)
+
+
 @torch.no_grad()
-def test_llama_cpp_computes_the_same_logits(converted):
+def test_llama_cpp_computes_the_same_logits(converted, rounded_gelu):
     name, folder, file = converted
     tokens = draw(1, 100, seed=1)[0]
     expected = litft.load(folder)[0](tokens[None])[0]
@@ -346,7 +387,7 @@ def rewrite_gguf(
         if value is not None:
             writer.add_key_value(key, value, field.types[0], field.types[1] if len(field.types) > 1 else None)
     for key in changes.keys() - reader.fields.keys():
-        writer.add_uint32(key, changes[key])
+        (writer.add_array if isinstance(changes[key], list) else writer.add_uint32)(key, changes[key])
     for tensor in reader.tensors:
         data, kind = convert(tensor)
         writer.add_tensor(tensor.name, data, raw_dtype=kind)
@@ -357,6 +398,19 @@ def rewrite_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def test_sentencepiece_with_merges_is_read(shared, tmp_path):
+    """Published files of Gemma 4 have it; the merges are those that the scores imply."""
+    file = to_gguf(make_folder("gemma4", tmp_path / "tiny", shared), tmp_path / "file")
+    by_score = from_gguf(file, tmp_path / "by_score")
+    merges = json.loads((by_score / "tokenizer.json").read_text())["model"]["merges"]
+    settings = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
+    scores = [0.0] * 512
+    other = rewrite_gguf(file, tmp_path / "merges.gguf", **settings, **{"tokenizer.ggml.scores": scores})
+    one, two = Tokenizer(by_score), Tokenizer(from_gguf(other, tmp_path / "by_merges"))
+    for text in ("Once upon a time,  there was a \U0001f43b.\n\nThe end", " a", "", "na\u00efve"):
+        assert one.encode(text) == two.encode(text) and two.decode(two.encode(text, bos=False)) == text
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
@@ -387,7 +441,7 @@ ADAPTED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("which", ADAPTED)
-def test_an_adapter_file_contains_the_update_that_merging_adds(which, shared, tmp_path):
+def test_an_adapter_file_contains_the_update_that_merging_adds(which, shared, tmp_path, rounded_gelu):
     folder = make_folder(which, tmp_path / "tiny", shared)
     adapter = adapted(folder, tmp_path / "adapter", LoRA(LoRAArgs(r=4, **ADAPTED[which])))
     file = to_gguf(adapter, tmp_path / "file", merge=False)

@@ -48,8 +48,9 @@ FLOAT_KEYS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scalin
 REQUIRED_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of all models so far
-READS_FACTORS = ("llama", "phi3", "exaone4")  # architectures for which llama.cpp reads these tensors
-SUPPORTS_WINDOWS = ("gemma2", "gemma3")  # llama.cpp ignores the sliding window of all others
+READS_FACTORS = ("llama", "phi3", "exaone4", "gemma4")  # architectures for which llama.cpp reads these tensors
+SUPPORTS_WINDOWS = ("gemma2", "gemma3", "gemma4")  # llama.cpp ignores the sliding window of all others
+UNROTATED = 1e30  # a divisor that leaves entries where they are (Gemma 4)
 DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
 
 
@@ -144,8 +145,10 @@ class GgufArchitecture:
         return {} if stated is None or math.isclose(stated, default, rel_tol=1e-5) else {"attention_factor": stated}
 
     def _llama3_scaling(self, theta: float) -> dict[str, Any]:
-        """Return the Llama 3.1 scaling with these divisors; for any other divisors, an equivalent longrope scaling."""
+        """Return the scaling with these divisors: Llama 3.1's, Gemma 4's, or an equivalent longrope scaling."""
         divisors = self.factors[FREQS].float()
+        if (is_rotated := divisors < UNROTATED / 10).sum() < len(divisors) and (divisors[is_rotated] == 1).all():
+            return {"rope_type": "proportional", "partial_rotary_factor": int(is_rotated.sum()) / len(divisors)}
         scaling = {"rope_type": "llama3", "factor": float(divisors.max()), **LLAMA3}
         rope = RopeConfig.from_hf({"rope_theta": theta, "rope_scaling": scaling}, 2 * len(divisors))
         if torch.allclose(_divisors(rope), divisors, rtol=1e-4):
@@ -157,7 +160,7 @@ class GgufArchitecture:
         """Raise ValueError if the network would rotate other dimensions of the heads than the file states."""
         stated_dim = self.metadata.get("rope.dimension_count")
         rotary_dims = {layer.rope.dim for layer in config.layers if layer.rope}
-        if stated_dim is not None and rotary_dims - {stated_dim}:
+        if stated_dim is not None and rotary_dims - {stated_dim, self.metadata.get("rope.dimension_count_swa")}:
             raise ValueError(f"{self.name}.rope.dimension_count {stated_dim}: this family rotates {max(rotary_dims)}")
         for name, divisors in self.factors.items():
             if tuple(divisors.shape) not in {(dim // 2,) for dim in rotary_dims}:
@@ -242,8 +245,10 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
 
 def _factors(rope: RopeConfig | None) -> dict[str, Tensor]:
     """Return the tensors of a rotary embedding that the metadata cannot describe."""
-    if rope is None or rope.rope_type not in ("llama3", "longrope"):
+    if rope is None or rope.rope_type not in ("llama3", "longrope", "proportional"):
         return {}
+    if rope.rope_type == "proportional":
+        return {FREQS: torch.where(inverse_frequencies(rope)[0] > 0, 1.0, UNROTATED)}
     if rope.rope_type == "llama3":
         return {FREQS: _divisors(rope)}
     return {LONG: torch.tensor(rope.long_factor), SHORT: torch.tensor(rope.short_factor)}

@@ -1,7 +1,8 @@
-"""Conversion of tokenizers between GGUF files and Hugging Face's files. Two of GGUF's tokenizer types are supported.
+"""Conversion of tokenizers between GGUF files and Hugging Face's files. Three of GGUF's tokenizer types are supported.
 
 "gpt2" is byte-level BPE with merges (tokenizer.json); GGUF stores llama.cpp's name for its pre-tokenizer. "llama" is
-sentencepiece BPE with scores: tokenizer.model, or a tokenizer.json that was converted from one, as is done here.
+sentencepiece BPE with scores: tokenizer.model, or a tokenizer.json that was converted from one, as is done here. "gemma4" is
+sentencepiece BPE with merges; it is only read, since "llama" says the same.
 """
 
 import json
@@ -81,8 +82,9 @@ def write_tokenizer(file: GgufFile, folder: Path) -> None:
     """Write tokenizer, chat template and stop tokens as Hugging Face's files; raise ValueError if one is unsupported."""
     stored = {key.removeprefix("tokenizer.ggml."): value for key, value in file.metadata.items()}
     kind, texts = stored.get("model"), stored.get("tokens")
-    if kind not in ("gpt2", "llama") or not isinstance(texts, list):
-        reason = f"its tokenizer type {kind!r} is not supported; supported: gpt2 (byte-level BPE) and llama (sentencepiece)"
+    if kind not in ("gpt2", "llama", "gemma4") or not isinstance(texts, list):
+        supported = "gpt2 (byte-level BPE), llama and gemma4 (sentencepiece)"
+        reason = f"its tokenizer type {kind!r} is not supported; supported: {supported}"
         raise ValueError(f"{file.folder}: {reason}; use the model in Hugging Face's format")
     tokens = _read_tokens(stored, texts, file.meta("token_embd.weight").size(0))
     ids = _special_ids(stored, len(tokens.texts))
@@ -152,8 +154,7 @@ def _byte_level_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None
         supported = ", ".join([*PRE_TOKENIZERS, *ALIASES])
         raise ValueError(f"llama.cpp's pre-tokenizer {pre!r} is not supported; supported: {supported}")
     split = PRE_TOKENIZERS[pre]
-    merges = [(merge[: (at := merge.find(" ", 1))], merge[at + 1 :]) for merge in stored.get("merges", [])]
-    backend = Backend(models.BPE(vocab=_token_ids(tokens), merges=merges, ignore_merges=split.ignore_merges))
+    backend = Backend(models.BPE(vocab=_token_ids(tokens), merges=_merges(stored), ignore_merges=split.ignore_merges))
     if pre in NORMALIZED:
         backend.normalizer = normalizers.NFC()
     prefix = bool(stored.get("add_space_prefix", False))
@@ -165,8 +166,13 @@ def _byte_level_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None
     return backend
 
 
-def _sentencepiece_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
-    """Return sentencepiece's BPE as transformers converts it: all merges that produce a token, sorted by its score."""
+def _merges(stored: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the stored merges; the first text of a merge may begin with a space."""
+    return [(merge[: (at := merge.find(" ", 1))], merge[at + 1 :]) for merge in stored.get("merges", [])]
+
+
+def _merges_by_score(tokens: _Tokens) -> list[tuple[str, str]]:
+    """Return all merges that produce a token, sorted by its score, as transformers converts sentencepiece's BPE."""
     ids, merges = _token_ids(tokens), []
     text_types = {_TokenType.NORMAL, _TokenType.USER_DEFINED}
     for text, token_type, score in zip(*tokens, strict=True):
@@ -174,9 +180,16 @@ def _sentencepiece_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | N
             halves = ((text[:i], text[i:]) for i in range(1, len(text)))
             text_merges = [(-score, ids[left], ids[right]) for left, right in halves if left in ids and right in ids]
             merges += text_merges
-    pairs = [(tokens.texts[left], tokens.texts[right]) for _, left, right in sorted(merges)]
+    return [(tokens.texts[left], tokens.texts[right]) for _, left, right in sorted(merges)]
+
+
+def _sentencepiece_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None) -> Backend:
+    """Return sentencepiece's BPE, with merges from the file or by the tokens' scores."""
+    has_merges = stored["model"] == "gemma4"
+    pairs = _merges(stored) if has_merges else _merges_by_score(tokens)
+    ids = _token_ids(tokens)
     backend = Backend(models.BPE(vocab=ids, merges=pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
-    spaces, prefix = normalizers.Replace(" ", SPACE), stored.get("add_space_prefix", True)
+    spaces, prefix = normalizers.Replace(" ", SPACE), stored.get("add_space_prefix", not has_merges)
     backend.normalizer = normalizers.Sequence([normalizers.Prepend(SPACE), spaces]) if prefix else spaces
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if prefix else steps)
