@@ -197,19 +197,24 @@ class Squeeze(_SingleTensorRule):
 
 
 @dataclass(frozen=True)
-class OneRow(_SingleTensorRule):
-    """A matrix with one row is stored as a vector."""
+class Reshape(_SingleTensorRule):
+    """The same numbers in another shape: `stored` in the file, `shape` here. decay: -exp of the litft tensor is stored."""
 
     hf_name: str
     name: str
+    stored: tuple[int, ...]
+    shape: tuple[int, ...]
+    decay: bool = False
 
     def from_hf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Convert [vector, or matrix with one row] to [matrix]."""
-        return [tensors[0].reshape(1, -1)]
+        """Convert [stored tensor] to [litft tensor]."""
+        tensor = tensors[0].reshape(self.shape)
+        return [(-tensor).log() if self.decay else tensor]
 
     def to_hf(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Convert [matrix] to [vector]."""
-        return [tensors[0].flatten()]
+        """Convert [litft tensor] to [stored tensor]."""
+        tensor = tensors[0].reshape(self.stored)
+        return [-tensor.exp() if self.decay else tensor]
 
 
 @dataclass(frozen=True)
@@ -321,7 +326,7 @@ class Drop:
     hf_name: str
 
 
-Writable = Rename | Split | Interleave | Shift | Tile | Squeeze | OneRow | Stack | KeysAndValues
+Writable = Rename | Split | Interleave | Shift | Tile | Squeeze | Reshape | Stack | KeysAndValues
 Rule = Writable | Dequantize | Drop
 
 

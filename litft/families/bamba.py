@@ -4,11 +4,21 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rename, Rule, Split, Squeeze
+from litft.checkpoints.rules import Rename, Reshape, Rule, Split, Squeeze
 from litft.families import llama
 from litft.model.config import Config, Mamba2Config, NormConfig
 
 MODEL_TYPES = ("bamba", "falcon_h1", "mamba2")
+
+GGUF_MAMBA = {  # metadata of the mixers of hybrids
+    "ssm.conv_kernel": "mamba_d_conv",
+    "ssm.state_size": "mamba_d_state",
+    "ssm.group_count": "mamba_n_groups",
+    "ssm.time_step_rank": "mamba_n_heads",
+    "ssm.inner_size": "mamba_width",
+    "attention.head_count_kv": "num_key_value_heads",
+    "rope.scaling.finetuned": "has_rope",
+}
 
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 MLP = {f"mlp.{n}_proj": f"feed_forward.{n}_proj" for n in ("gate", "up", "down")}
@@ -107,7 +117,7 @@ def _pure_config(hf: dict[str, Any]) -> Config:
 
 def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
     """Return the rules of Mamba-2 mixers; hf_prefix: the prefix of their names in the files."""
-    mamba = next(layer.mixer for layer in config.layers if isinstance(layer.mixer, Mamba2Config))
+    mamba = mixer_of(config)
     prefix, width = "blocks.{}.mixer.", mamba.n_heads * mamba.head_dim
     sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
     fused = [
@@ -133,3 +143,42 @@ def rules(config: Config) -> list[Rule]:
         return [*outer, *mamba_rules(config, f"{layers}mixer."), *llama.rename_modules({"attention_norm": "norm"}, layers)]
     outer = llama.embedding_and_head(config, norm="final_layernorm")
     return [*outer, *mamba_rules(config, "model.layers.{}.mamba."), *llama.rename_modules(llama.ATTENTION | MLP | NORMS)]
+
+
+def gguf_mamba_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names of Mamba-2 mixers."""
+    mamba = mixer_of(config)
+    prefix, width = "blocks.{}.mixer.", mamba.n_heads * mamba.head_dim
+    sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
+    return [
+        Split("blk.{}.ssm_in.weight", tuple(f"{prefix}{n}_proj.weight" for n in ("gate", "conv", "step")), sizes),
+        *llama.rename_modules({"conv": "ssm_conv1d", "out_proj": "ssm_out"}, "blk.{}.", prefix),
+        Rename("blk.{}.ssm_dt.bias", f"{prefix}step_bias"),
+        Reshape("blk.{}.ssm_a", f"{prefix}log_rate", (-1, 1), (-1,), decay=True),
+        Reshape("blk.{}.ssm_d", f"{prefix}skip", (-1, 1), (-1,)),
+        Reshape("blk.{}.ssm_norm.weight", f"{prefix}norm.weight", (mamba.n_groups, -1), (-1,)),
+    ]
+
+
+def gguf_mamba(config: Config) -> dict[str, Any]:
+    """Return the sizes of Mamba-2 mixers, and which layers have them; raise ValueError where llama.cpp has one width."""
+    mamba = mixer_of(config)
+    width = mamba.n_heads * mamba.head_dim
+    if width != 2 * config.dim:
+        raise ValueError(
+            f"llama.cpp reads Mamba-2 layers only if they are {2 * config.dim} wide; keep the Hugging Face folder"
+        )
+    heads = [config.n_kv_heads if layer.attention else 0 for layer in config.layers]
+    has_rope = any(layer.rope for layer in config.layers)
+    sizes = mamba.conv_width, mamba.state_dim, mamba.n_groups, mamba.n_heads, width
+    return dict(zip(GGUF_MAMBA, (*sizes, heads, has_rope), strict=True))
+
+
+def mixer_of(config: Config) -> Mamba2Config:
+    """Return the Mamba-2 mixer of a model; raise ValueError if it has none."""
+    mixers = [layer.mixer for layer in config.layers if layer.mixer]
+    if not mixers:
+        raise ValueError(
+            f"llama.cpp's architecture for {config.model_type} needs Mamba-2 layers; keep the Hugging Face folder"
+        )
+    return mixers[0]

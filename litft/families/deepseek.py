@@ -190,10 +190,9 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_mixture_rules() -> list[Rule]:
-    """Return the rules for llama.cpp's names of the router, the experts and the shared expert."""
-    shared = {f"mlp.shared.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")}
+    """Return the rules for llama.cpp's names of the router, its correction, the experts and the shared expert."""
     bias = Rename("blk.{}.exp_probs_b.bias", "blocks.{}.mlp.correction_bias")
-    return [bias, *mixtral.gguf_expert_rules(), *llama.rename_modules(shared, "blk.{}.")]
+    return [bias, *mixtral.gguf_expert_rules()]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:

@@ -5,18 +5,22 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule, Split
 from litft.families import llama, mixtral
-from litft.families.llama import gguf_rules
 from litft.model.config import Config, ExpertsConfig
 
-__all__ = ["GGUF", "GGUF_FIELDS", "MODEL_TYPES", "config", "gguf_metadata", "gguf_rules", "peft_rules", "rules"]
-
 MODEL_TYPES = ("granite", "hyperclovax", "granitemoe", "granitemoeshared")
-GGUF = {"granite": ("granite", "GraniteForCausalLM")}
+GGUF = {
+    "granite": ("granite", "GraniteForCausalLM"),
+    "granitemoe": ("granitemoe", "GraniteMoeForCausalLM"),
+    "granitemoeshared": ("granitemoe", "GraniteMoeSharedForCausalLM"),
+}
 GGUF_FIELDS = {
     "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_shared_feed_forward_length": "shared_intermediate_size",
 }
 
 
@@ -62,10 +66,25 @@ def rules(config: Config) -> list[Rule]:
     ]
 
 
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return [*mixtral.gguf_expert_rules(), *llama.gguf_rules(config)]
+
+
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the scales."""
+    """Return the scales, and the sizes of the experts."""
     scales = config.layers[0].attention_scale, config.embed_scale, config.residual_scale, 1 / config.logit_scale
-    return dict(zip(GGUF_FIELDS, scales, strict=True))
+    experts = config.layers[0].experts
+    sizes = (experts.count, experts.top_k, experts.shared_dim or None) if experts else (None,) * 3
+    values = zip(GGUF_FIELDS, (*scales, *sizes), strict=True)
+    return {key: value for key, value in values if value is not None}
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json; a mixture with a shared expert has a class of its own."""
+    if hf["model_type"] == "granitemoe" and "shared_intermediate_size" in hf:
+        return hf | {"model_type": "granitemoeshared", "architectures": [GGUF["granitemoeshared"][1]]}
+    return hf
 
 
 def peft_rules(config: Config) -> list[Rule]:

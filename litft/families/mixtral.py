@@ -73,9 +73,11 @@ def mixture_of(config: Config) -> ExpertsConfig:
 
 
 def gguf_expert_rules() -> list[Rule]:
-    """Return the rules for llama.cpp's names of the router and the stacked experts."""
-    experts = {f"ffn_{n}_exps": f"mlp.experts.{n}_proj" for n in ("gate", "up", "down")} | {"ffn_gate_inp": "mlp.router"}
-    return [Rename(f"blk.{{}}.{gguf_name}.weight", f"blocks.{{}}.{name}.weight") for gguf_name, name in experts.items()]
+    """Return the rules for llama.cpp's names of the router, the stacked experts and the shared expert."""
+    names = {"mlp.router": "ffn_gate_inp"}
+    for part in ("gate", "up", "down"):
+        names |= {f"mlp.experts.{part}_proj": f"ffn_{part}_exps", f"mlp.shared.{part}_proj": f"ffn_{part}_shexp"}
+    return llama.rename_modules(names, "blk.{}.")
 
 
 def peft_rules(config: Config) -> list[Rule]:

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import OneRow, Rule
+from litft.checkpoints.rules import Reshape, Rule
 from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 
@@ -83,9 +83,8 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_mixture_rules() -> list[Rule]:
     """Return the rules for llama.cpp's names of the router, the experts, and the shared expert with its gate."""
-    shared = {f"mlp.shared.{n}_proj": f"ffn_{n}_shexp" for n in ("gate", "up", "down")}
-    gate = OneRow("blk.{}.ffn_gate_inp_shexp.weight", "blocks.{}.mlp.shared_gate.weight")
-    return [gate, *mixtral.gguf_expert_rules(), *llama.rename_modules(shared, "blk.{}.")]
+    gate = Reshape("blk.{}.ffn_gate_inp_shexp.weight", "blocks.{}.mlp.shared_gate.weight", (-1,), (1, -1))
+    return [gate, *mixtral.gguf_expert_rules()]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:

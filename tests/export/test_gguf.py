@@ -36,6 +36,9 @@ LATENT = dict(kv_lora_rank=16, q_lora_rank=None, qk_nope_head_dim=12, qk_rope_he
 LATENT |= dict(moe_intermediate_size=24, routed_scaling_factor=1.5)
 EXPERTS = dict(num_experts=5, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
 DELTA = dict(linear_key_head_dim=32, linear_value_head_dim=32, linear_num_key_heads=2, linear_num_value_heads=6)
+GRANITE = dict(attention_multiplier=0.2, embedding_multiplier=1.5, residual_multiplier=0.5, logits_scaling=2.0)
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=16, mamba_expand=2)
+MAMBA |= dict(layer_types=["mamba", "attention", "mamba"], position_embedding_type="nope")
 GEMMA = dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16, num_hidden_layers=7)
 
 # models that GGUF represents exactly: (transformers' config class, values)
@@ -75,7 +78,7 @@ MODELS = {
     "olmo2": ("Olmo2Config", {}),
     "granite": (
         "GraniteConfig",
-        dict(attention_multiplier=0.2, embedding_multiplier=1.5, residual_multiplier=0.5, logits_scaling=2.0),
+        GRANITE,
     ),
     "qwen3_moe": (
         "Qwen3MoeConfig",
@@ -104,6 +107,27 @@ MODELS = {
     "lfm2": (
         "Lfm2Config",
         dict(block_auto_adjust_ff_dim=False, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
+    ),
+    "lfm2_moe": (
+        "Lfm2MoeConfig",
+        dict(
+            num_hidden_layers=3,
+            layer_types=["conv", "full_attention", "conv"],
+            num_dense_layers=1,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+        ),
+    ),
+    "granitemoe": ("GraniteMoeConfig", dict(num_local_experts=5, num_experts_per_tok=2, **GRANITE)),
+    "granitemoeshared": (
+        "GraniteMoeSharedConfig",
+        dict(num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=40, **GRANITE),
+    ),
+    "granite hybrid": ("GraniteMoeHybridConfig", dict(num_local_experts=0, shared_intermediate_size=40, **MAMBA, **GRANITE)),
+    "granite hybrid, experts": (
+        "GraniteMoeHybridConfig",
+        dict(num_local_experts=5, num_experts_per_tok=2, shared_intermediate_size=40, **MAMBA, **GRANITE),
     ),
     "gemma4": (
         "Gemma4TextConfig",
