@@ -8,6 +8,8 @@ from litft.families import deepseek, llama
 from litft.model.config import Config, ExpertsConfig, LayerConfig, NormConfig
 
 MODEL_TYPES = ("cohere", "cohere2", "cohere2_moe")
+GGUF = {"cohere2": ("cohere2", "Cohere2ForCausalLM")}
+GGUF_FIELDS = {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -76,3 +78,13 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
     return deepseek.peft_rules(config)
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP | {"attention_norm": "attn_norm"})
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the scale of the logits."""
+    return {"logit_scale": config.logit_scale}

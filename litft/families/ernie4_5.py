@@ -4,12 +4,14 @@ from dataclasses import replace
 from typing import Any
 
 from litft.families import llama
+from litft.families.llama import gguf_names as gguf_rules
 from litft.families.llama import rules
 from litft.model.config import Config
 
-__all__ = ["MODEL_TYPES", "config", "rules"]
+__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("ernie4_5",)
+GGUF = {"ernie4_5": ("ernie4_5", "Ernie4_5ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:

@@ -4,10 +4,16 @@ from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.rules import Dequantize, Rename, Rule, Split
-from litft.families import llama
+from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("gpt_oss",)
+GGUF = {"gpt_oss": ("gpt-oss", "GptOssForCausalLM")}
+GGUF_FIELDS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "intermediate_size",
+}
 
 YARN = dict(
     rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False, original_max_position_embeddings=4096
@@ -63,3 +69,24 @@ def peft_rules(config: Config) -> list[Rule]:
         Rename(f"{hf_prefix}down_proj", f"{prefix}down_proj.weight", transposed=True),
         Rename(f"{hf_prefix}down_proj_bias", f"{prefix}down_proj.bias"),
     ]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    names = llama.GGUF_ATTENTION | {"attention_norm": "attn_norm", "mlp_norm": "post_attention_norm"}
+    sinks = Rename("blk.{}.attn_sinks.weight", "blocks.{}.attention.sinks")
+    return [sinks, *mixtral.gguf_expert_rules(), *llama.gguf_names(config, names)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of the experts."""
+    experts = mixtral.mixture_of(config)
+    return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k, experts.hidden_dim), strict=True))
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json; gpt-oss does not round the bounds of YaRN's ramp, which no metadata says."""
+    scaling = hf.get("rope_scaling", {"rope_type": "default"})
+    if scaling["rope_type"] == "yarn":
+        scaling |= {"truncate": False}
+    return hf | {"rope_scaling": scaling}

@@ -8,6 +8,7 @@ from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("hunyuan_v1_dense", "hunyuan_v1_moe")
+GGUF = {"hunyuan_v1_dense": ("hunyuan-dense", "HunYuanDenseV1ForCausalLM")}
 
 NORMS = {"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"}
 
@@ -54,3 +55,8 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts."""
     return mixtral.fused_experts(config, "model.layers.{}.mlp.experts.")
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return llama.gguf_names(config)

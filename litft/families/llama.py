@@ -148,6 +148,13 @@ def gguf_rules(config: Config) -> list[Rule]:
     return [*interleaved, *gguf_names(config)]
 
 
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json; llama.cpp's architecture is the same for Llama and Mixtral."""
+    if hf["model_type"] == "llama" and hf.get("num_local_experts"):
+        return hf | {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"]}
+    return hf
+
+
 def drop_mtp(config: Config, prefix: str = "model.layers.") -> list[Rule]:
     """Return rules that ignore the layers for multi-token prediction, which follow the last layer in published files."""
     return [Drop(f"{prefix}{len(config.layers) + n}.{{*}}") for n in range(3)]

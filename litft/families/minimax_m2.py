@@ -8,6 +8,14 @@ from litft.families import deepseek, llama, mixtral
 from litft.model.config import Config
 
 MODEL_TYPES = ("minimax_m2",)
+GGUF = {"minimax_m2": ("minimax-m2", "MiniMaxM2ForCausalLM")}
+GGUF_FIELDS = {
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "intermediate_size",
+    "expert_gating_func": "scoring_func",
+    "rope.dimension_count": "rotary_dim",
+}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -32,3 +40,19 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of experts and router."""
     return mixtral.peft_rules(config)
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return [*deepseek.gguf_mixture_rules(), *llama.gguf_names(config)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of the experts."""
+    of_experts = deepseek.gguf_experts(config)
+    return {key: of_experts[key] for key in GGUF_FIELDS if key in of_experts}
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the function of its router."""
+    return {name: value for name, value in hf.items() if name != "partial_rotary_factor"} | {"scoring_func": "sigmoid"}

@@ -8,6 +8,8 @@ from litft.families import llama, mistral
 from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("mixtral",)
+GGUF = {"mixtral": ("llama", "MixtralForCausalLM")}
+GGUF_FIELDS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -61,6 +63,17 @@ def fused_experts(
         Split(f"{hf_prefix}{gate_up}", gate_up_names, (experts.hidden_dim,) * 2),
         Rename(f"{hf_prefix}{down}", f"{prefix}down_proj.weight"),
     ]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return [*gguf_expert_rules(), *llama.gguf_rules(config)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the number of experts."""
+    experts = mixture_of(config)
+    return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k), strict=True))
 
 
 def mixture_of(config: Config) -> ExpertsConfig:

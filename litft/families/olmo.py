@@ -12,7 +12,8 @@ from litft.model.config import Config, ExpertsConfig, NormConfig
 from litft.model.rope_config import RopeConfig
 
 MODEL_TYPES = ("olmo", "olmo2", "olmo3", "olmoe", "flex_olmo")
-GGUF = {"olmo2": ("olmo2", "Olmo2ForCausalLM")}
+GGUF = {"olmo2": ("olmo2", "Olmo2ForCausalLM"), "olmoe": ("olmoe", "OlmoeForCausalLM")}
+GGUF_FIELDS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -76,5 +77,14 @@ def peft_rules(config: Config) -> list[Rule]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
-    names = {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
-    return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | names)
+    names = llama.GGUF_NORMS | {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
+    names |= llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP
+    return [*mixtral.gguf_expert_rules(), *llama.gguf_names(config, names)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the number of experts of OLMoE."""
+    experts = config.layers[0].experts
+    if experts and config.n_kv_heads != config.n_heads:
+        raise ValueError("llama.cpp's architecture olmoe has no shared key heads; keep the Hugging Face folder")
+    return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k), strict=True)) if experts else {}

@@ -108,6 +108,23 @@ MODELS = {
         "Lfm2Config",
         dict(block_auto_adjust_ff_dim=False, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     ),
+    "mixtral": ("MixtralConfig", dict(num_local_experts=4, sliding_window=None)),
+    "gpt_oss": (
+        "GptOssConfig",
+        dict(
+            head_dim=16,
+            num_local_experts=4,
+            num_experts_per_tok=2,
+            sliding_window=6,
+            rope_parameters=dict(rope_type="default", rope_theta=150000.0),
+        ),
+    ),
+    "glm4": ("Glm4Config", dict(head_dim=16, attention_bias=True)),
+    "cohere2": ("Cohere2Config", dict(num_hidden_layers=5, sliding_window=6, logit_scale=0.125)),
+    "olmoe": ("OlmoeConfig", dict(num_experts=5, num_experts_per_tok=2, num_key_value_heads=4)),
+    "minimax_m2": ("MiniMaxM2Config", dict(head_dim=16, rotary_dim=8, num_local_experts=5, num_experts_per_tok=2)),
+    "ernie4_5": ("Ernie4_5Config", dict(head_dim=16)),
+    "hunyuan": ("HunYuanDenseV1Config", dict(head_dim=16)),
     "lfm2_moe": (
         "Lfm2MoeConfig",
         dict(
@@ -309,7 +326,7 @@ REFUSED = {
         "Gemma2Config",
         dict(attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA),
     ),
-    "not supported; supported: deepseek": ("CohereConfig", {}),
+    "not supported; supported: cohere2": ("CohereConfig", {}),
     "q_lora_rank null only if they have 26 or 27 layers, found 3": (
         "DeepseekV2Config",
         dict(num_experts_per_tok=3, **LATENT),
@@ -336,6 +353,19 @@ def test_sliding_windows_that_llama_cpp_ignores_are_reported(kind, shared, tmp_p
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
     to_gguf(tmp_path / "tiny", tmp_path / "file")
     assert "sliding window of 9 tokens; answers to longer texts will differ" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_the_ramp_of_gpt_oss_is_kept(shared, tmp_path, capsys):
+    rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=1e3, truncate=False)
+    folder = make_folder("gpt_oss", tmp_path / "tiny", shared, rope_parameters=rope, max_position_embeddings=256)
+    file = to_gguf(folder, tmp_path / "file")
+    assert "llama.cpp rounds the bounds of YaRN's ramp" in capsys.readouterr().err
+    tokens, expected = draw(1, 100, seed=1), litft.load(folder)[0]
+    back = from_gguf(file, tmp_path / "back")
+    assert relative(litft.load(back)[0](tokens), expected(tokens)) <= 1e-5
+    difference = relative(llama_cpp_logits(file, tokens[0]), expected(tokens)[0])
+    assert difference > 1e-4
 
 
 @pytest.mark.parametrize("outtype, kind", [("f16", TYPES.F16), ("bf16", TYPES.BF16), ("q8_0", TYPES.Q8_0)])
@@ -711,7 +741,7 @@ def test_damaged_files_are_reported(change, shared, tmp_path):
 
 
 INVALID_METADATA = {
-    "is not supported; supported: deepseek": {"general.architecture": "mamba"},
+    "is not supported; supported: cohere2": {"general.architecture": "mamba"},
     "contains no model but 'adapter'": {"general.type": "adapter"},
     "its tokenizer type 'bert' is not supported": {"tokenizer.ggml.model": "bert"},
     "occurs more than once": {"tokenizer.ggml.tokens": ["a"] * 512},

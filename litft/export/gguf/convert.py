@@ -117,6 +117,9 @@ def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> s
     if window := architecture.ignored_window():
         reason = f"llama.cpp ignores this model's sliding window of {window} tokens"
         print(f"warning: {reason}; answers to longer texts will differ", file=sys.stderr)
+    if any(layer.rope and not layer.rope.truncate for layer in config.layers):
+        reason = "llama.cpp rounds the bounds of YaRN's ramp, which this model does not"
+        print(f"warning: {reason}; its logits will differ", file=sys.stderr)
     outtype = args.outtype
     if outtype == "auto":
         outtype = "bf16" if source.dtype(None) == torch.bfloat16 else "f16"

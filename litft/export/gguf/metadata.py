@@ -49,7 +49,7 @@ REQUIRED_KEYS = ("context_length", "embedding_length", "block_count", "feed_forw
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of all models so far
 READS_FACTORS = ("llama", "phi3", "exaone4", "gemma4")  # architectures for which llama.cpp reads these tensors
-SUPPORTS_WINDOWS = ("gemma2", "gemma3", "gemma4")  # llama.cpp ignores the sliding window of all others
+SUPPORTS_WINDOWS = ("gemma2", "gemma3", "gemma4", "gpt-oss", "cohere2")  # llama.cpp ignores the sliding window of all others
 UNROTATED = 1e30  # a divisor that leaves entries where they are (Gemma 4)
 DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
 
@@ -197,7 +197,8 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
     attention = [layer for layer in config.layers if layer.attention]
     if not attention:
         raise ValueError("GGUF files of models without any attention layer are not supported; keep the Hugging Face folder")
-    rope = next((layer.rope for layer in attention if layer.window is None), attention[0].rope)
+    ropes = sorted((layer for layer in attention if layer.rope), key=lambda layer: layer.window is not None)
+    rope = ropes[0].rope if ropes else None  # of full attention if it rotates
     metadata, factors = _metadata(config, rope) | gguf_metadata(config), _factors(rope)
     architecture = GgufArchitecture(name, metadata, tensor_names, config.vocab_size, config.tied, factors)
     unsupported = _differences(config, read_config(architecture.to_hf()), name in SUPPORTS_WINDOWS)
