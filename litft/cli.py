@@ -113,7 +113,8 @@ def main() -> None:
         matches = [meant] if meant else difflib.get_close_matches(typed, COMMANDS, n=1)
         matches = matches or [name for name in COMMANDS if typed in name.split()]
         fail(f"no command {typed!r}{f'; did you mean litft {matches[0]}?' if matches else ''}\n{usage}")
-    print(usage)
+    with user_errors():
+        print(usage, flush=True)
 
 
 def fail(message: str, any_rank: bool = False) -> NoReturn:

@@ -203,7 +203,11 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None, family: str 
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; {_gguf_remedy([folder]) or 'name the folder that contains it'}")
     if run_dir.is_run(folder) and not run_dir.finished(folder):
-        raise ValueError(f"{folder} is a run that has not finished; continue it with --resume --out_dir {folder}")
+        export = f"{run_dir.command('scripts/convert_to_hf.py')} --checkpoint_dir {folder}"
+        raise ValueError(
+            f"{folder} is a run that has not finished; continue it with --resume --out_dir {folder}, or write its newest "
+            f"state as it is: {export}"
+        )
     if (folder / "final").is_dir() and not (folder / "config.json").is_file():
         folder = folder / "final"  # the folder of a run means its result
     adapter = folder if (folder / ADAPTER_CONFIG).is_file() else None

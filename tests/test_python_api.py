@@ -114,6 +114,7 @@ def test_keywords_equal_flags():
         ({"model_name_or_path": "a"}, TypeError, "here it is model"),
         ({"flash_attention": True}, TypeError, "leave it out (the fastest attention is chosen)"),
         ({"load_in_4bit": False}, TypeError, "'load_in_4bit'; leave it out"),
+        ({"optimizer_in_backward": True}, ValueError, "optimizer_in_backward=True: the first weights are updated"),
         ({"output_dir": "out/a"}, TypeError, "here it is out_dir='out/a'"),
         ({"train_on_inputs": False}, TypeError, "here it is mask_prompt=True"),
         ({"max_step": 3}, TypeError, "did you mean max_steps?"),

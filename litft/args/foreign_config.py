@@ -1,7 +1,8 @@
 """A YAML file of axolotl or LLaMA-Factory in litft's terms, to replace it after the error messages about its names."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, get_args
 
 import yaml
@@ -9,56 +10,107 @@ import yaml
 from litft.args.aliases import translate
 from litft.args.data_path import TYPES, Formats
 
-FLAG = re.compile(r"--([\w.]+)(?: (.*?))?(?= --|$)")  # a name and its value in a translation
+FLAG = re.compile(r"--([\w.]+)(?: (?!--)(.*?))?(?= --|$)")  # a name and its value in a translation
 PLACEHOLDERS = ("N", "R", "RUN", "VALUE", "FILE.jinja", "NAMES")  # of values that do not carry over
-# settings of axolotl's data sets that need no counterpart: litft finds the format and the turns by itself
-DETECTED = ("type", "ds_type", "roles", "roles_to_train", "train_on_eos", "train_on_eot", "chat_template")
-DETECTED += ("message_field_training", "message_field_training_detail", "message_property_mappings")
+OMITTED = ("resume", "strategy")  # a new run does not need them: the strategy is chosen
+DATA = {"datasets": "data.path", "test_datasets": "data.val_path"}
 RENAMED = {"data_files": "path", "name": "subset", "train_on_split": "split"}
 TURNS = {"from": "conversations", "human": "conversations"}  # the name of a turn's speaker -> litft's field of the turns
+# settings of a data set -> the values that litft has anyway; and what it does instead of others
+USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "ds_type": (("json", "csv", "parquet", "text"), "the ending of the file's name says it"),
+    "roles_to_train": ((["assistant"], ["gpt"], ["assistant", "gpt"]), "only the assistant's turns are learned"),
+    "train_on_eos": (("turn", "last"), "the end of each answer is learned"),
+    "train_on_eot": (("turn", "last"), "the end of each answer is learned"),
+    "chat_template": (("tokenizer_default",), "--data.template, or template of this item, is a name or a Jinja file"),
+}
+SPEAKERS = (
+    {"role": "role", "content": "content"},
+    {"role": "from", "content": "value"},
+)
 
 
-def in_litfts_terms(entries: Mapping[str, Any], texts: Mapping[str, str], flag_types: Mapping[str, Any]) -> str:
-    """Return the YAML with litft's names, without what is not needed here or has no counterpart.
+def in_litfts_terms(
+    entries: Mapping[str, Any],
+    texts: Mapping[str, str],
+    flag_types: Mapping[str, Any],
+    is_valid: Callable[[str, Any], bool],
+) -> tuple[str, list[str]]:
+    """Return the YAML with litft's names, and notes on settings of data sets that have no counterpart.
 
-    entries: the values by dotted name; texts: the same in the form of the command line.
+    entries: the values by dotted name; texts: the same in the form of the command line. is_valid: whether a flag accepts a
+    value.
     """
     converted: dict[str, Any] = {}
+    notes: list[str] = []
     for name, value in entries.items():
         if name in flag_types:
             _put(converted, name, value)
-        elif name in ("datasets", "test_datasets"):
-            items = value if isinstance(value, list) else [value]
-            _put(converted, "data.path" if name == "datasets" else "data.val_path", [data_item(item) for item in items])
+        elif name in DATA:
+            items = [item for data_set in (value if isinstance(value, list) else [value]) for item in data_items(data_set)]
+            _put(converted, DATA[name], [item for item, _ in items])
+            notes += [note for _, lost in items for note in lost]
         elif translation := translate(name, texts[name], texts):
             for flag, setting in FLAG.findall(translation[0]):
-                if setting not in PLACEHOLDERS:
-                    _put(converted, flag, yaml.safe_load(setting) if setting else True)
-    return yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip()
+                text = setting or "true"
+                if flag not in OMITTED and text not in PLACEHOLDERS and is_valid(flag, text):
+                    _put(converted, flag, yaml.safe_load(text))
+    if "lora_model_dir" in entries or "adapter_name_or_path" in entries:
+        converted.pop("lora", None)  # an adapter goes on with its own ranks and targets
+    return yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip(), list(dict.fromkeys(notes))
 
 
-def data_item(item: Any) -> Any:
-    """Return one of axolotl's data sets as an item of `data.path`: a path, or a mapping of the settings that remain."""
-    if not isinstance(item, Mapping):
-        return item
-    settings, columns = {}, {}
-    for name, value in item.items():
-        if name == "field":
-            columns["text"] = value
-        elif name == "field_messages":
-            speaker = (item.get("message_property_mappings") or {}).get("role", item.get("message_field_role"))
-            columns[TURNS.get(speaker, "messages" if value != "conversations" else value)] = value
-        elif name == "type" and isinstance(value, Mapping):
-            fields = ("instruction", "input", "output", "system")
-            columns |= {field: value[f"field_{field}"] for field in fields if f"field_{field}" in value}
-        elif name not in DETECTED and value is not None:
-            settings[RENAMED.get(name, name)] = value
-    if item.get("type") in get_args(Formats):
-        settings["format"] = item["type"]
-    if columns := {ours: theirs for ours, theirs in columns.items() if ours != theirs}:
+def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
+    """Yield the items of `data.path` for one of axolotl's data sets, each a path or a mapping, and notes on what is lost."""
+    if not isinstance(data_set, Mapping):
+        yield data_set, []
+        return
+    settings: dict[str, Any] = {}
+    for name, value in data_set.items():
+        if (name := RENAMED.get(name, name)) in TYPES and value is not None:
+            settings[name] = value
+    if data_set.get("type") in get_args(Formats):
+        settings["format"] = data_set["type"]
+    if columns := _columns(data_set):
         settings["columns"] = columns
-    settings = {name: value for name, value in settings.items() if name in TYPES}
-    return settings["path"] if settings.keys() == {"path"} else settings
+    files = settings.get("path")
+    for path in files if isinstance(files, list) else [files]:
+        is_file = Path(str(path)).suffix != "" or Path(str(path)).exists()  # only data sets on the hub have splits
+        kept = {n: v for n, v in (settings | {"path": path}).items() if not (is_file and n in ("split", "subset"))}
+        yield (path if kept.keys() == {"path"} else kept), [f"{path}: {note}" for note in _losses(data_set)]
+
+
+def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
+    """Return litft's names of fields that the data set names otherwise."""
+    columns: dict[str, Any] = {}
+    if "field" in data_set:
+        columns["text"] = data_set["field"]
+    if (turns := data_set.get("field_messages")) is not None:
+        speaker = (data_set.get("message_property_mappings") or {}).get("role", data_set.get("message_field_role"))
+        columns[TURNS.get(speaker, "messages" if turns != "conversations" else turns)] = turns
+    if isinstance(prompt := data_set.get("type"), Mapping):
+        fields = ("instruction", "input", "output", "system")
+        columns |= {field: prompt[f"field_{field}"] for field in fields if f"field_{field}" in prompt}
+    return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
+
+
+def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each setting that litft does not have, with what it does instead."""
+    known = {*TYPES, *RENAMED, *USUAL, "type", "field", "field_messages", "message_property_mappings", "roles"}
+    for name, value in data_set.items():
+        if name in USUAL and value not in USUAL[name][0]:
+            yield f"{name} {value!r} has no counterpart: {USUAL[name][1]}"
+        elif name == "message_property_mappings" and value not in SPEAKERS:
+            yield f"{name} {value!r} has no counterpart: turns have role and content, or from and value; rename them"
+        elif name not in known and not name.startswith("message_field"):
+            yield f"{name} has no counterpart"
+    if (
+        isinstance(prompt := data_set.get("type"), Mapping)
+        and {"format", "no_input_format", "system_prompt"} & prompt.keys()
+    ):
+        yield "the format of its type has no counterpart: the model's template is used; `template` names another"
+    elif data_set.get("type") == "input_output":
+        yield "type input_output (segments) is not supported: use records of input_ids and labels"
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:

@@ -69,8 +69,17 @@ def _literal(setting: str) -> str:
 
 def name_keywords(message: str, method: str) -> str:
     """Return a message with the keywords of `litft.finetune` instead of flags: max_steps for --train.max_steps."""
-    keywords = OWN | {flag: name for name, flag in keyword_names(FINETUNE[method]).items()}
-    return re.sub(r"--([a-z_]+(?:\.[a-z_]+)?)", lambda match: keywords.get(match[1], match[0]), message)
+    types, keywords = (
+        types_of_flags(FINETUNE[method]),
+        {flag: name for name, flag in keyword_names(FINETUNE[method]).items()},
+    )
+    keywords |= OWN
+
+    def keyword(match: re.Match) -> str:
+        name = keywords.get(match[1], match[0])
+        return f"{name}=True" if types.get(match[1]) is bool and not match[2] else f"{name}{match[2]}"
+
+    return re.sub(r"--([a-z_]+(?:\.[a-z_]+)?)((?: (?:true|false)\b)?)", keyword, message)
 
 
 def _as_word(value: Any, flag_type: Any) -> str:

@@ -232,8 +232,15 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     brief = {name: text if len(text) <= 80 else "..." for name, text in all_texts.items()}
     problems = [f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}" for name in unknown]
     if unknown and _is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
-        terms = in_litfts_terms(entries, all_texts, flag_types)
+        parser = _parser(cls, exit_on_error=False)
+        checks = entries, all_texts, flag_types, lambda name, text: _accepts(parser, name, text, flag_types)
+        terms, notes = in_litfts_terms(*checks)
+        problems += [f"{path}: {note}" for note in notes]
         problems.append(f"{path} in litft's terms, without what has no counterpart:\n\n{terms}\n")
+    if all_texts.get("resume") == "true" and "out_dir" not in entries:
+        problems.append(f"{path}: resume continues the run in out_dir, which is missing")
+    if unknown and cls not in FINETUNE.values() and is_litfts(all_texts):
+        problems = [f"{path}: these are flags of finetune/lora.py; use finetune/lora.py --config {path} --dry_run"]
     texts = {name: text for name, text in all_texts.items() if name in flag_types}
     lists = {name: value for name, value in entries.items() if name in texts and get_origin(flag_types[name]) is list}
     for name, value in lists.items():
@@ -269,6 +276,17 @@ def _full_name(name: str, flag_types: dict[str, Any]) -> str:
         return name
     matches = [flag for flag in flag_types if name in (flag.rpartition(".")[2], flag.replace(".", "_"))]
     return matches[0] if len(matches) == 1 else name
+
+
+def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str, Any]) -> bool:
+    """Return whether a flag accepts a value."""
+    word = _as_list(text, flag_types[name]) if get_origin(flag_types[name]) is list else text
+    return _is_valid(parser, f"--{name}={optimizer(word) if name == 'train.optimizer' else word}")
+
+
+def is_litfts(texts: dict[str, str]) -> bool:
+    """Return whether a file has flags of fine-tuning, by their full names."""
+    return any(name.startswith(("train.", "lora.", "adapter.", "save.")) for name in texts)
 
 
 def _is_finetuning(flag_types: dict[str, Any]) -> bool:

@@ -101,7 +101,9 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
     if len(texts) == 2:
         remedy = f"if they are question and answer: --data.columns 'prompt={texts[0]},completion={texts[1]}'"
     if re.search(r"\.[ct]sv\b", where):
-        remedy += "; the first line of a table must have the names of its fields"
+        is_record = any(len(name) > 40 or name.rstrip().endswith(("?", ".")) for name in record)
+        names = "the first line of a table must have the names of its fields"
+        remedy = f"its first line seems to be a record; {names}: question,answer" if is_record else f"{remedy}; {names}"
     if missing:
         remedy = f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
     if preference_kind(record) == "pairs":
@@ -182,6 +184,9 @@ def check_messages(messages: Any, where: str) -> list[Message]:
 
 def _message(message: Any, where: str) -> Message:
     if not isinstance(message, dict) or message.get("role") not in ROLES:
+        if isinstance(message, dict) and "role" not in message:
+            given = ", ".join(map(repr, message)) or "none"
+            raise ValueError(f"{where} has the fields {given}; litft needs role and content: rename them in the file")
         role = message.get("role") if isinstance(message, dict) else message
         raise ValueError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
     calls = _calls(message.get("tool_calls"), where)

@@ -256,16 +256,19 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     """
     lines = (line + "\n" for line in _text_lines(path, file))
     header = next(lines, "")
-    if separator not in header and ";" in header:
+    if declared := re.fullmatch(r"sep=(.)\s*", header):  # an instruction to Excel
+        separator, header = declared[1], next(lines, "")
+    elif separator not in header and ";" in header:
         separator = ";"
     limit = csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
     try:
         rows = csv.reader(chain([header] if header else [], lines), delimiter=separator, strict=True)
-        names = next(rows, [])
+        names = _without_empty_end(next(rows, []))
         if len(set(names)) < len(names):
             raise ValueError(f"{path}, line 1: two columns have the same name; the first line is the header")
         for row in rows:
             where = f"{path}, line {rows.line_num}"
+            row = row if len(row) <= len(names) else _without_empty_end(row, len(names))
             if len(row) == len(names):
                 yield where, dict(zip(names, row, strict=True))
             elif row:
@@ -275,6 +278,13 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
         raise ValueError(f"{path}, line {rows.line_num}: invalid table ({error}); fix it there") from None
     finally:
         csv.field_size_limit(limit)
+
+
+def _without_empty_end(row: list[str], length: int = 0) -> list[str]:
+    """Return a row without the empty cells at its end, which spreadsheets add, but at least `length` cells."""
+    while len(row) > length and not row[-1].strip():
+        row = row[:-1]
+    return row
 
 
 def _parquet(path: Path, file: BinaryIO) -> Records:

@@ -176,6 +176,8 @@ class Chat:
                 self.screen.notice(f"error: {error.filename}: {error.strerror}")
         elif line.startswith("/") and self.screen.is_terminal and "/" not in name:
             self.screen.notice(f"/{name} is not a command; /help lists them")
+        elif line.strip().lower() in ("quit", "exit") and self.screen.is_terminal:
+            self.screen.notice("/quit ends the chat")
         elif line:
             self.say(line)
 

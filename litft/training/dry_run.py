@@ -92,7 +92,7 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         )
     if 0 < len(data.val) < FEW_EXAMPLES:
         examples = _count(len(data.val), "validation example")
-        remedy = "give --data.val_path, or learn them too: --data.val_fraction 0"
+        remedy = "give --data.val_path or a larger --data.val_fraction, or learn them too: --data.val_fraction 0"
         yield f"warning: {examples} cannot tell how good the model is; {remedy}"
     if not len(data.val):
         yield (
@@ -205,12 +205,22 @@ def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Itera
     """The first samples of the run, as the model reads them."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ and os.environ.get("TERM") != "dumb"
     train = schedule.data.train
-    for number in schedule.order.indices(0, min(count, schedule.order.size)):
+    numbers = schedule.order.indices(0, min(count, schedule.order.size))
+    if len(train.stores) > 1 and count:  # at least one of each path
+        missing = set(train.store_numbers.tolist()) - {int(train.store_numbers[number]) for number in numbers}
+        numbers += [int(np.argmax(train.store_numbers == store)) for store in sorted(missing)]
+    for number in numbers:
         sample = train[number]
         for title, document in zip(_titles(sample), sample.split(), strict=True):
             size = f"{document.tokens.numel():,} tokens, {document.supervised:,} learned"
-            yield f"\n--- training example {number}{title}: {size}"
+            yield f"\n--- training example {number}{_path_of(schedule.data, number)}{title}: {size}"
             yield marked_text(document, tokenizer, colour)
+
+
+def _path_of(data: DataSplits, number: int) -> str:
+    """Where a training sample comes from, if there are several paths."""
+    report = data.train.stores[data.train.store_numbers[number]].report
+    return "".join(f" of {name}" for name, other in data.reports.items() if other is report and len(data.train.stores) > 1)
 
 
 def _titles(sample: Sample) -> list[str]:

@@ -124,7 +124,8 @@ def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
     device = torch.device(pick_accelerator(args.accelerator))
     check_devices(device.type, args.devices)
     _check_offload(setup, device)
-    check_logger(args.logger)
+    if not args.dry_run:
+        check_logger(args.logger)
     source.check_length("--data.max_seq_length", args.data.max_seq_length)
     vocab_size, max_positions = setup.method.vocab_size(source.config), source.config.max_positions
     timeout, kind = seconds(args.timeout), setup.objective.data

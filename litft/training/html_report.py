@@ -114,7 +114,7 @@ def write_report(folder: Path, report: Report) -> None:
         _flags(report.flags),
         "<h2>Machine</h2>",
         _list(report.machine),
-        f"<details><summary>{CONFIG}</summary><pre>{html.escape(public(config))}</pre></details>",
+        f"<details><summary>{CONFIG}, with shortened paths</summary><pre>{html.escape(public(config))}</pre></details>",
     ]
     head = (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'

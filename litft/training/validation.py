@@ -216,9 +216,9 @@ def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: DataSplits) -> Iterator
     """Yield the prompts as text and as token ids. Raises ValueError if the model cannot read one."""
     if not args.prompts:
         samples, count = (data.val, 1) if len(data.val) else (data.train, NUM_TRAINED)
-        questions = (sample.answer[0] for sample in islice(samples, PROMPT_CANDIDATES) if sample.answer)
-        for ids in islice(questions, count):
-            yield question_text(tokenizer, ids.tolist()), ids.tolist()
+        questions = (tuple(sample.answer[0].tolist()) for sample in islice(samples, PROMPT_CANDIDATES) if sample.answer)
+        for ids in list(dict.fromkeys(questions))[:count]:
+            yield question_text(tokenizer, list(ids)), list(ids)
     is_text = all(set(report.formats) <= {"text"} for report in data.reports.values())
     for item in args.prompts:
         for text in filter(None, map(str.strip, _texts(item))):

@@ -404,6 +404,8 @@ datasets:
     roles_to_train: [assistant]
   - {path: faq.jsonl, type: {field_instruction: asked, field_output: reply}, split: "train[:10]"}
   - {path: prose.jsonl, type: completion, field: body}
+  - {path: folder, data_files: [a.jsonl, b.jsonl], split: train}
+  - {path: owner/name, type: chat_template, split: train, shards: 10, roles_to_train: [human, gpt]}
 val_set_size: 0.05
 output_dir: ./outputs/x
 sequence_len: 512
@@ -412,6 +414,9 @@ lora_target_linear: true
 gradient_accumulation_steps: 4
 micro_batch_size: 2
 lr_scheduler: constant_with_warmup
+torch_compile: auto
+resume_from_checkpoint: out/old/checkpoint-100
+cosine_min_lr_ratio: 0.1
 bf16: auto
 evals_per_epoch: 4
 special_tokens: {pad_token: "<|end|>"}
@@ -435,13 +440,29 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
     assert (args.checkpoint_dir, args.quantize, args.out_dir, args.lora.r) == ("some/model", "nf4", "./outputs/x", 16)
     assert (args.train.global_batch_size, args.train.micro_batch_size, args.train.lr_schedule) == (8, 2, "constant")
     assert (args.data.max_seq_length, args.data.val_fraction, args.data.template) == (512, 0.05, "auto")
-    assert args.precision == "bf16" and args.lora.targets == ["all-linear"] and args.strategy == "auto"
+    assert args.precision == "auto" and args.lora.targets == ["all-linear"] and args.strategy == "auto"
     assert [item.entry() for item in args.data.paths] == [
         {"path": "alpaca.jsonl", "format": "alpaca"},
         {"path": "chats.jsonl", "columns": {"conversations": "turns"}},
-        {"path": "faq.jsonl", "columns": {"instruction": "asked", "output": "reply"}, "split": "train[:10]"},
+        {"path": "faq.jsonl", "columns": {"instruction": "asked", "output": "reply"}},
         {"path": "prose.jsonl", "columns": {"text": "body"}},
+        *("a.jsonl", "b.jsonl"),
+        {"path": "owner/name", "split": "train"},
     ]
+    assert "owner/name: shards has no counterpart" in lines and not args.resume and args.train.min_lr_ratio == 0.1
+    assert "owner/name: roles_to_train ['human', 'gpt'] has no counterpart: only the assistant's turns are learned" in lines
+    assert not any(line.startswith(("alpaca.jsonl", "chats.jsonl")) for line in lines)
+
+
+def test_configs_of_other_commands_and_resume_in_a_file(tmp_path):
+    (tmp_path / "a.yaml").write_text("resume: true\n")
+    with pytest.raises(ValueError, match=r"a\.yaml: resume continues the run in out_dir, which is missing"):
+        parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
+    (tmp_path / "a.yaml").write_text("checkpoint_dir: a\nquantize: nf4\ntrain: {max_steps: 3}\n")
+    with pytest.raises(
+        ValueError, match=r"these are flags of finetune/lora\.py; use finetune/lora\.py --config .* --dry_run$"
+    ):
+        parser.parse(flags.PrepareArgs, ["--config", str(tmp_path / "a.yaml")])
 
 
 @pytest.mark.parametrize(

@@ -432,6 +432,7 @@ def test_several_paths_with_weights(tmp_path, tiny):
         ("a.json", '[{"messages": [{"role": "user", "content": "a"}]}]', "record 0: no message is from the assistant"),
         ("a.jsonl", '{"text": "a"}\n{"x": }\n3', "(?s)line 2: invalid JSON.*line 3: an example must.*2 of 3 records"),
         ("a.json", '[{"text": "a"}', "line 1: invalid JSON"),
+        ("a.csv", "Are you open?,Yes.\nWhere?,Here.", "line 2: .*; its first line seems to be a record; the first line of"),
     ],
 )
 def test_errors_name_the_file_and_the_line_or_record(tmp_path, tiny, name, content, message):

@@ -82,6 +82,9 @@ def test_utf_16_with_a_byte_order_mark(tmp_path, encoding):
 def test_a_table_that_excel_writes_with_semicolons(tmp_path):
     (tmp_path / "a.csv").write_bytes(b'\xef\xbb\xbfQuestion;Answer\r\n"Bread; or rolls?";1,20\r\n')
     assert [record for _, record in read_records(tmp_path / "a.csv")] == [{"Question": "Bread; or rolls?", "Answer": "1,20"}]
+    (tmp_path / "a.csv").write_text("sep=|\nquestion|answer||\na|b||\nc|d\n")
+    expected = [{"question": "a", "answer": "b"}, {"question": "c", "answer": "d"}]
+    assert [record for _, record in read_records(tmp_path / "a.csv")] == expected
     (tmp_path / "a.csv").write_text("question,answer;unit\na;b,c\n")
     assert [record for _, record in read_records(tmp_path / "a.csv")] == [{"question": "a;b", "answer;unit": "c"}]
 

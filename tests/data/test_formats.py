@@ -121,6 +121,7 @@ def test_capitals_and_spaces_of_field_names_do_not_matter():
     "record, message",
     [
         ({"foo": 1}, "no known format has the fields 'foo'.*--data.columns OURS=THEIRS"),
+        ({"messages": [{"speaker": "a", "text": "b"}]}, "message 0 has the fields 'speaker', 'text'; litft needs role and"),
         ({"instruction": "a", "output": 3}, "field 'output' must be text, found a number"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "message 0 has the role 'robot'; known: system"),
