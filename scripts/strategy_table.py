@@ -30,7 +30,7 @@ def difference(one: dict[str, list[float]], several: dict[str, list[float]]) -> 
 
 
 def table() -> str:
-    """Return a Markdown table: per method and base, the largest difference of losses over ten steps and validations."""
+    """Return a Markdown table: per method and base, the largest difference of losses over all steps and validations."""
     from strategies import METHODS, PROCESSES, cases, losses
 
     with tempfile.TemporaryDirectory() as name:
@@ -44,7 +44,7 @@ def table() -> str:
         one = results["single"][case]["loss"]
         cells = [difference(results["single"][case], results[s][case]) if case in results[s] else "-" for s in several]
         lines.append(
-            f"| {case.replace(' none', '').replace(' ', ', ')} | {one[0]:.2f} → {one[9]:.2f} | {' | '.join(cells)} |"
+            f"| {case.replace(' none', '').replace(' ', ', ')} | {one[0]:.2f} → {one[-1]:.2f} | {' | '.join(cells)} |"
         )
     return "\n".join(lines) + "\n"
 

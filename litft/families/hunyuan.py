@@ -8,7 +8,16 @@ from litft.families import llama, mixtral
 from litft.model.config import Config, ExpertsConfig
 
 MODEL_TYPES = ("hunyuan_v1_dense", "hunyuan_v1_moe")
-GGUF = {"hunyuan_v1_dense": ("hunyuan-dense", "HunYuanDenseV1ForCausalLM")}
+GGUF = {
+    "hunyuan_v1_dense": ("hunyuan-dense", "HunYuanDenseV1ForCausalLM"),
+    "hunyuan_v1_moe": ("hunyuan-moe", "HunYuanMoEV1ForCausalLM"),
+}
+GGUF_FIELDS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "moe_topk",
+    "expert_feed_forward_length": "intermediate_size",
+    "expert_shared_feed_forward_length": "intermediate_size",
+}
 
 NORMS = {"attention.q_norm": "self_attn.query_layernorm", "attention.k_norm": "self_attn.key_layernorm"}
 
@@ -59,4 +68,11 @@ def peft_rules(config: Config) -> list[Rule]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
-    return llama.gguf_names(config)
+    return [*mixtral.gguf_expert_rules(), *llama.gguf_names(config)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of the experts of the mixture."""
+    experts = config.layers[0].experts
+    sizes = experts and (experts.count, experts.top_k, experts.hidden_dim, experts.shared_dim)
+    return dict(zip(GGUF_FIELDS, sizes, strict=True)) if sizes else {}

@@ -3,13 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
+from litft.checkpoints.rules import Rule, Shift
 from litft.families import llama
 from litft.families.llama import rules
 from litft.model.config import Config, NormConfig
 
-__all__ = ["MODEL_TYPES", "config", "rules"]
+__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("nemotron", "arcee", "jais2")
+GGUF = {"nemotron": ("nemotron", "NemotronForCausalLM"), "arcee": ("arcee", "ArceeForCausalLM")}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron": dict(max_position_embeddings=4096),
@@ -29,3 +31,18 @@ def config(hf: dict[str, Any]) -> Config:
         "jais2": NormConfig("layer", hf.get("layer_norm_eps", 1e-5), bias=True),
     }
     return replace(base, gated=False, norm=norms[model_type])
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp, which stores Nemotron's norm weights plus 1."""
+    if config.model_type == "arcee":
+        return llama.gguf_rules(config)
+    norms = [
+        Shift(f"blk.{{}}.{stored}.weight", f"blocks.{{}}.{name}.weight", 1.0) for name, stored in llama.GGUF_NORMS.items()
+    ]
+    return [*norms, Shift("output_norm.weight", "norm.weight", 1.0), *llama.gguf_names(config)]
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with Nemotron's name of the norms' epsilon."""
+    return {"norm_eps" if name == "layer_norm_epsilon" else name: value for name, value in hf.items()}

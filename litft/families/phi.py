@@ -8,6 +8,7 @@ from litft.families import llama
 from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("phi",)
+GGUF = {"phi": ("phi2", "PhiForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -35,3 +36,13 @@ def rules(config: Config) -> list[Rule]:
     names |= {"attention_norm": "input_layernorm"}
     names |= {f"attention.{n}_norm": f"self_attn.{n}_layernorm" for n in "qk"}
     return [*llama.embedding_and_head(config, norm="final_layernorm"), *llama.rename_modules(names)]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP | {"attention_norm": "attn_norm"})
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with Phi's name of the norms' epsilon."""
+    return {"layer_norm_eps" if name == "layer_norm_epsilon" else name: value for name, value in hf.items()}

@@ -8,6 +8,7 @@ from litft.families import llama
 from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("starcoder2",)
+GGUF = {"starcoder2": ("starcoder2", "Starcoder2ForCausalLM")}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -30,3 +31,13 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules, which only rename."""
     names = llama.ATTENTION | {"mlp.up_proj": "mlp.c_fc", "mlp.down_proj": "mlp.c_proj"} | llama.NORMS
     return [*llama.embedding_and_head(config), *llama.rename_modules(names)]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return llama.gguf_names(config)
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with StarCoder2's name of the norms' epsilon."""
+    return {"norm_epsilon" if name == "layer_norm_epsilon" else name: value for name, value in hf.items()}

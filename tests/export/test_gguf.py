@@ -108,6 +108,22 @@ MODELS = {
         "Lfm2Config",
         dict(block_auto_adjust_ff_dim=False, num_hidden_layers=3, layer_types=["conv", "full_attention", "conv"]),
     ),
+    "llama4": (
+        "Llama4TextConfig",
+        dict(
+            head_dim=16,
+            num_hidden_layers=5,
+            intermediate_size=24,
+            intermediate_size_mlp=40,
+            num_local_experts=4,
+            interleave_moe_layer_step=2,
+        ),
+    ),
+    "hunyuan moe": ("HunYuanMoEV1Config", dict(head_dim=16, num_experts=4, moe_topk=2)),
+    "nemotron": ("NemotronConfig", dict(head_dim=8)),
+    "arcee": ("ArceeConfig", dict(head_dim=16)),
+    "starcoder2": ("Starcoder2Config", dict(sliding_window=None)),
+    "phi": ("PhiConfig", {}),
     "mixtral": ("MixtralConfig", dict(num_local_experts=4, sliding_window=None)),
     "gpt_oss": (
         "GptOssConfig",
@@ -225,7 +241,7 @@ MODELS = {
 }
 # transformers' reader ignores parts of the other models
 READ_BY_TRANSFORMERS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
-GELU = ("gemma", "gemma2", "gemma2 plain", "gemma3", "gemma4", "gemma4 experts", "gpt2")
+GELU = ("gemma", "gemma2", "gemma2 plain", "gemma3", "gemma4", "gemma4 experts", "gpt2", "phi", "starcoder2")
 TOLERANCES = dict.fromkeys(GELU, 5e-4) | {"qwen3_5": 5e-5, "deepseek_v2": 5e-5}
 
 
@@ -326,7 +342,7 @@ REFUSED = {
         "Gemma2Config",
         dict(attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA),
     ),
-    "not supported; supported: cohere2": ("CohereConfig", {}),
+    "not supported; supported: arcee": ("CohereConfig", {}),
     "q_lora_rank null only if they have 26 or 27 layers, found 3": (
         "DeepseekV2Config",
         dict(num_experts_per_tok=3, **LATENT),
@@ -741,7 +757,7 @@ def test_damaged_files_are_reported(change, shared, tmp_path):
 
 
 INVALID_METADATA = {
-    "is not supported; supported: cohere2": {"general.architecture": "mamba"},
+    "is not supported; supported: arcee": {"general.architecture": "mamba"},
     "contains no model but 'adapter'": {"general.type": "adapter"},
     "its tokenizer type 'bert' is not supported": {"tokenizer.ggml.model": "bert"},
     "occurs more than once": {"tokenizer.ggml.tokens": ["a"] * 512},

@@ -48,8 +48,22 @@ FLOAT_KEYS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scalin
 REQUIRED_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of all models so far
-READS_FACTORS = ("llama", "phi3", "exaone4", "gemma4")  # architectures for which llama.cpp reads these tensors
-SUPPORTS_WINDOWS = ("gemma2", "gemma3", "gemma4", "gpt-oss", "cohere2")  # llama.cpp ignores the sliding window of all others
+READS_FACTORS = (
+    "llama",
+    "phi3",
+    "exaone4",
+    "gemma4",
+    "llama4",
+    "arcee",
+)  # architectures for which llama.cpp reads these tensors
+SUPPORTS_WINDOWS = (
+    "gemma2",
+    "gemma3",
+    "gemma4",
+    "gpt-oss",
+    "cohere2",
+    "llama4",
+)  # llama.cpp ignores the sliding window of all others
 UNROTATED = 1e30  # a divisor that leaves entries where they are (Gemma 4)
 DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
 
@@ -159,7 +173,7 @@ class GgufArchitecture:
     def check_rotation(self, config: Config) -> None:
         """Raise ValueError if the network would rotate other dimensions of the heads than the file states."""
         stated_dim = self.metadata.get("rope.dimension_count")
-        rotary_dims = {layer.rope.dim for layer in config.layers if layer.rope}
+        rotary_dims = {layer.rope.dim for layer in config.layers if layer.rope and layer.rope.dim}
         if stated_dim is not None and rotary_dims - {stated_dim, self.metadata.get("rope.dimension_count_swa")}:
             raise ValueError(f"{self.name}.rope.dimension_count {stated_dim}: this family rotates {max(rotary_dims)}")
         for name, divisors in self.factors.items():
@@ -197,7 +211,8 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
     attention = [layer for layer in config.layers if layer.attention]
     if not attention:
         raise ValueError("GGUF files of models without any attention layer are not supported; keep the Hugging Face folder")
-    ropes = sorted((layer for layer in attention if layer.rope), key=lambda layer: layer.window is not None)
+    rotating = [layer for layer in attention if layer.rope and layer.rope.dim]
+    ropes = sorted(rotating, key=lambda layer: layer.window is not None)
     rope = ropes[0].rope if ropes else None  # of full attention if it rotates
     metadata, factors = _metadata(config, rope) | gguf_metadata(config), _factors(rope)
     architecture = GgufArchitecture(name, metadata, tensor_names, config.vocab_size, config.tied, factors)
@@ -210,7 +225,7 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
 
 def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
     """Return the metadata of `config`; rope: that of the layers with full attention."""
-    windows = {layer.window for layer in config.layers} - {None}
+    windows = {layer.window for layer in config.layers if isinstance(layer.window, int)}
     epsilon = "attention.layer_norm_rms_epsilon" if config.norm.kind == "rms" else "attention.layer_norm_epsilon"
     metadata = {
         "vocab_size": config.vocab_size,
@@ -230,7 +245,8 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
         return metadata
     head_dims = dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)
     metadata |= head_dims | {"rope.dimension_count": rope.dim, "rope.freq_base": rope.theta}
-    local_rope = next((layer.rope for layer in config.layers if layer.rope and layer.rope.theta != rope.theta), None)
+    rotations = (layer.rope for layer in config.layers if layer.rope and layer.rope.dim)
+    local_rope = next((local for local in rotations if local.theta != rope.theta), None)
     if local_rope and local_rope.theta != DEFAULT_LOCAL_THETA:
         metadata["rope.freq_base_swa"] = local_rope.theta
     if rope.rope_type in ("linear", "yarn", "longrope"):
@@ -294,6 +310,8 @@ def _same_rotation(rope: RopeConfig | None, other: RopeConfig | None) -> bool:
         and rope.short_factor != rope.long_factor
         and rope.original_max_positions != other.original_max_positions
     ):
+        return False
+    if rope.query_beta and rope.original_max_positions != other.original_max_positions:
         return False
     tables = zip(inverse_frequencies(rope), inverse_frequencies(other), strict=True)
     close = all(torch.allclose(frequencies, twin, rtol=1e-4, atol=0) for frequencies, twin in tables)
