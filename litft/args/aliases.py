@@ -24,7 +24,8 @@ _FRACTION = "a fraction of the examples, not a count"
 _STRATEGY = "--devices 2 starts the processes; --strategy auto picks ddp, or fsdp if the model does not fit"
 _LOAD = "the model is a folder or a hub id"
 _TEMPLATES = {"tokenizer_default": "", "tokenizer_default_fallback_chatml": ""}
-_SCHEDULES = {"constant_with_warmup": "--train.lr_schedule constant"}
+_SCHEDULES = {"constant_with_warmup": "--train.lr_schedule constant", "cosine_with_min_lr": "--train.lr_schedule cosine"}
+_SCHEDULE_NOTE = "cosine, linear, constant or wsd; they end at a tenth of the peak, or at --train.min_lr_ratio 0"
 _ATTENTION = Alias("", "the fastest attention is chosen")
 _KERNELS = Alias("", "litft's own forms are used")
 _READ = Alias("", "it is read from the model's folder")
@@ -122,8 +123,8 @@ ALIASES: dict[str, Alias] = {
     "push_to_hub": Alias("", "scripts/upload.py pushes to the hub after training"),
     # optimization
     "lr": Alias("--train.learning_rate {value}"),
-    "lr_scheduler": Alias("--train.lr_schedule {value}", "cosine, linear, constant or wsd", values=_SCHEDULES),
-    "lr_scheduler_type": Alias("--train.lr_schedule {value}", "cosine, linear, constant or wsd", values=_SCHEDULES),
+    "lr_scheduler": Alias("--train.lr_schedule {value}", _SCHEDULE_NOTE, values=_SCHEDULES),
+    "lr_scheduler_type": Alias("--train.lr_schedule {value}", _SCHEDULE_NOTE, values=_SCHEDULES),
     "warmup_ratio": Alias("--train.warmup_fraction {value}"),
     "num_warmup_steps": Alias("--train.warmup_steps {value}"),
     "adam_beta1": Alias("--train.betas {value},0.95", "both rates together"),

@@ -24,6 +24,7 @@ USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "train_on_eot": (("turn", "last"), "the end of each answer is learned"),
     "chat_template": (("tokenizer_default",), "--data.template, or template of this item, is a name or a Jinja file"),
 }
+FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
 SPEAKERS = (
     {"role": "role", "content": "content"},
     {"role": "from", "content": "value"},
@@ -55,8 +56,15 @@ def in_litfts_terms(
                 text = setting or "true"
                 if flag not in OMITTED and text not in PLACEHOLDERS and is_valid(flag, text):
                     _put(converted, flag, yaml.safe_load(text))
-    if "lora_model_dir" in entries or "adapter_name_or_path" in entries:
-        converted.pop("lora", None)  # an adapter goes on with its own ranks and targets
+    if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):  # an adapter goes on with its own ranks
+        converted["lora"] = {name: value for name, value in converted.get("lora", {}).items() if name == "dropout"}
+    if re.search(r"[\\(|+]", str(entries.get("lora_target_modules", ""))):
+        converted["lora"].pop("targets", None)
+        notes.append("lora_target_modules: a regular expression has no counterpart; name modules, or patterns: *.q_proj")
+    if {"lr_scheduler", "lr_scheduler_type"} & entries.keys():
+        converted.setdefault("train", {}).setdefault("min_lr_ratio", 0.0)  # other programs' schedules end at 0
+    _share_template(converted.get("data", {}))
+    converted = {name: value for name, value in converted.items() if value != {}}
     return yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip(), list(dict.fromkeys(notes))
 
 
@@ -71,6 +79,8 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
             settings[name] = value
     if data_set.get("type") in get_args(Formats):
         settings["format"] = data_set["type"]
+    if data_set.get("type") == "alpaca":  # which is a prompt there, too
+        settings["template"] = "alpaca"
     if columns := _columns(data_set):
         settings["columns"] = columns
     files = settings.get("path")
@@ -78,6 +88,14 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
         is_file = Path(str(path)).suffix != "" or Path(str(path)).exists()  # only data sets on the hub have splits
         kept = {n: v for n, v in (settings | {"path": path}).items() if not (is_file and n in ("split", "subset"))}
         yield (path if kept.keys() == {"path"} else kept), [f"{path}: {note}" for note in _losses(data_set)]
+
+
+def _share_template(data: dict[str, Any]) -> None:
+    """Move a template that all paths have to the data as a whole, so that chatting uses it, too."""
+    items = data.get("path", [])
+    if items and all(isinstance(item, dict) and item.get("template") == "alpaca" for item in items):
+        data["template"] = "alpaca"
+        data["path"] = [{name: value for name, value in item.items() if name != "template"} for item in items]
 
 
 def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
@@ -88,20 +106,32 @@ def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
     if (turns := data_set.get("field_messages")) is not None:
         speaker = (data_set.get("message_property_mappings") or {}).get("role", data_set.get("message_field_role"))
         columns[TURNS.get(speaker, "messages" if turns != "conversations" else turns)] = turns
-    if isinstance(prompt := data_set.get("type"), Mapping):
-        fields = ("instruction", "input", "output", "system")
-        columns |= {field: prompt[f"field_{field}"] for field in fields if f"field_{field}" in prompt}
+    for source in (data_set, data_set.get("type")):
+        if isinstance(source, Mapping):
+            columns |= {field: source[f"field_{field}"] for field in FIELDS if f"field_{field}" in source}
     return {ours: theirs for ours, theirs in columns.items() if ours != theirs}
 
 
 def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each setting that litft does not have, with what it does instead."""
-    known = {*TYPES, *RENAMED, *USUAL, "type", "field", "field_messages", "message_property_mappings", "roles"}
+    known = {
+        *(f"field_{field}" for field in FIELDS),
+        *TYPES,
+        *RENAMED,
+        *USUAL,
+        "type",
+        "field",
+        "field_messages",
+        "message_property_mappings",
+        "roles",
+    }
     for name, value in data_set.items():
         if name in USUAL and value not in USUAL[name][0]:
             yield f"{name} {value!r} has no counterpart: {USUAL[name][1]}"
         elif name == "message_property_mappings" and value not in SPEAKERS:
             yield f"{name} {value!r} has no counterpart: turns have role and content, or from and value; rename them"
+        elif name == "roles" and value not in (None, {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}):
+            yield f"roles {value!r} has no counterpart: rename the speakers in the file, to user and assistant"
         elif name not in known and not name.startswith("message_field"):
             yield f"{name} has no counterpart"
     if (

@@ -393,7 +393,9 @@ def test_flags_of_other_programs_are_translated(capsys):
 AXOLOTL = """
 base_model: some/model
 adapter: qlora
+lora_model_dir:
 load_in_4bit: true
+eval_table_size:
 load_in_8bit: false
 datasets:
   - {path: alpaca.jsonl, type: alpaca, ds_type: json}
@@ -406,6 +408,7 @@ datasets:
   - {path: prose.jsonl, type: completion, field: body}
   - {path: folder, data_files: [a.jsonl, b.jsonl], split: train}
   - {path: owner/name, type: chat_template, split: train, shards: 10, roles_to_train: [human, gpt]}
+  - {path: pairs.jsonl, type: chat_template.default, field_chosen: good, field_rejected: bad, roles: {user: [customer]}}
 val_set_size: 0.05
 output_dir: ./outputs/x
 sequence_len: 512
@@ -442,16 +445,40 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
     assert (args.data.max_seq_length, args.data.val_fraction, args.data.template) == (512, 0.05, "auto")
     assert args.precision == "auto" and args.lora.targets == ["all-linear"] and args.strategy == "auto"
     assert [item.entry() for item in args.data.paths] == [
-        {"path": "alpaca.jsonl", "format": "alpaca"},
+        {"path": "alpaca.jsonl", "format": "alpaca", "template": "alpaca"},
         {"path": "chats.jsonl", "columns": {"conversations": "turns"}},
         {"path": "faq.jsonl", "columns": {"instruction": "asked", "output": "reply"}},
         {"path": "prose.jsonl", "columns": {"text": "body"}},
         *("a.jsonl", "b.jsonl"),
         {"path": "owner/name", "split": "train"},
+        {"path": "pairs.jsonl", "columns": {"chosen": "good", "rejected": "bad"}},
     ]
+    assert "--eval_table_size does not exist; leave it out" in lines
+    assert any(line.startswith("pairs.jsonl: roles {'user': ['customer']} has no counterpart") for line in lines)
     assert "owner/name: shards has no counterpart" in lines and not args.resume and args.train.min_lr_ratio == 0.1
     assert "owner/name: roles_to_train ['human', 'gpt'] has no counterpart: only the assistant's turns are learned" in lines
     assert not any(line.startswith(("alpaca.jsonl", "chats.jsonl")) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (
+            "datasets: [{path: a.jsonl, type: alpaca}]\nlr_scheduler: linear\nlora_target_modules: '[0-9]+.(q|v)_proj'",
+            {"data": {"path": [{"path": "a.jsonl", "format": "alpaca"}], "template": "alpaca"}}
+            | {"train": {"lr_schedule": "linear", "min_lr_ratio": 0.0}},
+        ),
+        (
+            "lora_model_dir: out/a\nlora_r: 4\nlora_dropout: 0.1\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.2",
+            {"checkpoint_dir": "out/a", "lora": {"dropout": 0.1}, "train": {"lr_schedule": "cosine", "min_lr_ratio": 0.2}},
+        ),
+    ],
+)
+def test_what_differs_is_converted(text, expected, tmp_path):
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(ValueError) as error:
+        parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
+    assert yaml.safe_load(str(error.value).partition("no counterpart:\n")[2]) == expected
 
 
 def test_configs_of_other_commands_and_resume_in_a_file(tmp_path):
