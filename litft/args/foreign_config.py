@@ -55,7 +55,7 @@ def in_litfts_terms(
             for flag, setting in FLAG.findall(translation[0]):
                 text = setting or "true"
                 if flag not in OMITTED and text not in PLACEHOLDERS and is_valid(flag, text):
-                    _put(converted, flag, yaml.safe_load(text))
+                    _put(converted, flag, _value(text))
     if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):  # an adapter goes on with its own ranks
         converted["lora"] = {name: value for name, value in converted.get("lora", {}).items() if name == "dropout"}
     if re.search(r"[\\(|+]", str(entries.get("lora_target_modules", ""))):
@@ -141,6 +141,14 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
         yield "the format of its type has no counterpart: the model's template is used; `template` names another"
     elif data_set.get("type") == "input_output":
         yield "type input_output (segments) is not supported: use records of input_ids and labels"
+
+
+def _value(text: str) -> Any:
+    """Return the value that a text stands for in YAML, or the text itself."""
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        return text
 
 
 def _put(tree: dict[str, Any], name: str, value: Any) -> None:
