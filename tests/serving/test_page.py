@@ -286,7 +286,9 @@ def reply_with(page, text):
     events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in pieces]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
+    count = page.locator("article.assistant").count()
     send(page, "Hello")
+    page.locator("article.assistant").nth(count).wait_for(state="attached")  # before that, the page can still send
     wait_until_done(page)
 
 
