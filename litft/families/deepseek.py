@@ -215,12 +215,15 @@ def gguf_experts(config: Config) -> dict[str, Any]:
     """Return the metadata of a mixture."""
     experts = mixtral.mixture_of(config)
     num_dense = next(n for n, layer in enumerate(config.layers) if layer.experts)
-    counts = experts.count, experts.top_k, experts.hidden_dim, experts.shared_dim // experts.hidden_dim
-    function = SIGMOID if experts.scoring == "sigmoid" else SOFTMAX
-    weights = experts.weight_scale, experts.renormalize, function
-    groups = (experts.groups, experts.top_groups) if experts.groups > 1 else (None, None)
-    metadata = dict(zip(GGUF_EXPERTS, (*counts, *weights, num_dense, *groups), strict=True))
-    return {key: value for key, value in metadata.items() if value is not None}
+    metadata = mixtral.gguf_sizes(config, GGUF_EXPERTS) | {
+        "expert_shared_count": experts.shared_dim // experts.hidden_dim,
+        "expert_weights_scale": experts.weight_scale,
+        "expert_weights_norm": experts.renormalize,
+        "expert_gating_func": SIGMOID if experts.scoring == "sigmoid" else SOFTMAX,
+        "leading_dense_block_count": num_dense,
+    }
+    groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_groups}
+    return metadata | (groups if experts.groups > 1 else {})
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -80,8 +80,7 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts."""
-    experts = mixtral.mixture_of(config)
-    return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k, experts.hidden_dim), strict=True))
+    return mixtral.gguf_sizes(config, GGUF_FIELDS)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -74,10 +74,8 @@ def gguf_rules(config: Config) -> list[Rule]:
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the scales, and the sizes of the experts."""
     scales = config.layers[0].attention_scale, config.embed_scale, config.residual_scale, 1 / config.logit_scale
-    experts = config.layers[0].experts
-    sizes = (experts.count, experts.top_k, experts.shared_dim or None) if experts else (None,) * 3
-    values = zip(GGUF_FIELDS, (*scales, *sizes), strict=True)
-    return {key: value for key, value in values if value is not None}
+    sizes = mixtral.gguf_sizes(config, GGUF_FIELDS) if config.layers[0].experts else {}
+    return dict(zip(GGUF_FIELDS, scales, strict=False)) | sizes
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -73,6 +73,4 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts of the mixture."""
-    experts = config.layers[0].experts
-    sizes = experts and (experts.count, experts.top_k, experts.hidden_dim, experts.shared_dim)
-    return dict(zip(GGUF_FIELDS, sizes, strict=True)) if sizes else {}
+    return {} if config.model_type == "hunyuan_v1_dense" else mixtral.gguf_sizes(config, GGUF_FIELDS)

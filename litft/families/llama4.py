@@ -82,10 +82,8 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts, and how many layers apart they are."""
-    experts = mixtral.mixture_of(config)
-    step = next(n for n, layer in enumerate(config.layers, 1) if layer.experts)
-    sizes = config.hidden_dim, step, experts.count, experts.top_k, experts.hidden_dim
-    return dict(zip(GGUF_FIELDS, sizes, strict=True))
+    sizes = mixtral.gguf_sizes(config, GGUF_FIELDS)
+    return sizes | {"interleave_moe_layer_step": next(n for n, layer in enumerate(config.layers, 1) if layer.experts)}
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Mixtral 8x7B and 8x22B: Mistral's attention over a mixture of experts (arXiv 2401.04088)."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -72,8 +73,23 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the number of experts."""
+    return gguf_sizes(config, GGUF_FIELDS)
+
+
+# llama.cpp's metadata of experts -> fields of ExpertsConfig
+SIZES = {
+    "expert_count": "count",
+    "expert_used_count": "top_k",
+    "expert_feed_forward_length": "hidden_dim",
+    "expert_shared_feed_forward_length": "shared_dim",
+}
+
+
+def gguf_sizes(config: Config, keys: Iterable[str]) -> dict[str, int]:
+    """Return the sizes of the experts among these keys of metadata; no shared expert has no size."""
     experts = mixture_of(config)
-    return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k), strict=True))
+    sizes = {key: getattr(experts, SIZES[key]) for key in keys if key in SIZES}
+    return {key: size for key, size in sizes.items() if size}
 
 
 def mixture_of(config: Config) -> ExpertsConfig:

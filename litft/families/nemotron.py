@@ -8,10 +8,11 @@ from litft.families import llama
 from litft.families.llama import rules
 from litft.model.config import Config, NormConfig
 
-__all__ = ["GGUF", "MODEL_TYPES", "config", "gguf_config", "gguf_rules", "rules"]
+__all__ = ["GGUF", "GGUF_FIELDS", "MODEL_TYPES", "config", "gguf_rules", "rules"]
 
 MODEL_TYPES = ("nemotron", "arcee", "jais2")
 GGUF = {"nemotron": ("nemotron", "NemotronForCausalLM"), "arcee": ("arcee", "ArceeForCausalLM")}
+GGUF_FIELDS = {"attention.layer_norm_epsilon": "norm_eps"}
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "nemotron": dict(max_position_embeddings=4096),
@@ -41,8 +42,3 @@ def gguf_rules(config: Config) -> list[Rule]:
         Shift(f"blk.{{}}.{stored}.weight", f"blocks.{{}}.{name}.weight", 1.0) for name, stored in llama.GGUF_NORMS.items()
     ]
     return [*norms, Shift("output_norm.weight", "norm.weight", 1.0), *llama.gguf_names(config)]
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with Nemotron's name of the norms' epsilon."""
-    return {"norm_eps" if name == "layer_norm_epsilon" else name: value for name, value in hf.items()}

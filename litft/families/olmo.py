@@ -84,7 +84,8 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the number of experts of OLMoE."""
-    experts = config.layers[0].experts
-    if experts and config.n_kv_heads != config.n_heads:
+    if config.model_type == "olmo2":
+        return {}
+    if config.n_kv_heads != config.n_heads:
         raise ValueError("llama.cpp's architecture olmoe has no shared key heads; keep the Hugging Face folder")
-    return dict(zip(GGUF_FIELDS, (experts.count, experts.top_k), strict=True)) if experts else {}
+    return mixtral.gguf_sizes(config, GGUF_FIELDS)

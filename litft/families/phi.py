@@ -9,6 +9,7 @@ from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("phi",)
 GGUF = {"phi": ("phi2", "PhiForCausalLM")}
+GGUF_FIELDS = {"attention.layer_norm_epsilon": "layer_norm_eps"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -41,8 +42,3 @@ def rules(config: Config) -> list[Rule]:
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
     return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP | {"attention_norm": "attn_norm"})
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with Phi's name of the norms' epsilon."""
-    return {"layer_norm_eps" if name == "layer_norm_epsilon" else name: value for name, value in hf.items()}

@@ -89,9 +89,7 @@ def gguf_mixture_rules() -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts."""
-    experts = mixtral.mixture_of(config)
-    sizes = experts.count, experts.top_k, experts.hidden_dim, experts.shared_dim
-    return dict(zip(GGUF_FIELDS, sizes if experts.shared_dim else sizes[:3], strict=False))
+    return mixtral.gguf_sizes(config, GGUF_FIELDS)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("starcoder2",)
 GGUF = {"starcoder2": ("starcoder2", "Starcoder2ForCausalLM")}
+GGUF_FIELDS = {"attention.layer_norm_epsilon": "norm_epsilon"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -36,8 +37,3 @@ def rules(config: Config) -> list[Rule]:
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
     return llama.gguf_names(config)
-
-
-def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json with StarCoder2's name of the norms' epsilon."""
-    return {"norm_epsilon" if name == "layer_norm_epsilon" else name: value for name, value in hf.items()}

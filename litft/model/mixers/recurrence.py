@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 
 # B batch, T tokens, H heads, G groups of R heads that share queries and keys, K key dim, V value dim, N chunks of L tokens
 
-CHUNK = 64  # tokens; with a decay for each row of the state, whose pairs need a tensor (L, L, K): ROW_DECAY_CHUNK
-ROW_DECAY_CHUNK = 16
+CHUNK = 64  # tokens
 
 
 def recurrence(
@@ -97,16 +96,15 @@ def _chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, ids: Tensor | None, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     length, groups, by_row = v.size(1), k.size(2), g.dim() == 4
-    size = ROW_DECAY_CHUNK if by_row else CHUNK
-    q, k, v = (_in_chunks(x, size, groups) for x in (q, k, v))  # (B, G, 1 or R, N, L, .)
+    q, k, v = (_in_chunks(x, groups) for x in (q, k, v))  # (B, G, 1 or R, N, L, .)
     g, b = (
-        _in_chunks(g if by_row else g[..., None], size, groups),
-        None if b is None else _in_chunks(b[..., None], size, groups),
+        _in_chunks(g if by_row else g[..., None], groups),
+        None if b is None else _in_chunks(b[..., None], groups),
     )
-    visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
+    visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
     enters = leaves = passes = None
     if ids is not None:
-        visible, enters, leaves, passes = _document_masks(ids, size, state is not None, visible)
+        visible, enters, leaves, passes = _document_masks(ids, state is not None, visible)
     # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N, L, K or 1)
     total = g.cumsum(-2) if ids is None else visible.to(g.dtype) @ g
     from_start = _masked_exp(total, enters)  # what a token sees of the state at the start of its chunk
@@ -140,17 +138,44 @@ def _pairs(q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tenso
 
 
 def _row_decay_pairs(q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Do the same with a decay for each entry of q and k."""
-    between = (total[..., :, None, :] - total[..., None, :, :]).masked_fill(~visible[..., None], -torch.inf).exp()
-    rows = q[..., None] if b is None else torch.stack((q, k * b), -1)  # (B, G, R, N, L, K, 1 or 2)
-    products = (between * k[..., None, :, :]) @ rows  # (B, G, R, N, L, L, 1 or 2)
-    return products[..., 0], None if b is None else products[..., 1]
+    """Do the same with a decay for each entry of q and k.
+
+    Pairs of tokens in two neighbouring blocks are one product: the first factor decays from the end of the left block to
+    its token in the right one, the second from its token in the left block to that end. No exponent is positive, as one of
+    a single product for the chunk would be. Two such blocks make one of twice the size.
+    """
+    rows = q[..., None, :, :] if b is None else torch.stack((q, k * b), -3)  # (B, G, R, N, 1 or 2, L, K)
+    scores = (rows * k[..., None, :, :]).sum(-1)[..., None, None]  # (B, G, R, N, 1 or 2, L, 1, 1)
+    size = 1
+    while size < CHUNK:
+        after, before = _neighbours(total, visible, size)
+        right = rows.unflatten(-2, (-1, 2, size))[..., 1, :, :] * after[..., None, :, :, :]
+        left = (k.unflatten(-2, (-1, 2, size))[..., 0, :, :] * before)[..., None, :, :, :]
+        first, second = scores.unflatten(-3, (-1, 2)).unbind(-3)
+        upper = torch.cat((first, torch.zeros_like(first)), -1)
+        scores = torch.cat((upper, torch.cat((right @ left.mT, second), -1)), -2)
+        size *= 2
+    found = scores.squeeze(-3).unbind(-3)
+    return found[0], None if b is None else found[1]
 
 
-def _in_chunks(x: Tensor, size: int, groups: int) -> Tensor:
+def _neighbours(total: Tensor, visible: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Return the decays from the end of each left block to the tokens of the right one, and from those of the left to it."""
+    left, right = total.unflatten(-2, (-1, 2, size)).unbind(-3)  # (B, G, R, N, L / 2 size, size, K)
+    end = left[..., -1:, :]
+    after, before = right - end, end - left
+    if visible.dim() > 2:  # documents
+        start = torch.arange(0, CHUNK, 2 * size, device=total.device)[:, None]
+        ends, offsets = start + size - 1, torch.arange(size, device=total.device)
+        after = after.masked_fill(~visible[..., start + size + offsets, ends, None], -torch.inf)
+        before = before.masked_fill(~visible[..., ends, start + offsets, None], -torch.inf)
+    return after.exp(), before.exp()
+
+
+def _in_chunks(x: Tensor, groups: int) -> Tensor:
     """(B, T, H, .) -> (B, G, H / G, N, L, .) in fp32, padded with zeros."""
-    padded = F.pad(x.float(), (0, 0, 0, 0, 0, -x.size(1) % size))
-    return padded.transpose(1, 2).unflatten(2, (-1, size)).unflatten(1, (groups, -1))
+    padded = F.pad(x.float(), (0, 0, 0, 0, 0, -x.size(1) % CHUNK))
+    return padded.transpose(1, 2).unflatten(2, (-1, CHUNK)).unflatten(1, (groups, -1))
 
 
 def _masked_exp(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -161,10 +186,10 @@ def _masked_exp(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.exp() if mask is None else x.masked_fill(~mask, -torch.inf).exp()
 
 
-def _document_masks(ids: Tensor, size: int, has_state: bool, visible: Tensor) -> tuple[Tensor, ...]:
+def _document_masks(ids: Tensor, has_state: bool, visible: Tensor) -> tuple[Tensor, ...]:
     """Return which tokens of a chunk see each other, the chunk's first state and its last, and which chunks pass it on."""
-    padding = -ids.size(1) % size
-    ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, size))[:, None, None]  # (B, 1, 1, N, L)
+    padding = -ids.size(1) % CHUNK
+    ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, CHUNK))[:, None, None]  # (B, 1, 1, N, L)
     first, last = ids[..., :1, 0], ids[..., -1:]
     before = torch.cat((first if has_state else first - 1, last[..., :-1, 0]), -1)[..., None]  # (B, 1, 1, N, 1)
     same = visible & (ids[..., :, None] == ids[..., None, :])
