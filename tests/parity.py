@@ -535,6 +535,31 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
         "Lfm2MoeConfig",
         {"experts": dict(num_dense_layers=1, layer_types=["conv", "full_attention", "conv"], **MOE)},
     ),
+    "lfm3": (
+        "Lfm3Config",
+        {
+            "windows, gates": dict(
+                head_dim=8, sliding_window=6, layer_types=["conv", "sliding_attention", "full_attention"], conv_L_cache=5
+            ),
+            "no gates, norms before": dict(
+                head_dim=8, use_attention_gate=False, use_sandwich_norm=False, layer_types=["full_attention", "conv", "conv"]
+            ),
+        },
+    ),
+    "mellum": (
+        "MellumConfig",
+        {
+            "windows, a dense layer": dict(
+                head_dim=8,
+                sliding_window=6,
+                layer_types=MIXED,
+                mlp_layer_types=["dense", "sparse", "sparse"],
+                num_experts=5,
+                num_experts_per_tok=2,
+                moe_intermediate_size=24,
+            )
+        },
+    ),
     "bamba": ("BambaConfig", {"Mamba-2": dict(MAMBA, attn_layer_indices=[1])}),
     "granitemoehybrid": (
         "GraniteMoeHybridConfig",

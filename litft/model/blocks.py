@@ -34,7 +34,8 @@ class Attention(nn.Module):
         has_values = has_kv and not layer.key_is_value
         self.v_proj = Linear(config.dim, kv_width, bias=config.qkv_bias) if has_values else None
         self.o_proj = Linear(width, config.dim, bias=config.o_bias)
-        self.gate_proj = Linear(config.dim, width, bias=False) if config.attention_gate else None
+        gate_width = config.n_heads if config.attention_gate == "head" else width
+        self.gate_proj = Linear(config.dim, gate_width, bias=False) if config.attention_gate else None
         self.q_norm = make_qk_norm(config, config.n_heads, self.head_dim) if layer.qk_norm else None
         self.k_norm = make_qk_norm(config, kv_heads, self.head_dim) if layer.qk_norm and has_kv else None
         self.v_norm = Norm(config.value_norm, self.head_dim) if config.value_norm and has_kv else None
@@ -67,9 +68,10 @@ class Attention(nn.Module):
             q, k = apply_norm(self.q_norm, q), apply_norm(self.k_norm, k)
         if self.kv_sharing == "store" and cache is None:
             extra.shared.by_window[self.window] = k, v
-        y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2).flatten(2)
-        y = self.o_proj(y if self.gate_proj is None else y * torch.sigmoid(self.gate_proj(x)))
-        return scaled(y, self.out_scale)
+        y = self.add_attended(q, self.attend(q, k, v, documents, cache)).transpose(1, 2)
+        if self.gate_proj is not None:
+            y = y * torch.sigmoid(self.gate_proj(x)).unflatten(2, (y.size(2), -1))
+        return scaled(self.o_proj(y.flatten(2)), self.out_scale)
 
     def reuse(
         self,

@@ -218,7 +218,8 @@ class Config:
     attention_out_scale: float = 1.0  # Falcon-H1's muP scales of the outputs of attention and MLP, and of the MLP's gate
     mlp_out_scale: float = 1.0
     mlp_gate_scale: float = 1.0
-    attention_gate: bool = False  # multiply the attention's output by the sigmoid of a projection of its input
+    # multiply the attention's output by the sigmoid of a projection of its input; "head": one number for each head
+    attention_gate: bool | Literal["head"] = False
     alibi: tuple[float, ...] = ()  # slope of each query head, by which scores fall with the distance (arXiv 2108.12409)
     rope_interleaved: bool = False  # entry 2 i pairs with 2 i + 1, rather than i with i + dim / 2
     attention_softcap: float | None = None

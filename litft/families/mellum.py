@@ -1,0 +1,43 @@
+"""Mellum 2 (JetBrains, 2026): Qwen3's mixtures with sliding windows, whose layers have a rotation of their own."""
+
+from dataclasses import replace
+from typing import Any
+
+from litft.checkpoints.rules import Rule
+from litft.families import deepseek, llama, qwen2_moe
+from litft.families.qwen2_moe import peft_rules
+from litft.model.config import Config, ExpertsConfig
+from litft.model.rope_config import RopeConfig
+
+__all__ = ["MODEL_TYPES", "config", "peft_rules", "rules"]
+
+MODEL_TYPES = ("mellum",)
+
+DEFAULTS = dict(num_key_value_heads=4, head_dim=128, sliding_window=1024, max_position_embeddings=131072)
+ROPES = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
+
+
+def config(hf: dict[str, Any]) -> Config:
+    """Read config.json; missing fields have the defaults of transformers' MellumConfig."""
+    hf = {**DEFAULTS, **hf}
+    base, ropes = llama.config({**hf, "rope_parameters": None}), {**ROPES, **llama.ropes_by_type(hf)}
+    count = hf.get("num_local_experts", hf.get("num_experts", 64))  # the name in transformers 5
+    experts = ExpertsConfig(
+        count, hf.get("num_experts_per_tok", 8), hf.get("moe_intermediate_size", 896), hf.get("norm_topk_prob", True)
+    )
+    sliding = llama.sliding_layers(hf, lambda index: False)
+    rotations = {
+        slides: RopeConfig.from_hf({**hf, "rope_parameters": ropes[kind]}, base.head_dim)
+        for kind, slides in (("full_attention", False), ("sliding_attention", True))
+    }
+    layers = [
+        replace(base.layers[0], rope=rotations[slides], window=hf["sliding_window"] if slides else None)
+        for slides in sliding
+    ]
+    layers = deepseek.sparse_layers({"first_k_dense_replace": 0, **hf}, layers, experts)
+    return replace(base, layers=layers, qk_norm=base.norm, mlp_bias=False)
+
+
+def rules(config: Config) -> list[Rule]:
+    """Return the rules of Qwen3's mixtures."""
+    return [*llama.drop_mtp(config), *qwen2_moe.rules(config)]
