@@ -542,7 +542,7 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 head_dim=8, sliding_window=6, layer_types=["conv", "sliding_attention", "full_attention"], conv_L_cache=5
             ),
             "no gates, norms before": dict(
-                head_dim=8, use_attention_gate=False, use_sandwich_norm=False, layer_types=["full_attention", "conv", "conv"]
+                head_dim=8, use_attention_gate=False, use_sandwich_norm=False, layer_types=["conv", "conv", "full_attention"]
             ),
         },
     ),
