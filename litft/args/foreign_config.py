@@ -20,8 +20,8 @@ TURNS = {"from": "conversations", "human": "conversations"}  # the name of a tur
 USUAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "ds_type": (("json", "csv", "parquet", "text"), "the ending of the file's name says it"),
     "roles_to_train": ((["assistant"], ["gpt"], ["assistant", "gpt"]), "only the assistant's turns are learned"),
-    "train_on_eos": (("turn", "last"), "the end of each answer is learned"),
-    "train_on_eot": (("turn", "last"), "the end of each answer is learned"),
+    "train_on_eos": (("turn",), "the end of each answer is learned"),
+    "train_on_eot": (("turn",), "the end of each answer is learned"),
     "chat_template": (("tokenizer_default",), "--data.template, or template of this item, is a name or a Jinja file"),
 }
 FIELDS = ("instruction", "input", "output", "system", "prompt", "chosen", "rejected")
@@ -46,7 +46,8 @@ def in_litfts_terms(
     notes: list[str] = []
     for name, value in entries.items():
         if name in flag_types:
-            _put(converted, name, value)
+            if value is not None:
+                _put(converted, name, value)
         elif name in DATA:
             items = [item for data_set in (value if isinstance(value, list) else [value]) for item in data_items(data_set)]
             _put(converted, DATA[name], [item for item, _ in items])
@@ -59,10 +60,11 @@ def in_litfts_terms(
     if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):  # an adapter goes on with its own ranks
         converted["lora"] = {name: value for name, value in converted.get("lora", {}).items() if name == "dropout"}
     if re.search(r"[\\(|+]", str(entries.get("lora_target_modules", ""))):
-        converted["lora"].pop("targets", None)
+        converted["lora"] = {name: value for name, value in converted["lora"].items() if name != "targets"}
+        if entries.get("lora_target_linear"):
+            converted["lora"]["targets"] = "all-linear"
         notes.append("lora_target_modules: a regular expression has no counterpart; name modules, or patterns: *.q_proj")
-    if {"lr_scheduler", "lr_scheduler_type"} & entries.keys():
-        converted.setdefault("train", {}).setdefault("min_lr_ratio", 0.0)  # other programs' schedules end at 0
+    _put_their_defaults(converted, entries)
     _share_template(converted.get("data", {}))
     converted = {name: value for name, value in converted.items() if value != {}}
     return yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip(), list(dict.fromkeys(notes))
@@ -88,6 +90,17 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
         is_file = Path(str(path)).suffix != "" or Path(str(path)).exists()  # only data sets on the hub have splits
         kept = {n: v for n, v in (settings | {"path": path}).items() if not (is_file and n in ("split", "subset"))}
         yield (path if kept.keys() == {"path"} else kept), [f"{path}: {note}" for note in _losses(data_set)]
+
+
+def _put_their_defaults(converted: dict[str, Any], entries: Mapping[str, Any]) -> None:
+    """Set what other programs do by default and litft does not."""
+    train = converted.setdefault("train", {})
+    if {"lr_scheduler", "lr_scheduler_type", "base_model", "model_name_or_path"} & entries.keys():
+        train.setdefault("min_lr_ratio", 0.0)  # their schedules end at 0
+    if "micro_batch_size" in train:  # they accumulate over one micro-batch
+        train.setdefault("global_batch_size", train["micro_batch_size"])
+    if "base_model" in entries and not {"val_set_size", "test_datasets"} & entries.keys():
+        converted.setdefault("data", {}).setdefault("val_fraction", 0.0)  # axolotl holds nothing out
 
 
 def _share_template(data: dict[str, Any]) -> None:
@@ -139,7 +152,9 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
         and {"format", "no_input_format", "system_prompt"} & prompt.keys()
     ):
         yield "the format of its type has no counterpart: the model's template is used; `template` names another"
-    elif data_set.get("type") == "input_output":
+    if str(data_set.get("split", "train")) != "train" and Path(str(data_set.get("path"))).suffix:
+        yield f"split {data_set['split']!r} has no counterpart for a file: `limit` takes its first records"
+    if data_set.get("type") == "input_output":
         yield "type input_output (segments) is not supported: use records of input_ids and labels"
 
 

@@ -227,8 +227,8 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         entries = {_full_name(name, flag_types): value for name, value in _flatten(content, list_flags)}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
-    all_texts = {name: _as_text(value) for name, value in entries.items()}
-    unknown = [name for name in entries if name not in flag_types]
+    all_texts = {name: _as_text(value) for name, value in entries.items() if not _is_empty(value, flag_types.get(name))}
+    unknown = [name for name in all_texts if name not in flag_types]
     brief = {name: text if len(text) <= 80 else "..." for name, text in all_texts.items()}
     problems = [f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}" for name in unknown]
     if unknown and _is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
@@ -276,6 +276,13 @@ def _full_name(name: str, flag_types: dict[str, Any]) -> str:
         return name
     matches = [flag for flag in flag_types if name in (flag.rpartition(".")[2], flag.replace(".", "_"))]
     return matches[0] if len(matches) == 1 else name
+
+
+def _is_empty(value: Any, flag_type: Any) -> bool:
+    """Return whether a flag has no value in a file, although it needs one: then its default is used."""
+    return (
+        value is None and flag_type is not None and not (type(None) in get_args(flag_type) or get_origin(flag_type) is list)
+    )
 
 
 def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str, Any]) -> bool:

@@ -469,6 +469,11 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
             | {"train": {"lr_schedule": "linear", "min_lr_ratio": 0.0}},
         ),
         (
+            "base_model: m\nmicro_batch_size: 2\ngradient_accumulation_steps:\nseed:\noptimizer:\nlora_r:",
+            {"checkpoint_dir": "m", "data": {"val_fraction": 0.0}}
+            | {"train": {"micro_batch_size": 2, "global_batch_size": 2, "min_lr_ratio": 0.0}},
+        ),
+        (
             "lora_model_dir: out/a\nlora_r: 4\nlora_dropout: 0.1\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.2",
             {"checkpoint_dir": "out/a", "lora": {"dropout": 0.1}, "train": {"lr_schedule": "cosine", "min_lr_ratio": 0.2}},
         ),
