@@ -51,10 +51,14 @@ ALIASES: dict[str, Alias] = {
     **dict.fromkeys("flash_attention flash_attn xformers_attention sdp_attention attn_implementation".split(), _ATTENTION),
     **dict.fromkeys("liger_rope liger_rms_norm liger_glu_activation liger_layer_norm use_liger_kernel".split(), _KERNELS),
     **dict.fromkeys("liger_fused_linear_cross_entropy cut_cross_entropy plugins".split(), _KERNELS),
-    **dict.fromkeys("lora_mlp_kernel lora_qkv_kernel lora_o_kernel".split(), _KERNELS),
+    **dict.fromkeys(
+        "lora_mlp_kernel lora_qkv_kernel lora_o_kernel unsloth_lora_mlp unsloth_lora_qkv unsloth_lora_o".split(), _KERNELS
+    ),
     **dict.fromkeys("pad_token bos_token eos_token unk_token".split(), _ENDS),
     **dict.fromkeys("dataset_processes dataloader_num_workers dataset_num_proc preprocessing_num_workers".split(), _WORKERS),
-    **dict.fromkeys("tokenizer_use_fast is_llama_derived_model model_config_type tokenizer_config".split(), _READ),
+    **dict.fromkeys(
+        "tokenizer_use_fast is_llama_derived_model model_config_type tokenizer_config lora_fan_in_fan_out".split(), _READ
+    ),
     "trust_remote_code": Alias("", "a checkpoint's code is never executed"),
     "lora_model_dir": Alias("--checkpoint_dir {value}", "an adapter folder names its base"),
     "default_system_message": Alias("", "put a system message into the records"),
@@ -180,12 +184,8 @@ ALIASES: dict[str, Alias] = {
     "fsdp_offload_params": Alias("--train.cpu_offload parameters"),
     "eval_sample_packing": Alias("", "validation is packed, too"),
     "use_reentrant": Alias("", "recomputation needs no settings"),
-    "lora_fan_in_fan_out": _READ,
     "mlflow_tracking_uri": Alias("", "MLflow reads MLFLOW_TRACKING_URI"),
     "wandb_run_id": Alias("", "W&B reads WANDB_RUN_ID"),
-    "unsloth_lora_mlp": _KERNELS,
-    "unsloth_lora_qkv": _KERNELS,
-    "unsloth_lora_o": _KERNELS,
     "local_rank": Alias("", "the processes set it"),
     "ddp_timeout": Alias("", "a lost process is noticed"),
     "context_parallel_size": Alias("", "sequences are not divided over devices; shorter ones fit with packing"),

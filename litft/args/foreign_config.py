@@ -57,7 +57,7 @@ def in_litfts_terms(
                 text = setting or "true"
                 if flag not in OMITTED and text not in PLACEHOLDERS and is_valid(flag, text):
                     _put(converted, flag, _value(text))
-    if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):  # an adapter goes on with its own ranks
+    if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):  # an adapter keeps its own ranks
         converted["lora"] = {name: value for name, value in converted.get("lora", {}).items() if name == "dropout"}
     if re.search(r"[\\(|+]", str(entries.get("lora_target_modules", ""))):
         converted["lora"] = {name: value for name, value in converted["lora"].items() if name != "targets"}

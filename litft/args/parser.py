@@ -239,7 +239,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         problems.append(f"{path} in litft's terms, without what has no counterpart:\n\n{terms}\n")
     if all_texts.get("resume") == "true" and "out_dir" not in entries:
         problems.append(f"{path}: resume continues the run in out_dir, which is missing")
-    if unknown and cls not in FINETUNE.values() and is_litfts(all_texts):
+    if unknown and cls not in FINETUNE.values() and _is_litfts(all_texts):
         problems = [f"{path}: these are flags of finetune/lora.py; use finetune/lora.py --config {path} --dry_run"]
     texts = {name: text for name, text in all_texts.items() if name in flag_types}
     lists = {name: value for name, value in entries.items() if name in texts and get_origin(flag_types[name]) is list}
@@ -291,7 +291,7 @@ def _accepts(parser: ArgumentParser, name: str, text: str, flag_types: dict[str,
     return _is_valid(parser, f"--{name}={optimizer(word) if name == 'train.optimizer' else word}")
 
 
-def is_litfts(texts: dict[str, str]) -> bool:
+def _is_litfts(texts: dict[str, str]) -> bool:
     """Return whether a file has flags of fine-tuning, by their full names."""
     return any(name.startswith(("train.", "lora.", "adapter.", "save.")) for name in texts)
 

@@ -117,15 +117,9 @@ def _pure_config(hf: dict[str, Any]) -> Config:
 
 def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
     """Return the rules of Mamba-2 mixers; hf_prefix: the prefix of their names in the files."""
-    mamba = mixer_of(config)
-    prefix, width = "blocks.{}.mixer.", mamba.n_heads * mamba.head_dim
-    sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
-    fused = [
-        Split(f"{hf_prefix}in_proj.{leaf}", tuple(f"{prefix}{n}_proj.{leaf}" for n in ("gate", "conv", "step")), sizes)
-        for leaf in ("weight", "bias")
-    ]
+    mamba, prefix = mixer_of(config), "blocks.{}.mixer."
     return [
-        *fused,
+        *(_fused_projection(mamba, f"{hf_prefix}in_proj", leaf) for leaf in ("weight", "bias")),
         *llama.rename_modules({"out_proj": "out_proj", "norm": "norm"}, hf_prefix, prefix),
         Squeeze(f"{hf_prefix}conv1d.weight", f"{prefix}conv.weight", (1,)),
         Rename(f"{hf_prefix}conv1d.bias", f"{prefix}conv.bias"),
@@ -133,6 +127,13 @@ def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
         Rename(f"{hf_prefix}dt_bias", f"{prefix}step_bias"),
         Rename(f"{hf_prefix}D", f"{prefix}skip"),
     ]
+
+
+def _fused_projection(mamba: Mamba2Config, stored: str, leaf: str) -> Split:
+    """Return the rule for the projection to gate, convolution and step sizes, which files store as one."""
+    width = mamba.n_heads * mamba.head_dim
+    sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
+    return Split(f"{stored}.{leaf}", tuple(f"blocks.{{}}.mixer.{n}_proj.{leaf}" for n in ("gate", "conv", "step")), sizes)
 
 
 def rules(config: Config) -> list[Rule]:
@@ -147,11 +148,9 @@ def rules(config: Config) -> list[Rule]:
 
 def gguf_mamba_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names of Mamba-2 mixers."""
-    mamba = mixer_of(config)
-    prefix, width = "blocks.{}.mixer.", mamba.n_heads * mamba.head_dim
-    sizes = (width, width + 2 * mamba.n_groups * mamba.state_dim, mamba.n_heads)
+    mamba, prefix = mixer_of(config), "blocks.{}.mixer."
     return [
-        Split("blk.{}.ssm_in.weight", tuple(f"{prefix}{n}_proj.weight" for n in ("gate", "conv", "step")), sizes),
+        _fused_projection(mamba, "blk.{}.ssm_in", "weight"),
         *llama.rename_modules({"conv": "ssm_conv1d", "out_proj": "ssm_out"}, "blk.{}.", prefix),
         Rename("blk.{}.ssm_dt.bias", f"{prefix}step_bias"),
         Reshape("blk.{}.ssm_a", f"{prefix}log_rate", (-1, 1), (-1,), decay=True),
@@ -175,7 +174,7 @@ def gguf_mamba(config: Config) -> dict[str, Any]:
 
 
 def mixer_of(config: Config) -> Mamba2Config:
-    """Return the Mamba-2 mixer of a model; raise ValueError if it has none."""
+    """Return the Mamba-2 mixer that all such layers share; raise ValueError without such layers."""
     mixers = [layer.mixer for layer in config.layers if layer.mixer]
     if not mixers:
         raise ValueError(

@@ -93,7 +93,7 @@ def gguf_sizes(config: Config, keys: Iterable[str]) -> dict[str, int]:
 
 
 def mixture_of(config: Config) -> ExpertsConfig:
-    """Return the experts of a model whose architecture in llama.cpp has some; raise ValueError if it has none."""
+    """Return the experts that all sparse layers share; raise ValueError without them, which llama.cpp requires."""
     experts = next((layer.experts for layer in config.layers if layer.experts), None)
     if experts is None:
         reason = f"llama.cpp's architecture for {config.model_type} needs experts, but this model has none"

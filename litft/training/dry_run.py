@@ -219,8 +219,10 @@ def samples_lines(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Itera
 
 def _path_of(data: DataSplits, number: int) -> str:
     """Where a training sample comes from, if there are several paths."""
+    if len(data.train.stores) == 1:
+        return ""
     report = data.train.stores[data.train.store_numbers[number]].report
-    return "".join(f" of {name}" for name, other in data.reports.items() if other is report and len(data.train.stores) > 1)
+    return "".join(f" of {name}" for name, other in data.reports.items() if other is report)
 
 
 def _titles(sample: Sample) -> list[str]:
