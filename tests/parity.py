@@ -570,6 +570,13 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
             "dense, RoPE": dict(
                 MAMBA, layer_types=HYBRID, num_local_experts=0, shared_intermediate_size=40, position_embedding_type="rope"
             ),
+            "attention only": dict(
+                MAMBA,
+                layer_types=["full_attention"] * 3,
+                num_local_experts=0,
+                shared_intermediate_size=40,
+                position_embedding_type="rope",
+            ),
         },
     ),
     "falcon_h1": (

@@ -116,7 +116,9 @@ def _pure_config(hf: dict[str, Any]) -> Config:
 
 
 def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
-    """Return the rules of Mamba-2 mixers; hf_prefix: the prefix of their names in the files."""
+    """Return the rules of Mamba-2 mixers, none without mixers; hf_prefix: the prefix of their names in the files."""
+    if not any(layer.mixer for layer in config.layers):  # Granite 4 Micro has attention only
+        return []
     mamba, prefix = mixer_of(config), "blocks.{}.mixer."
     return [
         *(_fused_projection(mamba, f"{hf_prefix}in_proj", leaf) for leaf in ("weight", "bias")),
