@@ -1,6 +1,7 @@
 """Time a layer with each recurrent mixer against a layer of attention: forward, and forward and backward, on this machine.
 
 python scripts/mixer_speed.py [--tokens 2048] [--rounds 7]     (about 20 seconds on two CPU cores)
+python scripts/mixer_speed.py --device cuda [--plain]          (bf16; plain: without the kernels of flash-linear-attention)
 """
 
 import argparse
@@ -16,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from litft.families import read_config
 from litft.model.config import DeltaNetConfig, Mamba2Config, MixerConfig, ShortConvConfig
+from litft.model.mixers import kernels
 from litft.model.transformer import GPT
 
 WIDTH = 1024
@@ -30,7 +32,7 @@ MIXERS: dict[str, MixerConfig | None] = {
 }
 
 
-def make_layer(mixer: MixerConfig | None) -> GPT:
+def make_layer(mixer: MixerConfig | None, device: str) -> GPT:
     """Return a network of one layer, with attention or a mixer, and random weights."""
     config = read_config(LLAMA)
     if mixer:
@@ -38,7 +40,7 @@ def make_layer(mixer: MixerConfig | None) -> GPT:
     model = GPT(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
-    return model
+    return model.to(device, torch.bfloat16 if device == "cuda" else torch.float32)
 
 
 def seconds(model: GPT, tokens: torch.Tensor, backward: bool) -> float:
@@ -48,6 +50,8 @@ def seconds(model: GPT, tokens: torch.Tensor, backward: bool) -> float:
         logits = model(tokens)
     if backward:
         logits.sum().backward()
+    if tokens.is_cuda:
+        torch.cuda.synchronize()
     return time.perf_counter() - start
 
 
@@ -56,9 +60,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--plain", action="store_true", help="do not use the kernels of flash-linear-attention")
     args = parser.parse_args()
-    models, tokens = {name: make_layer(mixer) for name, mixer in MIXERS.items()}, torch.randint(0, 512, (1, args.tokens))
+    if args.plain:
+        kernels.can_run = lambda *_: False
+    models = {name: make_layer(mixer, args.device) for name, mixer in MIXERS.items()}
+    tokens = torch.randint(0, 512, (1, args.tokens), device=args.device)
     times: dict[str, list[list[float]]] = {name: [[], []] for name in models}
+    if args.device == "cuda":  # compile the kernels
+        for model in models.values():
+            seconds(model, tokens, backward=True)
     for _ in range(args.rounds):
         for name, model in models.items():
             for number, backward in enumerate((False, True)):
@@ -66,7 +78,7 @@ def main() -> None:
     medians = {name: [statistics.median(values) for values in pair] for name, pair in times.items()}
     print("| layer | forward, ms | forward and backward, ms |\n|---|---|---|")
     for name, pair in medians.items():
-        cells = (f"{1e3 * t:.0f} ({t / base:.2f})" for t, base in zip(pair, medians["attention"], strict=True))
+        cells = (f"{1e3 * t:.3g} ({t / base:.2f})" for t, base in zip(pair, medians["attention"], strict=True))
         print(f"| {name} | {' | '.join(cells)} |")
 
 

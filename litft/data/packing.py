@@ -45,7 +45,8 @@ class MicroBatch:
         def move(value: Tensor) -> Tensor:
             return (value.pin_memory() if is_cuda else value).to(device, non_blocking=True)
 
-        return MicroBatch(*(tree_map_only(Tensor, move, getattr(self, item.name)) for item in fields(self)))
+        moved = {item.name: tree_map_only(Tensor, move, getattr(self, item.name)) for item in fields(self)}
+        return MicroBatch(**moved | {"documents": self.documents and self.documents.to(move)})
 
     def with_min_targets(self, count: int) -> "MicroBatch":
         """Return a copy with at least `count` targets, with arbitrary values: for measuring memory."""

@@ -78,7 +78,7 @@ class PlacedBlock(nn.Module):
         if cos_sin is not None:
             cos_sin = CosSin(*(table if table is None else table.to(x.device) for table in cos_sin))
         if documents is not None:
-            documents = PackedSequences(documents.ids.to(x.device), documents.cu_seqlens.to(x.device))
+            documents = documents.to(lambda tensor: tensor.to(x.device))
         x = super().forward(x, cos_sin, documents, cache, *extra)
         return x if self.output_device is None else x.to(self.output_device)
 

@@ -1,6 +1,6 @@
 """Packed sequences: which tokens of a batch may attend to each other, and where each document starts."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import torch
@@ -14,20 +14,25 @@ class PackedSequences(NamedTuple):
 
     ids: Tensor  # (B, T) integers; within a row, each document has its own value
     cu_seqlens: Tensor  # (N + 1,) int32: document starts in the flattened B x T tokens, then B x T
+    host_cu_seqlens: Tensor | None = None  # the same on the CPU, for kernels whose launches depend on the lengths
     masks: dict[int | None, BlockMask] | None = None  # by window; if present, flex_attention uses them
 
     @classmethod
     def of(cls, ids: Tensor) -> "PackedSequences":
         """Build from document ids (B, T); a document never continues in the next row."""
         is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True).flatten()
-        cu_seqlens = F.pad(is_start.nonzero()[:, 0], (0, 1), value=ids.numel())
-        return cls(ids, cu_seqlens.to(torch.int32))
+        cu_seqlens = F.pad(is_start.nonzero()[:, 0], (0, 1), value=ids.numel()).to(torch.int32)
+        return cls(ids, cu_seqlens, None if ids.is_cuda else cu_seqlens)
 
     @classmethod
     def rows(cls, rows: int, length: int, device: torch.device) -> "PackedSequences":
         """Build for a batch in which each row is one document."""
         ids = torch.zeros(rows, length, dtype=torch.int64, device=device)
         return cls(ids, row_cu_seqlens(rows, length, device))
+
+    def to(self, move: Callable[[Tensor], Tensor]) -> "PackedSequences":
+        """Return a copy with tensors moved to a device by `move`, but for those that stay on the CPU."""
+        return self._replace(ids=move(self.ids), cu_seqlens=move(self.cu_seqlens))
 
     def chunked(self, size: int) -> "PackedSequences":
         """Return the chunks of `size` tokens that the documents consist of.

@@ -19,6 +19,7 @@ from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import lacks_bf16, num_shards
 from litft.model.loss import IGNORED
+from litft.model.mixers import kernels
 from litft.pretrained import resolve
 from litft.training.auto_settings import Settings
 from litft.training.communication_plan import UTILIZATION
@@ -153,6 +154,8 @@ def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float
         size = num_shards(setup.args, settings.strategy)
         yield f"{STRATEGIES[settings.strategy].format(size=size)} ({settings.strategy}, {settings.reason})"
     if setup.args.precision == "auto" and (note := lacks_bf16(device)):
+        yield note
+    if note := kernels.note(setup.source.config, device.type):
         yield note
     process = "; Python and the libraries take 0.5 to 1 GiB more" if device.type == "cpu" else ""
     recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]

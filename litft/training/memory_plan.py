@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from litft.distributed.devices import DTYPES
 from litft.methods import Method
 from litft.model.device_type import planned_for
+from litft.model.mixers import kernels
 from litft.model.quantization import is_quantizable
 from litft.model.transformer import GPT, default_dtype
 from litft.pretrained import PretrainedFolder
@@ -125,7 +126,7 @@ def predict(
     compiled = compiles(compiled, device, offloads_blocks=cpu_offload == "parameters" and shards == 1)
     method = _without_new_tokens(method)
     compute = DTYPES["fp32" if precision == "fp32" else "bf16"]
-    with FakeTensorMode(), planned_for(device):
+    with FakeTensorMode(), planned_for(device), kernels.without_launches():
         model, parameters = _network(source, method, precision)
         trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         weights = _weights(model, method, quantize)

@@ -1,18 +1,27 @@
 """Recurrent mixers: the recurrence in chunks equals a loop over tokens in fp64, and documents do not affect each other."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
+from conftest import ROOT
 from torch.nn.functional import softplus
 
+from litft.families import read_config
+from litft.model.device_type import planned_for
+from litft.model.mixers import kernels
 from litft.model.mixers.mixer import CausalConv
-from litft.model.mixers.recurrence import chunked_recurrence, recurrence
+from litft.model.mixers.recurrence import recurrence, recurrence_operator
 from litft.model.packed_sequences import PackedSequences
 
 B, T, H, K, V = 2, 150, 3, 6, 5  # more than two chunks
 
 
-def loop(q, k, v, g, b, ids, state):
+def loop(q, k, v, g, b, documents, state):
     """The recurrence of the module's docstring, token by token in fp64."""
+    ids = documents.ids if documents else None
     q, k, v, g = (x.double() for x in (q, k, v, g))
     state = torch.zeros(B, H, K, V).double() if state is None else state.double()
     outputs = []
@@ -25,7 +34,7 @@ def loop(q, k, v, g, b, ids, state):
             value = (value - (k[:, t, :, None] @ state).squeeze(-2)) * b[:, t, :, None].double()
         state = state + k[:, t, :, :, None] * value[:, :, None]
         outputs.append((q[:, t, :, None] @ state).squeeze(-2))
-    return torch.stack(outputs, 1), state
+    return torch.stack(outputs, 1), None if documents else state
 
 
 def inputs(by_row, delta):
@@ -40,8 +49,8 @@ def inputs(by_row, delta):
 
 
 def documents():
-    """Return ids of documents that end within a chunk, at its end, and after one token."""
-    return torch.tensor([[0] * 64 + [1] * 20 + [2] + [3] * 65, [4] * 150])
+    """Return documents that end within a chunk, at its end, and after one token."""
+    return PackedSequences.of(torch.tensor([[0] * 64 + [1] * 20 + [2] + [3] * 65, [4] * 150]))
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
@@ -50,25 +59,28 @@ def test_strong_decays_of_packed_documents_have_finite_gradients(by_row):
     q, k, v, g, b = (x.detach() for x in inputs(by_row, True))
     leaves = [x.requires_grad_() for x in (q, k, v, torch.full_like(g, -8.0), b)]
     ids = torch.tensor([[0] * 50 + [1] * 100]).expand(B, -1)  # a long document, and few tokens of the next one in its chunk
-    y, state = recurrence(*leaves, ids, None)
-    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(y.sum() + state.sum(), leaves))
+    y, _ = recurrence(*leaves, PackedSequences.of(ids), None)
+    assert all(gradient.isfinite().all() for gradient in torch.autograd.grad(y.sum(), leaves))
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
 @pytest.mark.parametrize("delta", [False, True], ids=["linear attention", "delta rule"])
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 def test_chunks_equal_a_loop_over_tokens(by_row, delta, packed):
-    ids = documents() if packed else None
+    packing = documents() if packed else None
     results = []
     for compute in (loop, recurrence):
         leaves = [None if x is None else x.detach().requires_grad_() for x in inputs(by_row, delta)]
-        y, state = compute(*leaves, ids, None)
-        weighted = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + state.sum() / 7
-        results.append((y, state, *torch.autograd.grad(weighted, [x for x in leaves if x is not None])))
+        y, state = compute(*leaves, packing, None)
+        weighted = (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum() + (0 if packed else state.sum() / 7)
+        results.append(
+            (y, *torch.autograd.grad(weighted, [x for x in leaves if x is not None]), *([] if packed else [state]))
+        )
     torch.testing.assert_close(*([x.double() for x in result] for result in results), atol=2e-5, rtol=2e-5)
     with torch.no_grad():
-        compiled = chunked_recurrence(*inputs(by_row, delta), ids, None)
-    assert all(torch.equal(*pair) for pair in zip(compiled, results[1][:2], strict=True))
+        y, state = recurrence_operator(*inputs(by_row, delta), [*(packing or [])][:3], None)
+    assert torch.equal(y, results[1][0])
+    assert state.numel() == 0 if packed else torch.equal(state, results[1][-1])
 
 
 @pytest.mark.parametrize("by_row", [False, True], ids=["one decay", "a decay for each row"])
@@ -98,3 +110,40 @@ def test_convolution_equals_torchs_and_stays_within_documents():
     packed = conv(x, PackedSequences.of(ids), None)
     torch.testing.assert_close(packed[0, 9:], reference(x[:1, 9:])[0])
     torch.testing.assert_close(packed[1], reference(x[1:])[0])
+
+
+def test_kernels_equal_the_plain_forms():
+    """Those of flash-linear-attention, in Triton's interpreter, with gradients: packed, and in pieces with a state."""
+    pytest.importorskip("fla", reason="pip install fla-core triton")
+    pytest.importorskip("triton", reason="pip install fla-core triton")
+    script = [sys.executable, ROOT / "tests" / "triton_on_cpu.py"]
+    done = subprocess.run(script, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    rows = [line.split(" ", 1) for line in done.stdout.splitlines()]
+    assert len(rows) == 16
+    assert not [row for row in rows if float(row[0]) > 2e-6]
+
+
+def test_missing_kernels_are_named(monkeypatch):
+    """On a GPU, for a network that would use them, if they are not installed."""
+    llama = dict(model_type="llama", vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2)
+    llama |= dict(num_attention_heads=2, max_position_embeddings=8)
+    lfm2 = llama | dict(model_type="lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2)
+    monkeypatch.setattr(kernels, "are_installed", lambda: False)
+    notes = {kernels.note(read_config(config), device) for config in (llama, lfm2) for device in ("cpu", "cuda")}
+    assert notes - {None} == {kernels.note(read_config(lfm2), "cuda")}
+    assert "pip install 'litft[kernels]'" in kernels.note(read_config(lfm2), "cuda")
+    monkeypatch.setattr(kernels, "are_installed", lambda: True)
+    assert kernels.note(read_config(lfm2), "cuda") is None
+
+
+def test_kernels_run_on_a_gpu_in_bf16(monkeypatch):
+    """Not in fp32, which they round, on a CPU, or where equal runs must be equal to the bit."""
+    monkeypatch.setattr(kernels, "are_installed", lambda: True)
+    half, single = torch.zeros(2, dtype=torch.bfloat16), torch.zeros(2)
+    assert not kernels.can_run(half)
+    with planned_for("cuda"):
+        assert kernels.can_run(half) and kernels.can_run(single, half)
+        assert not kernels.can_run(single)
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+        assert not kernels.can_run(half)

@@ -52,8 +52,7 @@ class DeltaNet(Mixer):
         v = v.unflatten(-1, (delta.n_heads, -1))
         beta = self.beta_proj(x).float().sigmoid() * (2 if delta.negative_eigenvalues else 1)
         state = None if cache is None else cache.states[3]
-        ids = None if documents is None else documents.ids
-        y, state = recurrence(q * delta.key_dim**-0.5, k, v, self.decay(x), beta, ids, state)
+        y, state = recurrence(q * delta.key_dim**-0.5, k, v, self.decay(x), beta, documents, state)
         if cache is not None:
             cache.store(3, state)
         gate = self.gate_proj(self.gate_a_proj(x) if delta.row_decay else x)

@@ -47,8 +47,7 @@ class Mamba2(Mixer):
         k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
         step = F.softplus(step + self.step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
         state = None if cache is None else cache.states[1]
-        ids = None if documents is None else documents.ids
-        y, state = recurrence(q, k, v * step[..., None], -self.log_rate.float().exp() * step, None, ids, state)
+        y, state = recurrence(q, k, v * step[..., None], -self.log_rate.float().exp() * step, None, documents, state)
         if cache is not None:
             cache.store(1, state)
         y = (y + self.skip.float()[:, None] * v).flatten(2).to(x.dtype)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model.kv_cache import LayerCache
+from litft.model.mixers import kernels
 from litft.model.packed_sequences import PackedSequences
 
 # B batch, T tokens, C channels, K width of the convolution
@@ -34,6 +35,8 @@ class CausalConv(nn.Module):
 
     def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None, state: int = 0) -> Tensor:
         """Return the convolution of x (B, T, C) in the same shape; state: the number of its state in `cache`."""
+        if cache is None and not torch.compiler.is_compiling() and kernels.can_run(x):  # compiled code fuses the plain form
+            return kernels.fused_conv(x, self.weight, self.bias, documents)
         width, length = self.weight.size(1), x.size(1)
         previous = x.new_zeros(x.size(0), width - 1, x.size(2)) if cache is None else cache.states[state].to(x.dtype)
         extended = torch.cat((previous, x), dim=1)  # (B, K - 1 + T, C)

@@ -7,13 +7,19 @@ With a query q, key k, value v, log decay g and, for the delta rule, a write str
     S <- S + b k^T (v - k S)                       # delta rule (arXiv 2412.06464)
     y = q S
 
-g is one number a head, or one for each row of the state (Kimi Delta Attention, arXiv 2510.26692). All in fp32.
+g is one number a head, or one for each row of the state (Kimi Delta Attention, arXiv 2510.26692). All in fp32; on a GPU,
+the kernels of `kernels.py` multiply in bf16.
 """
+
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from litft.model.mixers import kernels
+from litft.model.packed_sequences import PackedSequences
 
 # B batch, T tokens, H heads, G groups of R heads that share queries and keys, K key dim, V value dim, N chunks of L tokens
 
@@ -21,20 +27,28 @@ CHUNK = 64  # tokens
 
 
 def recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, ids: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return y (B, T, H, V) in fp32 and the state after the last token (B, H, K, V).
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    documents: PackedSequences | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return y (B, T, H, V) and the state after the last token (B, H, K, V) in fp32.
 
     q, k: (B, T, G, K); head h uses those of group h // (H / G). v: (B, T, H, V). g: (B, T, H), or with G = H (B, T, H, K)
-    for a decay of each row. b: (B, T, H) for the delta rule. ids: (B, T), a number for each document of a row; the state
-    starts anew with each. state: before the first token.
+    for a decay of each row. b: (B, T, H) for the delta rule. state: before the first token. documents: the state starts anew
+    with each; no state is taken or returned.
     """
     if v.size(1) == 1 and state is not None:
         q, k = (x.repeat_interleave(v.size(2) // x.size(2), dim=2) for x in (q, k))
         return _step(*(x.float().squeeze(1) for x in (q, k, v, g)), None if b is None else b.float().squeeze(1), state)
     if torch.compiler.is_compiling() and not torch.is_grad_enabled():
-        return chunked_recurrence(q, k, v, g, b, ids, state)
-    return _differentiable(q, k, v, g, b, ids, state)
+        lengths = [] if documents is None else [x for x in documents[:3] if x is not None]
+        y, state = recurrence_operator(q, k, v, g, b, lengths, state)
+        return y, state if documents is None else None
+    return _differentiable(q, k, v, g, b, documents, state)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,55 +60,94 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: T
     return (q[..., None, :] @ state).transpose(1, 2), state
 
 
-class _ChunkedRecurrence(torch.autograd.Function):
-    """`_chunked`, which saves only its inputs: the matrices of a chunk are many times as large."""
+def _sequence(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    documents: PackedSequences | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """Do the same for many tokens, with the kernels of a GPU where they can run."""
+    if kernels.can_run(q, k, v) and (b is not None or g.dim() == 3):
+        return kernels.fused_recurrence(q, k, v, g, b, documents, state)
+    return _chunked(q, k, v, g, b, None if documents is None else documents.ids, state)
+
+
+class _Recurrence(torch.autograd.Function):
+    """`_sequence`, which saves only its inputs: the matrices of a chunk are many times as large."""
 
     @staticmethod
-    def forward(ctx, *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(ctx, documents: PackedSequences | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        ctx.set_materialize_grads(False)
+        ctx.documents = documents
         ctx.save_for_backward(*inputs)
-        return _chunked(*inputs)
+        return _sequence(*inputs[:5], documents, inputs[5])
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *gradients: Tensor):
-        needed = ctx.needs_input_grad[:5]
-        found = iter(_gradients([*gradients], [*ctx.saved_tensors], [*needed]))
-        return *(next(found) if is_needed else None for is_needed in needed), None, None
+    def backward(ctx, *gradients: Tensor | None):
+        needed = ctx.needs_input_grad[1:]
+        found = iter(_gradients(gradients, ctx.saved_tensors, ctx.documents, needed))
+        return None, *(next(found) if is_needed else None for is_needed in needed)
 
 
-def _gradients(gradients: list[Tensor], inputs: list[Tensor | None], needed: list[bool]) -> tuple[Tensor, ...]:
+def _gradients(
+    gradients: Sequence[Tensor | None],
+    inputs: Sequence[Tensor | None],
+    documents: PackedSequences | None,
+    needed: Sequence[bool],
+) -> tuple[Tensor, ...]:
     """Return the gradients of the inputs that need one; gradients: those of the two outputs."""
     with torch.enable_grad():
-        pairs = zip(inputs, [*needed, False, False], strict=True)
+        pairs = zip(inputs, needed, strict=True)
         arguments = [x.detach().requires_grad_() if is_needed else x for x, is_needed in pairs]
         leaves = [x for x in arguments if x is not None and x.requires_grad]
-        return torch.autograd.grad(_chunked(*arguments), leaves, gradients)
+        used = [
+            pair
+            for pair in zip(_sequence(*arguments[:5], documents, arguments[5]), gradients, strict=True)
+            if pair[1] is not None
+        ]
+        return torch.autograd.grad([output for output, _ in used], leaves, [gradient for _, gradient in used])
 
 
 @torch.compiler.disable  # a loop over chunks, whose number depends on the length
-def _differentiable(*inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-    return _ChunkedRecurrence.apply(*inputs)
+def _differentiable(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    b: Tensor | None,
+    documents: PackedSequences | None,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    return _Recurrence.apply(documents, q, k, v, g, b, state)
 
 
 # one operator, so that a piece of a prompt is one graph
-@torch.library.custom_op("litft::chunked_recurrence", mutates_args=())
-def chunked_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, ids: Tensor | None, state: Tensor | None
+@torch.library.custom_op("litft::recurrence", mutates_args=())
+def recurrence_operator(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, documents: Sequence[Tensor], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Do the same as `recurrence`, in compiled code without gradients."""
-    y, new_state = _chunked(q, k, v, g, b, ids, state)
-    return y.contiguous(), new_state
+    """Do the same as `_sequence`, in compiled code without gradients; documents: the tensors of PackedSequences.
+
+    An operator returns no None: the state after documents is an empty tensor.
+    """
+    y, new_state = _sequence(q, k, v, g, b, PackedSequences(*documents) if documents else None, state)
+    return y.float().contiguous(), y.new_empty(0, dtype=torch.float32) if new_state is None else new_state
 
 
-@chunked_recurrence.register_fake
-def _(q, k, v, g, b, ids, state):
-    state_shape = (v.size(0), v.size(2), k.size(3), v.size(3))
+@recurrence_operator.register_fake
+def _(q, k, v, g, b, documents, state):
+    state_shape = (0,) if documents else (v.size(0), v.size(2), k.size(3), v.size(3))
     return v.new_empty(v.shape, dtype=torch.float32), v.new_empty(state_shape, dtype=torch.float32)
 
 
 def _chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, ids: Tensor | None, state: Tensor | None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
+    """The plain form: products of matrices within a chunk, and a loop over chunks for the state."""
     length, groups, by_row = v.size(1), k.size(2), g.dim() == 4
     q, k, v = (_in_chunks(x, groups) for x in (q, k, v))  # (B, G, 1 or R, N, L, .)
     g, b = (
@@ -104,7 +157,7 @@ def _chunked(
     visible = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=v.device).tril()
     enters = leaves = passes = None
     if ids is not None:
-        visible, enters, leaves, passes = _document_masks(ids, state is not None, visible)
+        visible, enters, leaves, passes = _document_masks(ids, visible)
     # log decay from the start of the chunk, or of the document in it, to each token: (B, G, R, N, L, K or 1)
     total = g.cumsum(-2) if ids is None else visible.to(g.dtype) @ g
     from_start = _masked_exp(total, enters)  # what a token sees of the state at the start of its chunk
@@ -128,7 +181,7 @@ def _chunked(
         added = k_end[:, :, :, n].mT @ (values if by_row else values * to_end[:, :, :, n])
         state = state * carry[:, :, :, n, :, None] + added
     y = torch.stack(outputs, 3).flatten(3, 4)[:, :, :, :length].flatten(1, 2).transpose(1, 2)
-    return y, state.flatten(1, 2)
+    return y, state.flatten(1, 2) if ids is None else None
 
 
 def _pairs(q: Tensor, k: Tensor, b: Tensor | None, total: Tensor, visible: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -186,11 +239,11 @@ def _masked_exp(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.exp() if mask is None else x.masked_fill(~mask, -torch.inf).exp()
 
 
-def _document_masks(ids: Tensor, has_state: bool, visible: Tensor) -> tuple[Tensor, ...]:
+def _document_masks(ids: Tensor, visible: Tensor) -> tuple[Tensor, ...]:
     """Return which tokens of a chunk see each other, the chunk's first state and its last, and which chunks pass it on."""
     padding = -ids.size(1) % CHUNK
     ids = torch.cat((ids, ids[:, -1:].expand(-1, padding)), 1).unflatten(1, (-1, CHUNK))[:, None, None]  # (B, 1, 1, N, L)
     first, last = ids[..., :1, 0], ids[..., -1:]
-    before = torch.cat((first if has_state else first - 1, last[..., :-1, 0]), -1)[..., None]  # (B, 1, 1, N, 1)
+    before = torch.cat((first - 1, last[..., :-1, 0]), -1)[..., None]  # (B, 1, 1, N, 1)
     same = visible & (ids[..., :, None] == ids[..., None, :])
     return same, (ids == before)[..., None], (ids == last)[..., None], last == before

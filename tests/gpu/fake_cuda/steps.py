@@ -48,6 +48,7 @@ from litft.data.tokenizer import Tokenizer  # noqa: E402
 from litft.distributed.devices import lacks_bf16, make_fabric, pick_accelerator  # noqa: E402
 from litft.distributed.process_group import launch  # noqa: E402
 from litft.families import families, read_config  # noqa: E402
+from litft.model.mixers import kernels  # noqa: E402
 from litft.model.placement import UNSHARDED  # noqa: E402
 from litft.pretrained import DEMO, PretrainedFolder  # noqa: E402
 from litft.training.auto_settings import Settings  # noqa: E402
@@ -55,6 +56,8 @@ from litft.training.optimizers import make_optimizer  # noqa: E402
 from litft.training.schedule import Schedule  # noqa: E402
 from litft.training.setup import Setup  # noqa: E402
 from litft.training.trainer import Trainer  # noqa: E402
+
+kernels.are_installed = lambda: False  # those of flash-linear-attention read the lengths of documents
 
 
 def _lora(precision: str = "bf16", packing: bool = True, lora: dict | None = None, **train: Any) -> FinetuneArgs:
