@@ -574,6 +574,7 @@ ROWS: dict[str, tuple[str, dict[str, dict]]] = {
                 MAMBA,
                 layer_types=["full_attention"] * 3,
                 num_local_experts=0,
+                num_experts_per_tok=0,  # as published
                 shared_intermediate_size=40,
                 position_embedding_type="rope",
             ),

@@ -11,6 +11,7 @@ A family file defines:
   `gguf_rules(config)`, and `gguf_config(hf)`, which adds fields of config.json that are not in GGUF metadata. For metadata
   of this family alone, `GGUF_FIELDS` maps its keys to fields of config.json, and `gguf_metadata(config)` returns its values.
   `GGUF_TENSORS` maps fields of config.json to the tensors of a block that are there if the field is true.
+  `gguf_architecture(config)` returns the architecture if it depends on more than the model_type.
 
 The helper functions in llama.py cover most of this. A new field of config.json is also added to the lists below.
 tutorials/add_a_family.md has an example.
@@ -38,7 +39,7 @@ def families() -> dict[str, ModuleType]:
 # Valid values of config.json fields, for all families. Downloaded files are checked once, here, before any arithmetic.
 _SIZES = (
     "hidden_size num_attention_heads vocab_size max_position_embeddings n_embd "
-    "n_head n_positions shared_expert_intermediate_size num_experts_per_tok "
+    "n_head n_positions shared_expert_intermediate_size "
     "decoder_sparse_step query_pre_attn_scalar no_rope_layer_interval d_model ffn_dim attention_heads n_heads "
     "num_heads max_seq_len window_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
     "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step floor_scale "
@@ -116,7 +117,9 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_FLAGS, (_is(bool), "true or false")),
     **dict.fromkeys(_FLAGS_OR_NULL, (_or_null(_is(bool)), "true, false or null")),
     **dict.fromkeys(_COUNTS, (_is_count, "a whole number from 1 to 10,000")),
-    "num_local_experts": (lambda value: value == 0 or _is_count(value), "a whole number from 1 to 10,000"),  # Granite: 0
+    # Granite without experts has 0
+    "num_local_experts": (lambda value: value == 0 or _is_count(value), "a whole number from 1 to 10,000"),
+    "num_experts_per_tok": (_is_size_or_0, "a whole number"),
     # Hunyuan lists one number a layer
     **dict.fromkeys(
         ("num_experts", "moe_topk"), (lambda value: _is_count(value) or isinstance(value, list | None), "a whole number")
@@ -204,11 +207,18 @@ def gguf_architectures() -> dict[str, str]:
     }
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names of a family's weights; raise ValueError without GGUF support."""
+def gguf_architecture(config: Config) -> str:
+    """Return llama.cpp's architecture of a model; raise ValueError without GGUF support."""
     if config.model_type not in (supported := gguf_architectures()):
         reason = f"GGUF files of {config.model_type!r} are not supported"
         raise ValueError(f"{reason}; supported: {', '.join(sorted(supported))}")
+    module = family(config.model_type)
+    return module.gguf_architecture(config) if hasattr(module, "gguf_architecture") else supported[config.model_type]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names of a family's weights; raise ValueError without GGUF support."""
+    gguf_architecture(config)
     return [*families()["llama"].drop_mtp(config, "blk."), *family(config.model_type).gguf_rules(config)]
 
 

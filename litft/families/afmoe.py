@@ -9,6 +9,18 @@ from litft.families import deepseek, llama, mixtral
 from litft.model.config import Config
 
 MODEL_TYPES = ("afmoe",)
+GGUF = {"afmoe": ("afmoe", "AfmoeForCausalLM")}
+GGUF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "num_shared_experts",
+    "expert_weights_norm": "route_norm",
+    "expert_weights_scale": "route_scale",
+    "leading_dense_block_count": "num_dense_layers",
+}
+GGUF_FIELDS = GGUF_EXPERTS | llama.GGUF_WINDOWS
+STEP = 4  # llama.cpp rotates no queries and keys in each fourth layer
 
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -52,3 +64,27 @@ def rules(config: Config) -> list[Rule]:
 def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for PEFT's names of the experts."""
     return mixtral.fused_experts(config, "model.layers.{}.mlp.experts.")
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    names = {
+        "attention.gate_proj": "attn_gate",
+        "attention_post_norm": "post_attention_norm",
+        "mlp_post_norm": "post_ffw_norm",
+    }
+    names |= llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS
+    return [*deepseek.gguf_mixture_rules(), *llama.gguf_names(config, names)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of the experts, and which layers have windows; raise ValueError for others than in all Trinity."""
+    if any((layer.window is None) != ((n + 1) % STEP == 0) for n, layer in enumerate(config.layers)):
+        raise ValueError(f"llama.cpp reads afmoe with full attention in each {STEP}th layer only; keep the folder")
+    sizes = {key: value for key, value in deepseek.gguf_experts(config).items() if key in GGUF_EXPERTS}
+    return sizes | llama.gguf_windows(config)
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json; llama.cpp always scales the embedding."""
+    return llama.gguf_layer_types(hf) | {"mup_enabled": True}

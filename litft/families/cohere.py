@@ -8,8 +8,24 @@ from litft.families import deepseek, llama
 from litft.model.config import Config, ExpertsConfig, LayerConfig, NormConfig
 
 MODEL_TYPES = ("cohere", "cohere2", "cohere2_moe")
-GGUF = {"cohere2": ("cohere2", "Cohere2ForCausalLM")}
+GGUF = {
+    "cohere": ("command-r", "CohereForCausalLM"),
+    "cohere2": ("cohere2", "Cohere2ForCausalLM"),
+    "cohere2_moe": ("cohere2moe", "Cohere2MoeForCausalLM"),
+}
+GGUF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "expert_dim",
+    "expert_shared_count": "num_shared_experts",
+    "expert_weights_norm": "norm_topk_prob",
+    "expert_gating_func": "expert_selection_fn",
+    "leading_dense_block_count": "first_k_dense_replace",
+}
+GGUF_TENSORS = {"use_qk_norm": "attn_q_norm.weight"}
+LARGE = 64  # layers from which llama.cpp expects norms of queries and keys (Command R+)
 GGUF_FIELDS = {"logit_scale": "logit_scale", "attention.layer_norm_epsilon": "layer_norm_eps"}
+GGUF_FIELDS |= GGUF_EXPERTS | llama.GGUF_WINDOWS
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -81,10 +97,30 @@ def peft_rules(config: Config) -> list[Rule]:
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names."""
-    return llama.gguf_names(config, llama.GGUF_ATTENTION | llama.GGUF_MLP | {"attention_norm": "attn_norm"})
+    """Return the rules for llama.cpp's names; raise ValueError for norms that it decides by the number of layers."""
+    depth = len(config.layers)
+    if config.model_type == "cohere" and bool(config.qk_norm) != (depth >= LARGE):
+        reason = f"llama.cpp norms queries and keys of Cohere models from {LARGE} layers on, and this model has {depth}"
+        raise ValueError(f"{reason}; keep the Hugging Face folder")
+    names = llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | {"attention_norm": "attn_norm"}
+    return [*deepseek.gguf_mixture_rules(), *llama.gguf_names(config, names)]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the scale of the logits."""
-    return {"logit_scale": config.logit_scale}
+    """Return the scale of the logits, and the sizes of the experts, of which llama.cpp averages with the shared one."""
+    scale = {"logit_scale": config.logit_scale}
+    if config.model_type != "cohere2_moe":
+        return scale
+    of_experts, dense = deepseek.gguf_experts(config), next((x for x in config.layers if not x.experts), None)
+    width = {"feed_forward_length": dense.hidden_dim} if dense and dense.hidden_dim else {}
+    sizes = {key: value for key, value in of_experts.items() if key in GGUF_EXPERTS}
+    return scale | sizes | llama.gguf_windows(config) | width
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json of a mixture with the kinds of its layers, and the widths of its MLPs."""
+    if hf["model_type"] != "cohere2_moe":
+        return hf
+    scoring = "softmax" if hf["expert_selection_fn"] == deepseek.SOFTMAX else "sigmoid"
+    widths = {"prefix_dense_intermediate_size": hf["intermediate_size"], "intermediate_size": hf.pop("expert_dim")}
+    return llama.gguf_layer_types(hf) | {"expert_selection_fn": scoring, "rms_norm_eps": hf.get("rms_norm_eps")} | widths

@@ -178,7 +178,7 @@ def peft_rules(config: Config) -> list[Rule]:
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names, with keys and values of latent attention in separate tensors."""
-    latent = config.layers[0].latent
+    latent = next(layer.latent for layer in config.layers if layer.latent)
     names = {f"attention.{n}_proj": f"attn_{n}" for n in ("q", "q_a", "q_b")} | {"attention.kv_a_proj": "attn_kv_a_mqa"}
     names |= {f"attention.{n}_norm": f"attn_{n}_norm" for n in ("q_a", "kv_a")} | {"attention.o_proj": "attn_output"}
     kv_b = "blocks.{}.attention.kv_b_proj.weight"

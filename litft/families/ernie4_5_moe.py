@@ -4,13 +4,22 @@ from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.rules import Rule, Squeeze
-from litft.families import deepseek, ernie4_5, llama
+from litft.families import deepseek, ernie4_5, llama, mixtral
 from litft.families.deepseek import peft_rules
 from litft.model.config import Config
 
 __all__ = ["MODEL_TYPES", "config", "peft_rules", "rules"]
 
 MODEL_TYPES = ("ernie4_5_moe",)
+GGUF = {"ernie4_5_moe": ("ernie4_5-moe", "Ernie4_5_MoeForCausalLM")}
+GGUF_FIELDS = {
+    "expert_count": "moe_num_experts",
+    "expert_used_count": "moe_k",
+    "expert_feed_forward_length": "moe_intermediate_size",
+    "expert_shared_count": "moe_num_shared_experts",
+    "leading_dense_block_count": "moe_layer_start_index",
+    "interleave_moe_layer_step": "moe_layer_interval",
+}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -29,3 +38,17 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules for Llama's names; the correction bias is stored as a matrix with one row."""
     bias = Squeeze("model.layers.{}.mlp.moe_statics.e_score_correction_bias", "blocks.{}.mlp.correction_bias", (0,))
     return [*deepseek.mixture_rules(config, bias=bias), *llama.rules(config)]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return [*deepseek.gguf_mixture_rules(), *llama.gguf_names(config)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of the experts; raise ValueError for dense layers after the first mixture."""
+    experts, metadata = mixtral.mixture_of(config), deepseek.gguf_experts(config)
+    if not all(layer.experts for layer in config.layers[metadata["leading_dense_block_count"] :]):
+        raise ValueError("llama.cpp reads no dense layers of ernie4_5_moe after the first mixture; keep the folder")
+    shared = {"expert_shared_feed_forward_length": experts.shared_dim} if experts.shared_dim else {}
+    return {key: value for key, value in metadata.items() if key in GGUF_FIELDS} | shared | {"interleave_moe_layer_step": 1}

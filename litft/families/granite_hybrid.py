@@ -42,14 +42,23 @@ def peft_rules(config: Config) -> list[Rule]:
     return granite.peft_rules(config)
 
 
+def gguf_architecture(config: Config) -> str:
+    """Return the architecture of llama.cpp, which calls a model without Mamba-2 layers as if it were a Granite 3."""
+    if any(layer.mixer for layer in config.layers):
+        return GGUF["granitemoehybrid"][0]
+    return granite.GGUF["granitemoeshared" if config.layers[0].experts else "granite"][0]
+
+
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
-    return [*bamba.gguf_mamba_rules(config), *granite.gguf_rules(config)]
+    has_mamba = any(layer.mixer for layer in config.layers)
+    return [*(bamba.gguf_mamba_rules(config) if has_mamba else []), *granite.gguf_rules(config)]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the scales, and the sizes of the experts and of the Mamba-2 layers."""
-    return granite.gguf_metadata(config) | bamba.gguf_mamba(config)
+    has_mamba = any(layer.mixer for layer in config.layers)
+    return granite.gguf_metadata(config) | (bamba.gguf_mamba(config) if has_mamba else {})
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -3,11 +3,15 @@
 from dataclasses import replace
 from typing import Any
 
-from litft.checkpoints.rules import Rename, Rule, Squeeze
+from litft.checkpoints.rules import Rename, Reshape, Rule, Squeeze
 from litft.families import deepseek, llama, mixtral
 from litft.model.config import Config, DeltaNetConfig
 
 MODEL_TYPES = ("kimi_linear",)
+GGUF = {"kimi_linear": ("kimi-linear", "KimiLinearForCausalLM")}
+GGUF_LATENT = {name: key for name, key in deepseek.GGUF_LATENT.items() if "yarn" not in name}
+GGUF_DELTA = {"ssm.conv_kernel": "linear_conv_kernel_dim", "kda.head_dim": "linear_head_dim"}
+GGUF_FIELDS = deepseek.GGUF_EXPERTS | GGUF_LATENT | GGUF_DELTA
 
 NAMES = {
     "mixer.query_proj": "self_attn.q_proj",
@@ -21,6 +25,19 @@ NAMES = {
     "mixer.norm": "self_attn.o_norm",
     "mixer.out_proj": "self_attn.o_proj",
 }
+GGUF_NAMES = {
+    "mixer.query_proj": "attn_q",
+    "mixer.key_proj": "attn_k",
+    "mixer.value_proj": "attn_v",
+    "mixer.beta_proj": "ssm_beta",
+    "mixer.decay_a_proj": "ssm_f_a",
+    "mixer.decay_proj": "ssm_f_b",
+    "mixer.gate_a_proj": "ssm_g_a",
+    "mixer.gate_proj": "ssm_g_b",
+    "mixer.norm": "ssm_norm",
+    "mixer.out_proj": "attn_output",
+}
+CONVS = {"query": "q", "key": "k", "value": "v"}
 FORGET_GATE = {"decay_a_proj": "f_a_proj", "decay_proj": "f_b_proj"}
 MOE = "model.layers.{}.block_sparse_moe."
 FIELDS = {
@@ -62,14 +79,13 @@ def rules(config: Config) -> list[Rule]:
     """Return the rules; the files call every MLP block_sparse_moe."""
     mlp = {f"mlp.{n}_proj": f"block_sparse_moe.{n}_proj" for n in ("gate", "up", "down")}
     mlp |= {f"mlp.shared.{n}_proj": f"block_sparse_moe.shared_experts.{n}_proj" for n in ("gate", "up", "down")}
-    convs = {"query": "q", "key": "k", "value": "v"}
     linear, mixer = llama.layers_with(config, lambda layer: layer.mixer), "blocks.{}.mixer."
     layers = f"{linear}self_attn."
     projections = {"gate": "w1", "up": "w3", "down": "w2"}
     return [
         *llama.rename_modules(NAMES, linear),
         *llama.rename_modules(mlp | {"mlp.router": "block_sparse_moe.gate"} | deepseek.LATENT),
-        *(Squeeze(f"{layers}{n}_conv1d.weight", f"{mixer}{name}_conv.weight", (1,)) for name, n in convs.items()),
+        *(Squeeze(f"{layers}{n}_conv1d.weight", f"{mixer}{name}_conv.weight", (1,)) for name, n in CONVS.items()),
         Squeeze(f"{layers}A_log", f"{mixer}log_rate", (0, 1, 3)),
         Rename(f"{layers}dt_bias", f"{mixer}decay_bias"),
         Rename(f"{MOE}gate.e_score_correction_bias", "blocks.{}.mlp.correction_bias"),
@@ -85,3 +101,55 @@ def peft_rules(config: Config) -> list[Rule]:
     mlp = {f"mlp.{n}_proj": f"mlp.{n}_proj" for n in ("gate", "up", "down")}
     names = [*llama.rename_modules(forget, linear), *llama.rename_modules(mlp | deepseek.SHARED)]
     return [*deepseek.peft_rules(config), *names]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    linear, mixer = llama.layers_with(config, lambda layer: layer.mixer, "blk."), "blocks.{}.mixer."
+    width = next((layer.mixer.conv_width for layer in config.layers if layer.mixer), 0)
+    return [
+        *llama.rename_modules(GGUF_NAMES, linear),
+        *(
+            Reshape(f"{linear}ssm_conv1d_{n}.weight", f"{mixer}{name}_conv.weight", (1, -1, 1, width), (-1, width))
+            for name, n in CONVS.items()
+        ),
+        Reshape(f"{linear}ssm_a", f"{mixer}log_rate", (-1, 1), (-1,), decay=True),
+        Rename(f"{linear}ssm_dt.bias", f"{mixer}decay_bias"),
+        *deepseek.gguf_rules(config),
+    ]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of both kinds of layers and of the experts; raise ValueError for what llama.cpp does not have."""
+    attention, delta = (next((x for x in config.layers if bool(x.mixer) == kind), None) for kind in (False, True))
+    if not (attention and delta) or attention.latent.query_dim or delta.mixer.n_heads != config.n_heads:
+        reason = "llama.cpp reads Kimi Linear with both kinds of layers, as many heads in both, and no q_lora_rank"
+        raise ValueError(f"{reason}; keep the Hugging Face folder")
+    latent, sizes = attention.latent, (delta.mixer.conv_width, delta.mixer.key_dim)
+    kinds = [0 if layer.mixer else 1 for layer in config.layers]
+    values = (
+        kinds,
+        latent.dim + latent.rope_dim,
+        latent.dim,
+        latent.head_dim,
+        latent.value_dim,
+        latent.dim,
+        None,
+        latent.rope_dim,
+    )
+    metadata = dict(zip(GGUF_LATENT, values, strict=True)) | dict(zip(GGUF_DELTA, sizes, strict=True))
+    return {key: value for key, value in metadata.items() if value is not None} | deepseek.gguf_experts(config)
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the kinds of layers and MLPs."""
+    kinds, depth, num_dense = hf.pop("num_key_value_heads"), hf["num_hidden_layers"], hf.pop("first_k_dense_replace", 0)
+    hf |= {
+        "layer_types": ["full_attention" if kind else "linear_attention" for kind in kinds],
+        "mlp_layer_types": ["dense" if n < num_dense else "sparse" for n in range(depth)],
+        "num_experts": hf.pop("n_routed_experts"),
+        "qk_nope_head_dim": hf["qk_head_dim"] - hf["qk_rope_head_dim"],
+        "linear_num_heads": hf["num_attention_heads"],
+    }
+    unused = ("head_dim", "value_length", "qk_head_dim", "scoring_func", "partial_rotary_factor")
+    return {name: value for name, value in hf.items() if name not in unused}

@@ -137,6 +137,24 @@ def gguf_names(config: Config, layer: dict[str, str] = GGUF_ATTENTION | GGUF_QK_
     ]
 
 
+GGUF_WINDOWS = {"attention.sliding_window_pattern": "layer_types"}
+
+
+def gguf_windows(config: Config) -> dict[str, Any]:
+    """Return the metadata of which layers have a sliding window; raise ValueError if none has one."""
+    pattern = [layer.window is not None for layer in config.layers]
+    if not any(pattern):
+        raise ValueError(f"llama.cpp's architecture for {config.model_type} needs windows; keep the Hugging Face folder")
+    return {"attention.sliding_window_pattern": pattern}
+
+
+def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the names of the kinds of layers, if the metadata lists which have a window."""
+    if not isinstance(pattern := hf.get("layer_types"), list):
+        return hf
+    return hf | {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+
+
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names. It rotates neighbouring entries, so rows of q and k are in another order."""
     heads = {"q": config.n_heads, "k": config.n_kv_heads}

@@ -4,14 +4,21 @@ from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.rules import Rule
-from litft.families import deepseek, llama, qwen2_moe
-from litft.families.qwen2_moe import peft_rules
+from litft.families import deepseek, llama, mixtral, qwen2_moe
+from litft.families.qwen2_moe import gguf_rules, peft_rules
 from litft.model.config import Config, ExpertsConfig
 from litft.model.rope_config import RopeConfig
 
-__all__ = ["MODEL_TYPES", "config", "peft_rules", "rules"]
+__all__ = ["MODEL_TYPES", "config", "gguf_rules", "peft_rules", "rules"]
 
 MODEL_TYPES = ("mellum",)
+GGUF = {"mellum": ("mellum", "MellumForCausalLM")}
+GGUF_EXPERTS = {
+    "expert_count": "num_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
+}
+GGUF_FIELDS = GGUF_EXPERTS | llama.GGUF_WINDOWS
 
 DEFAULTS = dict(num_key_value_heads=4, head_dim=128, sliding_window=1024, max_position_embeddings=131072)
 ROPES = {"full_attention": {"rope_theta": 5e5}, "sliding_attention": {"rope_theta": 1e4}}
@@ -41,3 +48,17 @@ def config(hf: dict[str, Any]) -> Config:
 def rules(config: Config) -> list[Rule]:
     """Return the rules of Qwen3's mixtures."""
     return [*llama.drop_mtp(config), *qwen2_moe.rules(config)]
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return the sizes of the experts, and which layers have windows; raise ValueError for dense layers."""
+    if not all(layer.experts for layer in config.layers):
+        raise ValueError("llama.cpp's architecture mellum has experts in every layer; keep the Hugging Face folder")
+    return mixtral.gguf_sizes(config, GGUF_EXPERTS) | llama.gguf_windows(config)
+
+
+def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the rotation of each kind of layer: of one theta, scaled in full attention only."""
+    local = {"rope_type": "default", "rope_theta": hf.pop("rope_theta")}
+    ropes = {"full_attention": local | hf.pop("rope_scaling", {}), "sliding_attention": local}
+    return llama.gguf_layer_types(hf) | {"rope_parameters": ropes, "norm_topk_prob": True}

@@ -8,6 +8,9 @@ from litft.families import llama
 from litft.model.config import Config, NormConfig
 
 MODEL_TYPES = ("stablelm",)
+GGUF = {"stablelm": ("stablelm", "StableLmForCausalLM")}
+GGUF_FIELDS = {"attention.layer_norm_epsilon": "layer_norm_eps", "use_parallel_residual": "use_parallel_residual"}
+GGUF_TENSORS = {"use_qkv_bias": "attn_q.bias", "qk_layernorm": "attn_q_norm.weight"}
 
 
 def config(hf: dict[str, Any]) -> Config:
@@ -34,3 +37,13 @@ def rules(config: Config) -> list[Rule]:
     hf_name = "model.layers.{{}}.self_attn.{}_layernorm.norms.{{}}.weight"
     qk_norms = [Stack(hf_name.format(n), f"blocks.{{}}.attention.{n}_norm.weight", count) for n, count in num_heads.items()]
     return [*llama.embedding_and_head(config), *llama.rename_modules(llama.ATTENTION | llama.MLP | norms), *qk_norms]
+
+
+def gguf_rules(config: Config) -> list[Rule]:
+    """Return the rules for llama.cpp's names."""
+    return llama.gguf_names(config)
+
+
+def gguf_metadata(config: Config) -> dict[str, Any]:
+    """Return whether attention and MLP are parallel."""
+    return {"use_parallel_residual": config.parallel}

@@ -48,11 +48,9 @@ class ExpertsConfig:
     beside_dense: bool = False  # experts and the dense MLP side by side, with norms of their own (Gemma 4)
 
     def __post_init__(self) -> None:
-        if self.top_k > self.count:
-            raise ValueError(
-                f"config.json: num_experts_per_tok {self.top_k} is more than the {self.count} experts; "
-                "download the file again"
-            )
+        if not 1 <= self.top_k <= self.count:
+            problem = f"is more than the {self.count} experts" if self.top_k > self.count else "selects no expert"
+            raise ValueError(f"config.json: num_experts_per_tok {self.top_k} {problem}; download the file again")
         if self.count % self.groups or self.top_groups > self.groups or (self.groups > 1 and self.count < 2 * self.groups):
             raise ValueError(
                 f"config.json: n_group {self.groups} and topk_group {self.top_groups} do not divide {self.count} experts; "

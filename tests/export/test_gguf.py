@@ -41,6 +41,9 @@ MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=1
 MAMBA |= dict(layer_types=["mamba", "attention", "mamba"], position_embedding_type="nope")
 GEMMA = dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16, num_hidden_layers=7)
 
+MINISTRAL = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+SIGMOID = dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5, norm_topk_prob=True)
+
 # models that GGUF represents exactly: (transformers' config class, values)
 MODELS = {
     "llama": ("LlamaConfig", {}),
@@ -239,6 +242,98 @@ MODELS = {
         ),
     ),
 }
+MODELS |= {
+    "cohere": ("CohereConfig", dict(logit_scale=0.125)),
+    "stablelm": ("StableLmConfig", dict(use_qkv_bias=True)),
+    "stablelm parallel": ("StableLmConfig", dict(use_parallel_residual=True, qk_layernorm=True)),
+    "jais2": ("Jais2Config", {}),
+    "ministral3": ("Ministral3Config", dict(head_dim=16, rope_parameters=MINISTRAL, max_position_embeddings=128)),
+    "ernie4_5_moe": ("Ernie4_5_MoeConfig", dict(moe_num_experts=5, moe_k=2, moe_intermediate_size=24)),
+    "dots1": (
+        "Dots1Config",
+        dict(n_routed_experts=5, n_shared_experts=2, num_key_value_heads=4, first_k_dense_replace=1, **SIGMOID),
+    ),
+    "exaone_moe": (
+        "ExaoneMoeConfig",
+        dict(
+            num_hidden_layers=5,
+            num_experts=5,
+            num_shared_experts=1,
+            first_k_dense_replace=1,
+            sliding_window=6,
+            head_dim=16,
+            layer_types=["sliding_attention"] * 3 + ["full_attention", "sliding_attention"],
+            mlp_layer_types=["dense"] + ["sparse"] * 4,
+            n_group=1,
+            topk_group=1,
+            **SIGMOID,
+        ),
+    ),
+}
+SLIDING = dict(
+    num_hidden_layers=5, sliding_window=6, layer_types=["sliding_attention"] * 3 + ["full_attention", "sliding_attention"]
+)
+MODELS |= {
+    "olmo": ("OlmoConfig", dict(clip_qkv=1.5)),
+    "olmo3": (
+        "Olmo3Config",
+        dict(num_key_value_heads=2, rope_parameters=dict(rope_type="default", rope_theta=1e4), **SLIDING),
+    ),
+    "mellum": (
+        "MellumConfig",
+        dict(
+            head_dim=16,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+            **SLIDING,
+        ),
+    ),
+    "cohere2_moe": (
+        "Cohere2MoeConfig",
+        dict(
+            head_dim=16,
+            num_experts=5,
+            num_experts_per_tok=2,
+            num_shared_experts=1,
+            first_k_dense_replace=1,
+            prefix_dense_intermediate_size=40,
+            intermediate_size=24,
+            logit_scale=0.125,
+            **SLIDING,
+        ),
+    ),
+    "afmoe": (
+        "AfmoeConfig",
+        dict(
+            head_dim=16,
+            num_experts=5,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            num_shared_experts=1,
+            num_dense_layers=1,
+            route_scale=1.5,
+            mup_enabled=True,
+            **SLIDING,
+        ),
+    ),
+}
+MODELS |= {
+    "kimi_linear": (
+        "KimiLinearConfig",
+        dict(
+            num_local_experts=5,
+            linear_head_dim=32,
+            linear_num_heads=4,
+            num_key_value_heads=4,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            mlp_layer_types=["dense", "sparse", "sparse"],
+            num_experts_per_tok=2,
+            **LATENT,
+        ),
+    ),
+}
 # transformers' reader ignores parts of the other models
 READ_BY_TRANSFORMERS = ["llama", "llama tied", "mistral", "qwen2", "qwen3 wide", "gemma2 plain", "gpt2"]
 GELU = ("gemma", "gemma2", "gemma2 plain", "gemma3", "gemma4", "gemma4 experts", "gpt2", "phi", "starcoder2")
@@ -342,11 +437,15 @@ REFUSED = {
         "Gemma2Config",
         dict(attn_logit_softcapping=None, final_logit_softcapping=None, **GEMMA),
     ),
-    "not supported; supported: arcee": ("CohereConfig", {}),
+    "not supported; supported: afmoe": ("BloomConfig", {}),
     "q_lora_rank null only if they have 26 or 27 layers, found 3": (
         "DeepseekV2Config",
         dict(num_experts_per_tok=3, **LATENT),
     ),
+    "norms queries and keys of Cohere models from 64 layers on": ("CohereConfig", dict(use_qk_norm=True)),
+    "in each 4th layer only": ("AfmoeConfig", dict(head_dim=16, num_experts=7, layer_types=["full_attention"] * 3)),
+    "needs YaRN": ("Ministral3Config", dict(head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=1e4))),
+    "no shared key heads": ("Dots1Config", dict(n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1)),
     "have no separate head": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
 }
 
@@ -359,6 +458,25 @@ def test_models_that_llama_cpp_would_compute_differently_are_refused(reason, sha
     with pytest.raises(ValueError, match=reason):
         to_gguf(tmp_path / "tiny", tmp_path / "file")
     assert not (tmp_path / "file").exists()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("experts, kind", [(0, "granite"), (5, "granitemoeshared")])
+def test_granite_4_without_mamba_is_a_granite_3(experts, kind, shared, tmp_path):
+    """As llama.cpp's own converter writes it; what comes back has the names of Granite 3, and the same logits."""
+    values = (
+        MAMBA | GRANITE | dict(layer_types=["attention"] * 3, position_embedding_type="rope", shared_intermediate_size=40)
+    )
+    build("GraniteMoeHybridConfig", tmp_path / "tiny", vocab_size=512, num_local_experts=experts, **values)
+    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
+        shutil.copyfile(path, tmp_path / "tiny" / path.name)
+    file = to_gguf(tmp_path / "tiny", tmp_path / "file")
+    back, tokens = from_gguf(file, tmp_path / "back"), draw(1, 100, seed=1)
+    expected = litft.load(tmp_path / "tiny")[0](tokens)
+    assert json.loads((back / "config.json").read_text())["model_type"] == kind
+    assert relative(litft.load(back)[0](tokens), expected) <= 1e-5
+    assert relative(transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits, expected) <= 3e-5
+    assert relative(llama_cpp_logits(file, tokens[0]), expected[0]) <= 2e-5
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Phi3", "Qwen2"])
@@ -757,7 +875,7 @@ def test_damaged_files_are_reported(change, shared, tmp_path):
 
 
 INVALID_METADATA = {
-    "is not supported; supported: arcee": {"general.architecture": "mamba"},
+    "is not supported; supported: afmoe": {"general.architecture": "mamba"},
     "contains no model but 'adapter'": {"general.type": "adapter"},
     "its tokenizer type 'bert' is not supported": {"tokenizer.ggml.model": "bert"},
     "occurs more than once": {"tokenizer.ggml.tokens": ["a"] * 512},

@@ -169,6 +169,7 @@ REFUSED = [
         dict(rope_parameters=dict(rope_type="dynamic", factor=2.0)),
         "dynamic with 2 rotated",
     ),
+    ("qwen3_moe", "renormalized", dict(num_experts_per_tok=0), "num_experts_per_tok 0 selects no expert"),
     ("llama", "grouped", dict(hidden_act="snake"), "activation 'snake' is not supported; known: silu"),
     ("falcon", "untied", dict(alibi=True), "alibi true is not supported"),
 ]

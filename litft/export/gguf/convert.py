@@ -20,7 +20,7 @@ from litft.export.gguf.files import GgufFile, gguf
 from litft.export.gguf.metadata import read_architecture, to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import add_tokenizer, model_name, write_tokenizer
-from litft.families import gguf_architectures, gguf_rules, read_config
+from litft.families import gguf_architecture, gguf_rules, read_config
 from litft.methods import Method
 from litft.methods.lora import LoRA
 from litft.pretrained import PretrainedFolder
@@ -148,7 +148,7 @@ def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) ->
         raise ValueError("llama.cpp stores this model's heads in another form than an adapter can; leave --merge false out")
     fused = {target.name: target.fuse(factors) for target in dict.fromkeys(targets[site] for site in sites)}
     alpha = Counter(pair.scale * pair.a.size(0) for pair in fused.values()).most_common(1)[0][0]
-    writer = _writer(gguf_architectures()[trained.source.config.model_type], trained, outtype, "adapter")
+    writer = _writer(gguf_architecture(trained.source.config), trained, outtype, "adapter")
     writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
     writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, alpha)
     entries = []

@@ -10,7 +10,7 @@ from torch import Tensor
 from litft.checkpoints.conversion import mappings_to_hf
 from litft.export.gguf.files import GgufFile
 from litft.families import (
-    gguf_architectures,
+    gguf_architecture,
     gguf_config,
     gguf_fields,
     gguf_metadata,
@@ -63,6 +63,11 @@ SUPPORTS_WINDOWS = (
     "gpt-oss",
     "cohere2",
     "llama4",
+    "exaone-moe",
+    "olmo2",
+    "mellum",
+    "cohere2moe",
+    "afmoe",
 )  # llama.cpp ignores the sliding window of all others
 UNROTATED = 1e30  # a divisor that leaves entries where they are (Gemma 4)
 DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
@@ -207,7 +212,7 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
     with torch.device("meta"):
         parameters = [name for name, _ in GPT(config).named_parameters()]
     tensor_names = frozenset(name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets)
-    name = gguf_architectures()[config.model_type]
+    name = gguf_architecture(config)
     attention = [layer for layer in config.layers if layer.attention]
     if not attention:
         raise ValueError("GGUF files of models without any attention layer are not supported; keep the Hugging Face folder")
