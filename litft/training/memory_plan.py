@@ -28,7 +28,8 @@ from litft.training.memory_trace import Shape, backward_optimizer, trace_blocks,
 from litft.training.optimizers import state_bytes
 from litft.training.residence import residence
 
-CUBLAS_WORKSPACE = 32 * 2**20  # bytes that torch gives to cuBLAS on Hopper; less on older GPUs
+# bytes that torch gives to cuBLAS on Hopper, less on older GPUs; before torch 2.15, the backward pass's thread has its own
+CUBLAS_WORKSPACE = 32 * 2**20 * (1 if torch.__version__ >= (2, 15) else 2)
 USABLE_FRACTION = 0.9  # of a device's memory that a plan may use; CUDA and fragmentation take the rest
 
 

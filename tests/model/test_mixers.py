@@ -10,9 +10,11 @@ from conftest import ROOT
 from torch.nn.functional import softplus
 
 from litft.families import read_config
+from litft.model.config import DeltaNetConfig, Mamba2Config, ShortConvConfig
 from litft.model.device_type import planned_for
-from litft.model.mixers import kernels
-from litft.model.mixers.mixer import CausalConv
+from litft.model.linear import Linear
+from litft.model.mixers import kernels, make_mixer
+from litft.model.mixers.mixer import CausalConv, GatedNorm
 from litft.model.mixers.recurrence import recurrence, recurrence_operator
 from litft.model.packed_sequences import PackedSequences
 
@@ -110,6 +112,35 @@ def test_convolution_equals_torchs_and_stays_within_documents():
     packed = conv(x, PackedSequences.of(ids), None)
     torch.testing.assert_close(packed[0, 9:], reference(x[:1, 9:])[0])
     torch.testing.assert_close(packed[1], reference(x[1:])[0])
+
+
+@pytest.mark.parametrize(
+    "mixer",
+    [
+        DeltaNetConfig(4, 2, 8, 8, 4, 1e-6),
+        DeltaNetConfig(4, 4, 8, 8, 4, 1e-6, row_decay=True),
+        Mamba2Config(4, 8, 2, 8, 4, 1e-6),
+        ShortConvConfig(16, 3, bias=True),
+    ],
+    ids=["delta net", "KDA", "Mamba-2", "short convolution"],
+)
+def test_mixers_save_only_their_inputs(mixer):
+    """Between its Linears, a mixer keeps nothing for the backward pass, which computes it again."""
+    llama = dict(model_type="llama", vocab_size=8, hidden_size=16, intermediate_size=8, num_hidden_layers=1)
+    config = read_config(llama | dict(num_attention_heads=2, max_position_embeddings=8))
+    module = make_mixer(config, config.layers[0].with_mixer(mixer))
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter, std=0.1)
+    known, saved = [*module.parameters()], []
+    for part in module.modules():
+        if isinstance(part, (Linear, GatedNorm)):
+            part.register_forward_hook(lambda _, inputs, output: known.extend((*inputs, output)))
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        y = module(torch.randn(1, 130, 16, requires_grad=True), None, None)
+    assert y.requires_grad
+    storages = {x.untyped_storage().data_ptr() for x in known}
+    assert saved
+    assert all(x.untyped_storage().data_ptr() in storages for x in saved)
 
 
 def test_kernels_equal_the_plain_forms():

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from litft.model.config import Config, DeltaNetConfig
 from litft.model.kv_cache import LayerCache
 from litft.model.linear import Linear
-from litft.model.mixers.mixer import CausalConv, GatedNorm, Mixer
+from litft.model.mixers.mixer import CausalConv, GatedNorm, Mixer, causal_conv
 from litft.model.mixers.recurrence import CHUNK, recurrence
 from litft.model.packed_sequences import PackedSequences
 
@@ -45,27 +45,43 @@ class DeltaNet(Mixer):
     def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
         """See Mixer."""
         delta = self.delta
-        q = F.silu(self.query_conv(self.query_proj(x), documents, cache, 0))
-        k = F.silu(self.key_conv(self.key_proj(x), documents, cache, 1))
-        v = F.silu(self.value_conv(self.value_proj(x), documents, cache, 2))
-        q, k = (normalized(part.unflatten(-1, (delta.n_key_heads, -1))) for part in (q, k))
-        v = v.unflatten(-1, (delta.n_heads, -1))
-        beta = self.beta_proj(x).float().sigmoid() * (2 if delta.negative_eigenvalues else 1)
-        state = None if cache is None else cache.states[3]
-        y, state = recurrence(q * delta.key_dim**-0.5, k, v, self.decay(x), beta, documents, state)
-        if cache is not None:
-            cache.store(3, state)
+        y = self.run_mix(
+            documents,
+            cache,
+            *(proj(x) for proj in (self.query_proj, self.key_proj, self.value_proj, self.beta_proj)),
+            self.decay_proj(self.decay_a_proj(x) if delta.row_decay else x),
+            *(conv.weight for conv in (self.query_conv, self.key_conv, self.value_conv)),
+            self.log_rate,
+            self.decay_bias,
+        )
         gate = self.gate_proj(self.gate_a_proj(x) if delta.row_decay else x)
-        y = self.norm(y.to(x.dtype), gate.unflatten(-1, (delta.n_heads, -1)))
+        y = self.norm(y, gate.unflatten(-1, (delta.n_heads, -1)))
         return self.out_proj(y.flatten(2))
 
-    def decay(self, x: Tensor) -> Tensor:
+    def mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor) -> Tensor:
+        """Return the gated delta rule over convolved queries, keys and values: (B, T, H, V)."""
+        delta, dtype = self.delta, inputs[0].dtype
+        *projections, beta, rows, query_weight, key_weight, value_weight, log_rate, decay_bias = inputs
+        weights = query_weight, key_weight, value_weight
+        q, k, v = (
+            F.silu(causal_conv(part, weight, None, documents, cache, number))
+            for number, (part, weight) in enumerate(zip(projections, weights, strict=True))
+        )
+        q, k = (normalized(part.unflatten(-1, (delta.n_key_heads, -1))) for part in (q, k))
+        v = v.unflatten(-1, (delta.n_heads, -1))
+        beta = beta.float().sigmoid() * (2 if delta.negative_eigenvalues else 1)
+        state, decay = None if cache is None else cache.states[3], self.decay(rows, log_rate, decay_bias)
+        y, state = recurrence(q * delta.key_dim**-0.5, k, v, decay, beta, documents, state)
+        if cache is not None:
+            cache.store(3, state)
+        return y.to(dtype)
+
+    def decay(self, rows: Tensor, log_rate: Tensor, bias: Tensor) -> Tensor:
         """Return the log decay of each token's state, in fp32: (B, T, H), or (B, T, H, K) for each row."""
-        rows = self.decay_proj(self.decay_a_proj(x) if self.delta.row_decay else x).float() + self.decay_bias.float()
-        rate = self.log_rate.float().exp()
+        steps, rate = F.softplus(rows.float() + bias.float()), log_rate.float().exp()
         if self.delta.row_decay:
-            return -rate[:, None] * F.softplus(rows.unflatten(-1, (self.delta.n_heads, -1)))
-        return -rate * F.softplus(rows)
+            return -rate[:, None] * steps.unflatten(-1, (self.delta.n_heads, -1))
+        return -rate * steps
 
 
 def normalized(x: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from litft.model.config import Config, Mamba2Config
 from litft.model.kv_cache import LayerCache
 from litft.model.linear import Linear
-from litft.model.mixers.mixer import CausalConv, GatedNorm, Mixer
+from litft.model.mixers.mixer import CausalConv, GatedNorm, Mixer, causal_conv
 from litft.model.mixers.recurrence import CHUNK, recurrence
 from litft.model.norm import scaled
 from litft.model.packed_sequences import PackedSequences
@@ -42,17 +42,24 @@ class Mamba2(Mixer):
         """See Mixer."""
         mamba = self.mamba
         gate, conv, step = self.projections(scaled(x, mamba.input_scale))
-        v, k, q = F.silu(self.conv(conv, documents, cache)).split(self.widths, dim=-1)
-        v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
-        k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
-        step = F.softplus(step + self.step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
-        state = None if cache is None else cache.states[1]
-        y, state = recurrence(q, k, v * step[..., None], -self.log_rate.float().exp() * step, None, documents, state)
-        if cache is not None:
-            cache.store(1, state)
-        y = (y + self.skip.float()[:, None] * v).flatten(2).to(x.dtype)
+        parameters = self.conv.weight, self.conv.bias, self.log_rate, self.step_bias, self.skip
+        y = self.run_mix(documents, cache, conv, step, *parameters)
         y = self.out_proj(y * F.silu(gate) if self.norm is None else self.norm(y, gate))
         return scaled(y, mamba.output_scale)
+
+    def mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None) -> Tensor:
+        """Return the recurrence over convolved values, keys and queries, and what skips it: (B, T, H D)."""
+        mamba = self.mamba
+        conv, step, weight, bias, log_rate, step_bias, skip = inputs
+        v, k, q = F.silu(causal_conv(conv, weight, bias, documents, cache)).split(self.widths, dim=-1)
+        v = v.unflatten(-1, (mamba.n_heads, -1)).float()  # (B, T, H, D)
+        k, q = (part.unflatten(-1, (mamba.n_groups, -1)) for part in (k, q))
+        step = F.softplus(step + step_bias).clamp(*mamba.step_limits).float()  # (B, T, H)
+        state = None if cache is None else cache.states[1]
+        y, state = recurrence(q, k, v * step[..., None], -log_rate.float().exp() * step, None, documents, state)
+        if cache is not None:
+            cache.store(1, state)
+        return (y + skip.float()[:, None] * v).flatten(2).to(conv.dtype)
 
     def projections(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return gate, input of the convolution and step sizes, scaled as in Falcon-H1's muP."""

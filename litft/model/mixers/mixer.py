@@ -1,12 +1,18 @@
 """The protocol of recurrent mixers, their causal convolution, and the norm of their outputs.
 
 A mixer is a module with `forward(x, documents, cache)`. It has a state of constant size, which `cache` carries from call to
-call: a text is computed in pieces of any length. In training, state and convolution start anew at each document.
+call: a text is computed in pieces of any length. In training, state and convolution start anew at each document. What lies
+between its Linears is `mix`, which saves only its inputs for the backward pass: what it computes is many times as large.
 """
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from litft.model.kv_cache import LayerCache
 from litft.model.mixers import kernels
@@ -24,6 +30,44 @@ class Mixer(nn.Module):
         """Return the mixed x (B, T, C). Tokens of different documents do not affect each other."""
         raise NotImplementedError
 
+    def mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None) -> Tensor:
+        """Return what the mixer computes from its projections and parameters."""
+        raise NotImplementedError
+
+    def run_mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None) -> Tensor:
+        """Return `mix`; inputs: all tensors that may need a gradient."""
+        if cache is not None or not torch.is_grad_enabled():
+            return self.mix(documents, cache, *inputs)
+        return _mix_in_training(self, documents, inputs)
+
+
+@torch.compiler.disable  # a loop over chunks, whose number depends on the length
+def _mix_in_training(mixer: Mixer, documents: PackedSequences | None, inputs: Sequence[Tensor | None]) -> Tensor:
+    return SavingInputs.apply(partial(mixer.mix, documents, None), *inputs)
+
+
+class SavingInputs(torch.autograd.Function):
+    """A function of tensors that saves only its inputs, and is computed again in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+        """Return function(*inputs)."""
+        ctx.function = function
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the inputs that need one."""
+        needed = ctx.needs_input_grad[1:]
+        with torch.enable_grad():
+            pairs = zip(ctx.saved_tensors, needed, strict=True)
+            arguments = [x.detach().requires_grad_() if is_needed else x for x, is_needed in pairs]
+            leaves = [x for x in arguments if x is not None and x.requires_grad]
+            found = iter(torch.autograd.grad(ctx.function(*arguments), leaves, gradient))
+        return None, *(next(found) if is_needed else None for is_needed in needed)
+
 
 class CausalConv(nn.Module):
     """Depthwise convolution over the last K tokens of each document: the K - 1 inputs before a piece are the state."""
@@ -35,22 +79,34 @@ class CausalConv(nn.Module):
 
     def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None, state: int = 0) -> Tensor:
         """Return the convolution of x (B, T, C) in the same shape; state: the number of its state in `cache`."""
-        if cache is None and not torch.compiler.is_compiling() and kernels.can_run(x):  # compiled code fuses the plain form
-            return kernels.fused_conv(x, self.weight, self.bias, documents)
-        width, length = self.weight.size(1), x.size(1)
-        previous = x.new_zeros(x.size(0), width - 1, x.size(2)) if cache is None else cache.states[state].to(x.dtype)
-        extended = torch.cat((previous, x), dim=1)  # (B, K - 1 + T, C)
-        if cache is not None:
-            cache.store(state, extended[:, length:])
-        ids = None if documents is None else F.pad(documents.ids, (width - 1, 0), value=-1)
-        y = None
-        for tap in range(width):
-            shifted = extended[:, tap : tap + length]
-            if ids is not None and tap < width - 1:
-                shifted = shifted.masked_fill((ids[:, tap : tap + length] != documents.ids)[..., None], 0)
-            product = shifted * self.weight[:, tap]
-            y = product if y is None else y + product
-        return y if self.bias is None else y + self.bias
+        return causal_conv(x, self.weight, self.bias, documents, cache, state)
+
+
+def causal_conv(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    documents: PackedSequences | None,
+    cache: LayerCache | None,
+    state: int = 0,
+) -> Tensor:
+    """Return `CausalConv` with weight (C, K) and bias (C,)."""
+    if cache is None and not torch.compiler.is_compiling() and kernels.can_run(x):  # compiled code fuses the plain form
+        return kernels.fused_conv(x, weight, bias, documents)
+    width, length = weight.size(1), x.size(1)
+    previous = x.new_zeros(x.size(0), width - 1, x.size(2)) if cache is None else cache.states[state].to(x.dtype)
+    extended = torch.cat((previous, x), dim=1)  # (B, K - 1 + T, C)
+    if cache is not None:
+        cache.store(state, extended[:, length:])
+    ids = None if documents is None else F.pad(documents.ids, (width - 1, 0), value=-1)
+    y = None
+    for tap in range(width):
+        shifted = extended[:, tap : tap + length]
+        if ids is not None and tap < width - 1:
+            shifted = shifted.masked_fill((ids[:, tap : tap + length] != documents.ids)[..., None], 0)
+        product = shifted * weight[:, tap]
+        y = product if y is None else y + product
+    return y if bias is None else y + bias
 
 
 class GatedNorm(nn.Module):
@@ -64,8 +120,14 @@ class GatedNorm(nn.Module):
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """Normalize x (..., C) and multiply it by the function of `gate` (..., C)."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():  # compiled code saves no more than the inputs
+            return self.compute(x, gate, self.weight)
+        return SavingInputs.apply(self.compute, x, gate, self.weight)
+
+    def compute(self, x: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
+        """Return the normalized and gated x."""
         y, gate = x.float(), self.gate(gate.float())
         y = y * gate if self.gate_first else y
         grouped = y.unflatten(-1, (self.groups, -1))
-        y = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * self.weight.float()
+        y = F.rms_norm(grouped, grouped.shape[-1:], None, self.eps).flatten(-2) * weight.float()
         return (y if self.gate_first else y * gate).to(x.dtype)

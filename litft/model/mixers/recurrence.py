@@ -16,7 +16,6 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from litft.model.mixers import kernels
 from litft.model.packed_sequences import PackedSequences
@@ -44,11 +43,11 @@ def recurrence(
     if v.size(1) == 1 and state is not None:
         q, k = (x.repeat_interleave(v.size(2) // x.size(2), dim=2) for x in (q, k))
         return _step(*(x.float().squeeze(1) for x in (q, k, v, g)), None if b is None else b.float().squeeze(1), state)
-    if torch.compiler.is_compiling() and not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         lengths = [] if documents is None else [x for x in documents[:3] if x is not None]
         y, state = recurrence_operator(q, k, v, g, b, lengths, state)
         return y, state if documents is None else None
-    return _differentiable(q, k, v, g, b, documents, state)
+    return _sequence(q, k, v, g, b, documents, state)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -73,56 +72,6 @@ def _sequence(
     if kernels.can_run(q, k, v) and (b is not None or g.dim() == 3):
         return kernels.fused_recurrence(q, k, v, g, b, documents, state)
     return _chunked(q, k, v, g, b, None if documents is None else documents.ids, state)
-
-
-class _Recurrence(torch.autograd.Function):
-    """`_sequence`, which saves only its inputs: the matrices of a chunk are many times as large."""
-
-    @staticmethod
-    def forward(ctx, documents: PackedSequences | None, *inputs: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        ctx.set_materialize_grads(False)
-        ctx.documents = documents
-        ctx.save_for_backward(*inputs)
-        return _sequence(*inputs[:5], documents, inputs[5])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *gradients: Tensor | None):
-        needed = ctx.needs_input_grad[1:]
-        found = iter(_gradients(gradients, ctx.saved_tensors, ctx.documents, needed))
-        return None, *(next(found) if is_needed else None for is_needed in needed)
-
-
-def _gradients(
-    gradients: Sequence[Tensor | None],
-    inputs: Sequence[Tensor | None],
-    documents: PackedSequences | None,
-    needed: Sequence[bool],
-) -> tuple[Tensor, ...]:
-    """Return the gradients of the inputs that need one; gradients: those of the two outputs."""
-    with torch.enable_grad():
-        pairs = zip(inputs, needed, strict=True)
-        arguments = [x.detach().requires_grad_() if is_needed else x for x, is_needed in pairs]
-        leaves = [x for x in arguments if x is not None and x.requires_grad]
-        used = [
-            pair
-            for pair in zip(_sequence(*arguments[:5], documents, arguments[5]), gradients, strict=True)
-            if pair[1] is not None
-        ]
-        return torch.autograd.grad([output for output, _ in used], leaves, [gradient for _, gradient in used])
-
-
-@torch.compiler.disable  # a loop over chunks, whose number depends on the length
-def _differentiable(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    b: Tensor | None,
-    documents: PackedSequences | None,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    return _Recurrence.apply(documents, q, k, v, g, b, state)
 
 
 # one operator, so that a piece of a prompt is one graph

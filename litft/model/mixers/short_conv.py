@@ -5,7 +5,7 @@ from torch import Tensor
 from litft.model.config import Config, ShortConvConfig
 from litft.model.kv_cache import LayerCache
 from litft.model.linear import Linear
-from litft.model.mixers.mixer import CausalConv, Mixer
+from litft.model.mixers.mixer import CausalConv, Mixer, causal_conv
 from litft.model.packed_sequences import PackedSequences
 
 
@@ -21,5 +21,10 @@ class ShortConv(Mixer):
 
     def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None) -> Tensor:
         """See Mixer."""
-        before, after, x = self.in_proj(x).chunk(3, dim=-1)
-        return self.out_proj(after * self.conv(before * x, documents, cache))
+        return self.out_proj(self.run_mix(documents, cache, self.in_proj(x), self.conv.weight, self.conv.bias))
+
+    def mix(self, documents: PackedSequences | None, cache: LayerCache | None, *inputs: Tensor | None) -> Tensor:
+        """Return the gated convolution."""
+        projected, weight, bias = inputs
+        before, after, x = projected.chunk(3, dim=-1)
+        return after * causal_conv(before * x, weight, bias, documents, cache)
