@@ -21,7 +21,7 @@ def finetune(
     args: FinetuneArgs | None = None,
     callback: Callback | None = None,
     *,
-    method: str = "lora",
+    method: str | None = None,
     model: str | PathLike | None = None,
     data: Examples | None = None,
     val_data: Examples | None = None,
@@ -32,7 +32,7 @@ def finetune(
 
     args: all flags as one object, instead of the keywords below and `callback` and `metrics`.
     callback: called in the first process with every row of metrics.csv when it is written.
-    method: lora, adapter, adapter_v2 or full.
+    method: lora (default), adapter, adapter_v2 or full.
     model: a model folder or a hub id. Without model and data, the built-in demo is trained.
     data: examples: a path, a hub id, a list of paths, or records: a list, a `datasets.Dataset`, or an iterator.
     val_data: validation examples, likewise.
@@ -43,9 +43,10 @@ def finetune(
     ended the run after its state was saved.
     """
     if args is not None:
-        if flags or model is not None or data is not None or val_data is not None:
+        if flags or any(value is not None for value in (method, model, data, val_data)):
             raise TypeError("finetune() takes either args or keywords; set the fields of args instead")
         return run_finetuning(args, callback, metrics)
+    method = method or "lora"
     try:
         flags |= {"checkpoint_dir": fspath(model)} if model is not None else {}
         flags |= {"data_path": ["in memory"]} if data is not None else {}

@@ -166,13 +166,17 @@ def _single_turn(question_field: str, answer_field: str, context_field: str | No
         if context_field:
             question = user_content(question, text_field(record, context_field, where), template)
         answer = {"role": "assistant", "content": text_field(record, answer_field, where)}
-        return Example([*system_message(record, where), {"role": "user", "content": question}, answer])
+        messages = [*system_message(record, where), {"role": "user", "content": question}, answer]
+        return Example(messages, read_tools(record.get("tools"), where))
 
     return convert
 
 
 def _messages(record: Record, where: str, template: str) -> Example:
-    return Example(check_messages(record["messages"], where), read_tools(record.get("tools"), where))
+    messages = check_messages(record["messages"], where)
+    if messages[0]["role"] != "system":
+        messages = system_message(record, where) + messages
+    return Example(messages, read_tools(record.get("tools"), where))
 
 
 def check_messages(messages: Any, where: str) -> list[Message]:
@@ -272,7 +276,8 @@ def _conversations(record: Record, where: str, template: str) -> Example:
         raise ValueError(f"{where}: 'conversations' must be a list with at least one turn")
     system = system_message(record, where)
     if all(isinstance(turn, str) for turn in turns):
-        return Example([*system, *({"role": ("user", "assistant")[n % 2], "content": t} for n, t in enumerate(turns))])
+        texts = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
+        return Example(system + texts, read_tools(record.get("tools"), where))
     messages: list[Message] = system
     for number, turn in enumerate(turns):
         message = sharegpt_turn(turn, f"{where}: turn {number}")

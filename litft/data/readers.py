@@ -260,7 +260,7 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
         separator, header = declared[1], next(lines, "")
     elif separator not in header and ";" in header:
         separator = ";"
-    limit = csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
+    csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
     try:
         rows = csv.reader(chain([header] if header else [], lines), delimiter=separator, strict=True)
         names = _without_empty_end(next(rows, []))
@@ -276,8 +276,6 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
                 yield where, ValueError(f"{where}: {reason}")
     except csv.Error as error:
         raise ValueError(f"{path}, line {rows.line_num}: invalid table ({error}); fix it there") from None
-    finally:
-        csv.field_size_limit(limit)
 
 
 def _without_empty_end(row: list[str], length: int = 0) -> list[str]:

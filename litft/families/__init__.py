@@ -18,9 +18,11 @@ tutorials/add_a_family.md has an example.
 """
 
 import pkgutil
+import re
 from collections.abc import Callable
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -43,7 +45,7 @@ _SIZES = (
     "decoder_sparse_step query_pre_attn_scalar no_rope_layer_interval d_model ffn_dim attention_heads n_heads "
     "num_heads max_seq_len window_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
     "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step floor_scale "
-    "intermediate_size_mlp altup_num_inputs laurel_rank vocab_size_per_layer_input linear_num_value_heads "
+    "intermediate_size_mlp altup_num_inputs laurel_rank global_head_dim full_attention_interval linear_num_value_heads "
     "linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim mamba_n_heads mamba_d_head "
     "mamba_d_state mamba_n_groups mamba_d_conv mamba_num_heads mamba_head_dim ssm_state_size conv_L_cache block_multiple_of "
     "n_groups conv_kernel"
@@ -53,7 +55,7 @@ _COUNTS = "num_hidden_layers n_layer n_layers num_layers n_routed_experts moe_nu
 _SIZES_OR_NULL = (
     "num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
     "rotary_dim num_ln_in_parallel_attn n_group topk_group q_lora_rank v_head_dim prefix_dense_intermediate_size "
-    "moe_intermediate_size top_k_experts global_head_dim num_global_key_value_heads attention_chunk_size "
+    "top_k_experts num_global_key_value_heads attention_chunk_size "
     "num_expert_group num_experts_per_token model_max_length"
 ).split()
 _POSITIVE = (
@@ -71,7 +73,7 @@ _FLAGS = (
     "mup_enabled lm_head_bias attn_temperature_tuning altup_correct_scale attention_k_eq_v use_double_wide_mlp "
     "enable_moe_block"
 ).split()
-_FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn use_bidirectional_attention".split()
+_FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn".split()
 _TEXTS = "hidden_act model_type activation_function activation".split()
 _LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers moe_layers activation_sparsity_pattern".split()
 _LARGEST = 10**9  # a larger size means a broken file, and would run out of memory before any error message
@@ -101,12 +103,19 @@ def _is(expected_type: type) -> Callable[[Any], bool]:
 _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     **dict.fromkeys(_SIZES, (_is_size, "a whole number of at least 1")),
     **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number of at least 1, or null")),
-    "intermediate_size": (  # Gemma 3n lists one number a layer
-        lambda value: _or_null(_is_size)(value) or (isinstance(value, list) and all(map(_is_size, value))),
-        "a whole number of at least 1, or null",
+    **dict.fromkeys(  # Gemma 3n and Hunyuan list one number a layer
+        ("intermediate_size", "moe_intermediate_size"),
+        (
+            lambda value: _or_null(_is_size)(value) or (isinstance(value, list) and all(map(_is_size, value))),
+            "a whole number of at least 1, or null",
+        ),
     ),
+    "use_bidirectional_attention": (lambda value: isinstance(value, bool | str | None), "true, false, a text or null"),
     "sliding_window": (_or_null(_is_size_or_0), "a whole number, or null"),
-    **dict.fromkeys(("max_window_layers", "num_kv_shared_layers", "altup_active_idx"), (_is_size_or_0, "a whole number")),
+    **dict.fromkeys(
+        ("max_window_layers", "num_kv_shared_layers", "altup_active_idx", "vocab_size_per_layer_input"),
+        (_is_size_or_0, "a whole number"),
+    ),
     "hidden_size_per_layer_input": (_or_null(_is_size_or_0), "a whole number, or null"),
     "sliding_window_pattern": (
         lambda value: _is_size_or_0(value) or isinstance(value, str | None),
@@ -122,7 +131,8 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "num_experts_per_tok": (_is_size_or_0, "a whole number"),
     # Hunyuan lists one number a layer
     **dict.fromkeys(
-        ("num_experts", "moe_topk"), (lambda value: _is_count(value) or isinstance(value, list | None), "a whole number")
+        ("num_experts", "moe_topk"),
+        (lambda value: value == 0 or _is_count(value) or isinstance(value, list | None), "a whole number"),
     ),
     **dict.fromkeys(_TEXTS, (_is(str), "text")),
     "hidden_activation": (_or_null(_is(str)), "text or null"),
@@ -196,8 +206,10 @@ def as_family(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def unread_fields(hf: dict[str, Any]) -> list[str]:
-    """Return the fields of config.json that no family reads."""
-    return sorted(name for name in hf if name not in _CHECKS and name not in _NOT_THE_NETWORK)
+    """Return the fields of config.json that no family reads: their names are in none of the files."""
+    sources = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("*.py"))
+    read = {*re.findall(r"\w+", sources), *_NOT_THE_NETWORK}
+    return sorted(name for name in hf if name not in read)
 
 
 def gguf_architectures() -> dict[str, str]:
@@ -253,4 +265,9 @@ def gguf_config(architecture: str, hf: dict[str, Any]) -> dict[str, Any]:
     model_type = architecture if architecture in model_types else model_types[0]  # llama.cpp has no "mistral"
     module = family(model_type)
     hf = {"model_type": model_type, "architectures": [module.GGUF[model_type][1]], **hf}
-    return module.gguf_config(hf) if hasattr(module, "gguf_config") else hf
+    try:
+        return module.gguf_config(hf) if hasattr(module, "gguf_config") else hf
+    except KeyError as missing:
+        fields = {field: key for key, field in gguf_fields(architecture).items()}
+        key = fields.get(missing.args[0], missing.args[0])
+        raise ValueError(f"{architecture}.{key}: missing from the metadata; download the file again") from None

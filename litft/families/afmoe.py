@@ -78,9 +78,11 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of the experts, and which layers have windows; raise ValueError for others than in all Trinity."""
+    """Return the sizes of the experts, and which layers have windows; raise ValueError for a pattern unlike Trinity's."""
     if any((layer.window is None) != ((n + 1) % STEP == 0) for n, layer in enumerate(config.layers)):
-        raise ValueError(f"llama.cpp reads afmoe with full attention in each {STEP}th layer only; keep the folder")
+        raise ValueError(
+            f"llama.cpp reads afmoe with full attention in each {STEP}th layer only; keep the Hugging Face folder"
+        )
     sizes = {key: value for key, value in deepseek.gguf_experts(config).items() if key in GGUF_EXPERTS}
     return sizes | llama.gguf_windows(config)
 

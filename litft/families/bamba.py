@@ -29,6 +29,7 @@ def config(hf: dict[str, Any]) -> Config:
     if hf["model_type"] == "mamba2":
         return _pure_config(hf)
     is_falcon = hf["model_type"] == "falcon_h1"
+    hf = {"mamba_d_ssm": 1024, **hf} if is_falcon else hf
     hf = {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "max_position_embeddings": 8192 if is_falcon else 262144, **hf}
     base = llama.config(hf if is_falcon else {**hf, "partial_rotary_factor": 0.5}, rope_fraction=None if is_falcon else 0.5)
     mamba = mamba_config(hf, base.norm.eps)

@@ -44,7 +44,12 @@ def config(hf: dict[str, Any]) -> Config:
     layers = base.layers
     if is_cohere2:
         pattern = hf.get("sliding_window_pattern", 4)
-        windows = llama.layer_windows(hf, lambda index: (index + 1) % pattern != 0)
+        start, first = hf.get("first_k_dense_replace", 0), hf.get("prefix_dense_sliding_window_pattern", 1)
+
+        def slides(index: int) -> bool:  # the dense layers at the start of a mixture have a pattern of their own
+            return (index + 1) % first != 0 if index < start else (index - start + 1) % pattern != 0
+
+        windows = llama.layer_windows(hf, slides)
         layers = tuple(
             replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None) for window in windows
         )
@@ -107,8 +112,8 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the scale of the logits, and the sizes of the experts, of which llama.cpp averages with the shared one."""
-    scale = {"logit_scale": config.logit_scale}
+    """Return the scale of the logits, the sizes of a mixture's experts, and which layers have windows."""
+    scale = {"logit_scale": float(config.logit_scale)}
     if config.model_type != "cohere2_moe":
         return scale
     of_experts, dense = deepseek.gguf_experts(config), next((x for x in config.layers if not x.experts), None)
@@ -121,6 +126,6 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json of a mixture with the kinds of its layers, and the widths of its MLPs."""
     if hf["model_type"] != "cohere2_moe":
         return hf
-    scoring = "softmax" if hf["expert_selection_fn"] == deepseek.SOFTMAX else "sigmoid"
+    scoring = "softmax" if hf.get("expert_selection_fn") == deepseek.SOFTMAX else "sigmoid"
     widths = {"prefix_dense_intermediate_size": hf["intermediate_size"], "intermediate_size": hf.pop("expert_dim")}
     return llama.gguf_layer_types(hf) | {"expert_selection_fn": scoring, "rms_norm_eps": hf.get("rms_norm_eps")} | widths

@@ -216,7 +216,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         *(experts or (None,) * 3),
     )
     metadata = {key: value for key, value in zip(GGUF_FIELDS, values, strict=True) if value is not None}
-    return metadata | {"final_logit_softcapping": config.logit_softcap or 0.0}
+    return metadata | {"final_logit_softcapping": float(config.logit_softcap or 0)}
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def peft_rules(config: Config) -> list[Rule]:
 
 
 def gguf_architecture(config: Config) -> str:
-    """Return the architecture of llama.cpp, which calls a model without Mamba-2 layers as if it were a Granite 3."""
+    """Return llama.cpp's architecture, which is that of Granite 3 for models without Mamba-2 layers."""
     if any(layer.mixer for layer in config.layers):
         return GGUF["granitemoehybrid"][0]
     return granite.GGUF["granitemoeshared" if config.layers[0].experts else "granite"][0]

@@ -122,8 +122,11 @@ def gguf_rules(config: Config) -> list[Rule]:
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of both kinds of layers and of the experts; raise ValueError for what llama.cpp does not have."""
     attention, delta = (next((x for x in config.layers if bool(x.mixer) == kind), None) for kind in (False, True))
-    if not (attention and delta) or attention.latent.query_dim or delta.mixer.n_heads != config.n_heads:
-        reason = "llama.cpp reads Kimi Linear with both kinds of layers, as many heads in both, and no q_lora_rank"
+    shared = next((layer.experts.shared_dim for layer in config.layers if layer.experts), 0)
+    if not (attention and delta and shared) or attention.latent.query_dim or delta.mixer.n_heads != config.n_heads:
+        reason = (
+            "llama.cpp reads Kimi Linear with both kinds of layers, a shared expert, as many heads in both, no q_lora_rank"
+        )
         raise ValueError(f"{reason}; keep the Hugging Face folder")
     latent, sizes = attention.latent, (delta.mixer.conv_width, delta.mixer.key_dim)
     kinds = [0 if layer.mixer else 1 for layer in config.layers]
@@ -138,7 +141,9 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         latent.rope_dim,
     )
     metadata = dict(zip(GGUF_LATENT, values, strict=True)) | dict(zip(GGUF_DELTA, sizes, strict=True))
-    return {key: value for key, value in metadata.items() if value is not None} | deepseek.gguf_experts(config)
+    of_experts = deepseek.gguf_experts(config)
+    del of_experts["expert_weights_norm"]  # llama.cpp always divides by the sum
+    return {key: value for key, value in metadata.items() if value is not None} | of_experts
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -150,8 +150,10 @@ def gguf_windows(config: Config) -> dict[str, Any]:
 
 def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the names of the kinds of layers, if the metadata lists which have a window."""
-    if not isinstance(pattern := hf.get("layer_types"), list):
+    if (pattern := hf.get("layer_types")) is None:
         return hf
+    if isinstance(pattern, int):  # every so many layers, one has full attention
+        pattern = [pattern == 0 or n % pattern < pattern - 1 for n in range(hf["num_hidden_layers"])]
     return hf | {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
 
 

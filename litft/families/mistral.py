@@ -81,5 +81,7 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     scaling = {name: hf.pop(name) for name in GGUF_FIELDS.values() if name in hf}
     if not scaling.get("llama_4_scaling_beta"):
         return hf | {"model_type": "mistral", "architectures": [ARCHITECTURES["mistral"]], "sliding_window": None}
-    factors = {"mscale": scaling.get("mscale_all_dim", 0.0)}
-    return hf | {"rope_parameters": {"rope_theta": hf["rope_theta"], **hf.pop("rope_scaling"), **scaling, **factors}}
+    if mscale := scaling.pop("mscale_all_dim", None):
+        scaling |= {"mscale": mscale, "mscale_all_dim": mscale}
+    kind = hf.pop("rope_scaling", {"rope_type": "default"})
+    return hf | {"rope_parameters": {"rope_theta": hf["rope_theta"], **kind, **scaling}}

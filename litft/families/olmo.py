@@ -93,7 +93,7 @@ def gguf_rules(config: Config) -> list[Rule]:
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the number of experts of OLMoE, OLMo 3's windows, and OLMo 1's limit of queries, keys and values."""
     if config.model_type == "olmo":
-        return {"attention.clamp_kqv": config.qkv_clip} if config.qkv_clip else {}
+        return {"attention.clamp_kqv": float(config.qkv_clip)} if config.qkv_clip else {}
     if config.model_type == "olmo3":
         return llama.gguf_windows(config)
     if config.model_type == "olmo2":

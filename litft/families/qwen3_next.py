@@ -157,5 +157,7 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def _delta(config: Config) -> DeltaNetConfig:
-    """Return the config of the delta nets."""
-    return next(layer.mixer for layer in config.layers if layer.mixer)
+    """Return the config of the delta nets; raise ValueError if there are none."""
+    if delta := next((layer.mixer for layer in config.layers if layer.mixer), None):
+        return delta
+    raise ValueError("config.json: layer_types has no linear_attention; for attention alone, use a Qwen3 model")

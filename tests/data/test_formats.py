@@ -36,6 +36,8 @@ ARGUMENTS_AS_TEXT = {"type": "function", "function": {"name": "add", "arguments"
         ("messages", {"messages": CHAT}, CHAT),
         ("messages", {"messages": PARTS}, CHAT),
         ("messages", {"messages": [SYSTEM, *CHAT]}, [SYSTEM, *CHAT]),
+        ("messages", {"messages": CHAT, "system": "Be brief."}, [SYSTEM, *CHAT]),
+        ("messages", {"messages": [SYSTEM, *CHAT], "system": "Be long."}, [SYSTEM, *CHAT]),
         (
             "messages",
             {"messages": [TOOL_CHAT[0], dict(TOOL_CHAT[1], content=None, tool_calls=[ARGUMENTS_AS_TEXT])]},
@@ -69,6 +71,8 @@ def test_dialogues_and_plain_text():
     assert to_example({"text": "Once upon a time"}, "here", "").text == "Once upon a time"
     tools = to_example({"conversations": SHAREGPT, "tools": json.dumps([TOOL])}, "here", "").tools
     assert tools == [{"type": "function", "function": TOOL}]
+    for record in ({"prompt": "Add 1 and 2.", "completion": "3"}, {"conversations": ["Add 1 and 2.", "3"]}):
+        assert to_example(record | {"tools": [TOOL]}, "here", "").tools == tools
 
 
 def test_an_input_is_formatted_for_the_template():

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+import unicodedata
 import zipfile
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.export.gguf.convert import read, write
 from litft.export.gguf.files import GgufFile
 from litft.export.gguf.modelfile import modelfile
+from litft.export.gguf.vocabulary import PRE_TOKENIZERS
 from litft.methods import AdapterV2, LoRA
 from litft.model.mlp import ACTIVATIONS
 
@@ -427,6 +429,62 @@ def test_llama_cpp_computes_the_same_logits(converted, rounded_gelu):
     assert relative(llama_cpp_logits(file, tokens), expected) <= TOLERANCES.get(name, 2e-5)
 
 
+@pytest.mark.parametrize("name", ["lfm2", "granite hybrid", "kimi_linear"])
+def test_types_of_recurrent_layers(name, shared, tmp_path):
+    """Convolutions and what is no weight are in fp32, on which llama.cpp insists; projections are not."""
+    file = to_gguf(make_folder(name, tmp_path / "tiny", shared), tmp_path / "file", "bf16")
+    kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
+    plain = [kind for name, kind in kinds.items() if "conv" in name and "_proj" not in name and "in_proj" not in name]
+    plain += [kind for name, kind in kinds.items() if not name.endswith(".weight")]
+    assert {*plain} == {TYPES.F32}
+    assert kinds["blk.0.ffn_down.weight"] == TYPES.BF16
+
+
+def test_whole_numbers_are_written_as_floats(shared, tmp_path):
+    """llama.cpp refuses integers where it expects floats."""
+    folder = make_folder("cohere", tmp_path / "tiny", shared)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"logit_scale": 1}))
+    value = GgufFile(to_gguf(folder, tmp_path / "file")).metadata["command-r.logit_scale"]
+    assert isinstance(value, float) and value == 1
+
+
+@torch.no_grad()
+def test_a_stated_factor_of_yarn_is_read(shared, tmp_path):
+    """llama.cpp multiplies cos and sin by it, beyond YaRN's own factor."""
+    file = to_gguf(make_folder("yarn", tmp_path / "tiny", shared), tmp_path / "file")
+    reader = gguf.GGUFReader(file)
+    writer = gguf.GGUFWriter(tmp_path / "stated.gguf", "llama")
+    for field in reader.fields.values():
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kind, sub_type = field.types[0], field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type)
+    writer.add_float32("llama.rope.scaling.attn_factor", 0.5)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    back, tokens = from_gguf(tmp_path / "stated.gguf", tmp_path / "back"), draw(1, 60, seed=1)
+    expected = litft.load(back)[0](tokens)[0]
+    assert relative(litft.load(tmp_path / "tiny")[0](tokens)[0], expected) > 1e-3
+    assert relative(llama_cpp_logits(tmp_path / "stated.gguf", tokens[0]), expected) <= 2e-5
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("outtype", ["bf16", "q8_0"])
+@pytest.mark.parametrize("name", ["lfm2", "granite hybrid", "kimi_linear", "qwen3_next"])
+def test_recurrent_layers_run_in_llama_cpp_in_other_types(name, outtype, shared, tmp_path):
+    """It aborts unless convolutions and decays are in fp32."""
+    folder = make_folder(name, tmp_path / "tiny", shared)
+    file = to_gguf(folder, tmp_path / "file", outtype)
+    tokens = draw(1, 20, seed=1)
+    expected = litft.load(from_gguf(file, tmp_path / "back", precision="fp32"))[0](tokens)[0]
+    logits = llama_cpp_logits(file, tokens[0])  # activations are rounded too, and experts chosen by them
+    assert torch.cosine_similarity(logits.flatten(), expected.flatten(), dim=0) > 0.98
+
+
 REFUSED = {
     "activation": ("LlamaConfig", dict(hidden_act="gelu_pytorch_tanh")),
     "rope": ("LlamaConfig", dict(rope_parameters=dict(rope_type="dynamic", factor=3.0, rope_theta=1e4))),
@@ -444,6 +502,19 @@ REFUSED = {
     ),
     "norms queries and keys of Cohere models from 64 layers on": ("CohereConfig", dict(use_qk_norm=True)),
     "in each 4th layer only": ("AfmoeConfig", dict(head_dim=16, num_experts=7, layer_types=["full_attention"] * 3)),
+    "support this model's experts": (
+        "KimiLinearConfig",
+        dict(
+            num_local_experts=5,
+            linear_head_dim=8,
+            linear_num_heads=4,
+            num_key_value_heads=4,
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+            num_experts_per_tok=2,
+            norm_topk_prob=False,
+            **LATENT,
+        ),
+    ),
     "needs YaRN": ("Ministral3Config", dict(head_dim=16, rope_parameters=dict(rope_type="default", rope_theta=1e4))),
     "no shared key heads": ("Dots1Config", dict(n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1)),
     "have no separate head": ("Gemma2Config", dict(tie_word_embeddings=False, **GEMMA)),
@@ -723,6 +794,32 @@ def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
     model = load_llama_cpp(file, vocab_only=True)
     for text in texts:
         assert model.tokenize(text.encode(), add_bos=tokenizer.adds_bos, special=True) == tokenizer.encode(text)
+
+
+@pytest.mark.parametrize("name", ["qwen35", "deepseek-v3", "exaone-moe"])
+def test_texts_are_split_as_by_llama_cpp(name, shared, tmp_path):
+    """GPT-2's vocabulary with the pre-tokenizers of other families."""
+    folder, pre_tokenizer = tokenizer_folder("gpt2", shared, tmp_path / "model"), PRE_TOKENIZERS[name]
+    content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    splits = [
+        {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in pre_tokenizer.patterns
+    ]
+    level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    content |= {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [*splits, level]}, "normalizer": {"type": "NFC"}}
+    (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
+    file = to_gguf(folder, tmp_path / "file", "f16")
+    tokenizer, back = Tokenizer(folder), Tokenizer(from_gguf(file, tmp_path / "back"))
+    texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:100]
+    for golden in (shared / "golden_ids").glob("*.inp"):
+        texts += golden.read_text("utf-8").split("\n__ggml_vocab_test__\n")
+    texts = [unicodedata.normalize("NFC", text) for text in texts if text] + [
+        "1234567 12 é naïve 日本語 한국어 말 #include !ab"
+    ]
+    model = load_llama_cpp(file, vocab_only=True)
+    for text in texts:
+        ids = tokenizer.encode(text)
+        assert back.encode(text) == ids
+        assert model.tokenize(text.encode(), add_bos=False, special=True) == ids
 
 
 def test_mistrals_chats_have_the_same_tokens(shared, tmp_path, capsys):

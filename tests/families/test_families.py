@@ -112,6 +112,21 @@ PUBLISHED = {
         {},
         dict(rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="yarn", factor=4.0)),
     ),
+    "cohere2_moe, windows by rule": (
+        "Cohere2MoeConfig",
+        dict(head_dim=8, num_experts=5, num_hidden_layers=6, sliding_window=6, first_k_dense_replace=2),
+        dict(layer_types=None, mlp_layer_types=None, first_k_dense_replace=2),
+    ),
+    "lfm2, the old name of its width": (
+        "Lfm2Config",
+        dict(layer_types=["conv", "full_attention", "conv"], intermediate_size=48, block_multiple_of=8),
+        dict(intermediate_size=None, block_ff_dim=48),
+    ),
+    "gemma4, bidirectional images": (
+        "Gemma4TextConfig",
+        dict(head_dim=8, global_head_dim=16, hidden_size_per_layer_input=0, num_kv_shared_layers=0),
+        dict(use_bidirectional_attention="vision", vocab_size_per_layer_input=0),
+    ),
 }
 
 
@@ -123,7 +138,9 @@ def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
     _, folder = make_model(getattr(transformers, config_class), **values)
     hf = json.loads((folder / "config.json").read_text("utf-8")) | change
     (tmp_path / "model.safetensors").symlink_to(folder / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in hf.items() if k != "rope_parameters" or v}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in hf.items() if v or k not in ("rope_parameters", "intermediate_size")})
+    )
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     assert plain_difference(reference.eval(), litft.load(tmp_path)[0]) <= 1e-5
 

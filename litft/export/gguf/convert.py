@@ -1,6 +1,7 @@
 """Convert GGUF files to model folders, and runs, models and LoRA adapters to GGUF files, one tensor at a time."""
 
 import json
+import re
 import sys
 from collections import Counter
 from dataclasses import dataclass
@@ -205,10 +206,14 @@ def _write_tensors(writer: gguf.GGUFWriter, path: Path, entries: list[LazyTensor
         writer.close()
 
 
+# norms, positions, convolutions and routers, and tensors with other leaves than weight (llama.cpp's conversion/base.py)
+FP32 = re.compile(r"_norm\.weight$|^position_embd|^rope_|ssm_conv1d|shortconv\.conv|ffn_gate_inp")
+
+
 def _tensor_type(entry: LazyTensor, outtype: _TYPES) -> _TYPES:
-    """Return a tensor's storage type: llama.cpp needs fp32 for vectors, norms and positions, and full blocks in Q8_0."""
-    is_fp32 = entry.name.endswith("_norm.weight") or entry.name.startswith(("position_embd", "rope_"))
-    if entry.like.dim() < 2 or is_fp32:
+    """Return a tensor's storage type: fp32 for what llama.cpp computes with in fp32 alone, and full blocks in Q8_0."""
+    is_weight = entry.name.endswith((".weight", ".lora_a", ".lora_b"))
+    if entry.like.dim() < 2 or FP32.search(entry.name) or not is_weight:
         return _TYPES.F32
     return _TYPES.F16 if outtype == _TYPES.Q8_0 and entry.like.size(-1) % BLOCK else outtype
 

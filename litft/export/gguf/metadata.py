@@ -142,7 +142,7 @@ class GgufArchitecture:
         elif FREQS in self.factors:
             rope["rope_scaling"] = self._llama3_scaling(hf.get("rope_theta", 1e4))
         elif kind in ("linear", "yarn"):
-            scaling = {"rope_type": kind, "factor": self.metadata.get("rope.scaling.factor", 1.0)}
+            scaling = {"rope_type": kind, "factor": self.metadata.get("rope.scaling.factor", 1.0)} | self._yarn_factor(kind)
             rope["rope_scaling"] = scaling | (
                 {"original_max_position_embeddings": original_length} if kind == "yarn" else {}
             )
@@ -152,6 +152,17 @@ class GgufArchitecture:
         if (rotary_dim := self.metadata.get("rope.dimension_count", head_dim)) != head_dim:
             rope["partial_rotary_factor"] = rotary_dim / head_dim
         return rope
+
+    def _yarn_factor(self, kind: str) -> dict[str, float]:
+        """Return the factor of cos and sin under YaRN, if the file multiplies its default by a number."""
+        stated = self.metadata.get("rope.scaling.attn_factor", 1.0)
+        if kind != "yarn" or stated == 1:
+            return {}
+        if self.metadata.get("rope.scaling.yarn_log_multiplier"):
+            raise ValueError(
+                f"{self.name}.rope.scaling.attn_factor {stated} is not supported together with yarn_log_multiplier"
+            )
+        return {"attention_factor": stated * (1 + 0.1 * math.log(self.metadata.get("rope.scaling.factor", 1.0)))}
 
     def _factor_list(self, name: str) -> list[float]:
         return [float(str(number)) for number in self.factors[name].float().numpy()]
@@ -245,7 +256,7 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
     if windows:
         metadata["attention.sliding_window"] = max(windows)
     for name, cap in (("attn", config.attention_softcap), ("final", config.logit_softcap)):
-        metadata |= {f"{name}_logit_softcapping": cap} if cap else {}
+        metadata |= {f"{name}_logit_softcapping": float(cap)} if cap else {}
     if rope is None:
         return metadata
     head_dims = dict.fromkeys(("attention.key_length", "attention.value_length"), config.head_dim)

@@ -8,6 +8,7 @@ sentencepiece BPE with merges; it is only read, since "llama" says the same.
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,14 @@ _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]
 _CASED = rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+"
 _CASED2 = rf"|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
 _SLASHED = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKED = r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_KOREAN = r"|[^\r\n\p{L}\p{N}]?(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]?|\s*[\r\n]|\s+(?!\S)|\s+"
+_DEEPSEEK = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ゠-ヿ]+",
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|"""
+    "[^\r\n\\p{L}\\p{P}\\p{S}]?[\\p{L}\\p{M}]+| ?[\\p{P}\\p{S}]+[\r\n]*|\\s*[\r\n]+|\\s+(?!\\S)|\\s+",
+)
 _THREES = rf"{_ENGLISH}{_WORD}|\p{{N}}{{1,3}}{_REST}"
 # keyed by llama.cpp's name (tokenizer.ggml.pre); ALIASES are further names of the same pre-tokenizers
 PRE_TOKENIZERS = {
@@ -52,17 +61,21 @@ PRE_TOKENIZERS = {
     "qwen2": PreTokenizer((rf"{_ENGLISH}{_WORD}|\p{{N}}{_REST}",), gpt2=False),
     "tekken": PreTokenizer((rf"{_CASED}{_CASED2}|\p{{N}}|{_SLASHED}",), gpt2=False, ignore_merges=True),
     "gpt-4o": PreTokenizer((rf"{_CASED}{_ENGLISH}?{_CASED2}{_ENGLISH}?|\p{{N}}{{1,3}}|{_SLASHED}",), gpt2=False),
+    "qwen35": PreTokenizer((_ENGLISH + _MARKED,), gpt2=False),
+    "exaone-moe": PreTokenizer((_ENGLISH + _KOREAN,), gpt2=False),
+    "deepseek-v3": PreTokenizer(_DEEPSEEK, gpt2=False),
 }
 ALIASES = {
-    **dict.fromkeys("llama3 llama-v3 falcon3 pixtral".split(), "llama-bpe"),
-    **dict.fromkeys("phi-2 mpt olmo jina-es jina-de gigachat a.x-4.0 mellum".split(), "gpt-2"),
-    **dict.fromkeys("starcoder refact command-r".split(), "smollm"),
-    **dict.fromkeys("deepseek-r1-qwen stablelm2 megrez".split(), "qwen2"),
-    **dict.fromkeys("smaug-bpe chatglm-bpe glm4".split(), "dbrx"),
-    "llama4": "gpt-4o",
+    **dict.fromkeys("llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2".split(), "llama-bpe"),
+    **dict.fromkeys("phi-2 mpt olmo jina-es jina-de gigachat a.x-4.0 mellum exaone4 granite-docling".split(), "gpt-2"),
+    **dict.fromkeys("starcoder refact command-r exaone mellum2".split(), "smollm"),
+    **dict.fromkeys("deepseek-r1-qwen stablelm2 megrez hunyuan solar-open kormo".split(), "qwen2"),
+    **dict.fromkeys("smaug-bpe chatglm-bpe glm4 glm5".split(), "dbrx"),
+    **dict.fromkeys("llama4 kanana2 minimax-m2".split(), "gpt-4o"),
+    **dict.fromkeys("hunyuan-dense joyai-llm".split(), "deepseek-v3"),
 }
 ADD_BOS = {"llama-bpe", "tekken"}  # llama.cpp adds the BOS token unless the file says otherwise
-NORMALIZED = {"qwen2"}  # to NFC; llama.cpp leaves this to its callers
+NORMALIZED = {"qwen2", "qwen35"}  # to NFC; llama.cpp leaves this to its callers
 # if the file names no end-of-turn token, the first of these in the vocabulary is used
 TURN_ENDS = "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|end_of_text|> <EOT> _<EOT> [EOT]".split()
 
@@ -128,8 +141,8 @@ def _read_tokens(stored: dict[str, Any], texts: list[str], rows: int) -> _Tokens
     while count and types[count - 1] == _TokenType.UNUSED:
         count -= 1
     if len(set(texts[:count])) != count:
-        duplicate = next(text for text in texts if texts.count(text) > 1)
-        raise ValueError(f"the token {duplicate!r} occurs more than once, so its id is ambiguous")
+        duplicate, _ = Counter(texts[:count]).most_common(1)[0]
+        raise ValueError(f"the token {duplicate!r} occurs more than once, so its id is ambiguous; download the file again")
     return _Tokens(texts[:count], types[:count], scores[:count])
 
 
@@ -272,11 +285,13 @@ def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
     """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json; raise ValueError if there is none."""
     step = definition["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
-    patterns = [s["pattern"].get("Regex") for s in steps if s.get("type") == "Split"]
+    splits = [s for s in steps if s.get("type") == "Split"]
+    patterns = [s["pattern"].get("Regex") for s in splits]
     digits = any(s.get("type") == "Digits" and s["individual_digits"] for s in steps)
     gpt2 = any(s.get("type") == "ByteLevel" and s["use_regex"] for s in steps)
     pre_tokenizer = PreTokenizer(tuple(patterns), digits, gpt2, bool(definition["model"].get("ignore_merges")))
-    if {s.get("type") for s in steps} <= {"Split", "Digits", "ByteLevel"}:
+    is_plain = all(s.get("behavior") == "Isolated" and not s.get("invert") for s in splits)
+    if is_plain and {s.get("type") for s in steps} <= {"Split", "Digits", "ByteLevel"}:
         for name, candidate in PRE_TOKENIZERS.items():
             if candidate == pre_tokenizer:
                 return name
