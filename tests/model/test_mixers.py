@@ -145,8 +145,8 @@ def test_mixers_save_only_their_inputs(mixer):
 
 def test_kernels_equal_the_plain_forms():
     """Those of flash-linear-attention, in Triton's interpreter, with gradients: packed, and in pieces with a state."""
-    pytest.importorskip("fla", reason="pip install fla-core triton")
-    pytest.importorskip("triton", reason="pip install fla-core triton")
+    pytest.importorskip("fla", reason="tutorials/families.md says how to install it")
+    pytest.importorskip("triton", reason="tutorials/families.md says how to install it")
     script = [sys.executable, ROOT / "tests" / "triton_on_cpu.py"]
     done = subprocess.run(script, env=os.environ | {"TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]

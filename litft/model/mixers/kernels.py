@@ -19,7 +19,7 @@ from litft.model.packed_sequences import PackedSequences
 
 # B batch, T tokens, H heads, G groups of heads that share queries and keys, K key dim, V value dim, N documents, C channels
 
-MAX_KEY_DIM = 256
+MAX_KEY_DIM = 256  # of the kernels of the delta rule
 
 
 @cache

@@ -47,7 +47,10 @@ def recurrence(
         lengths = [] if documents is None else [x for x in documents[:3] if x is not None]
         y, state = recurrence_operator(q, k, v, g, b, lengths, state)
         return y, state if documents is None else None
-    return _sequence(q, k, v, g, b, documents, state)
+    has_kernel = (b is not None or g.dim() == 3) and k.size(3) <= kernels.MAX_KEY_DIM
+    if has_kernel and kernels.can_run(q, k, v):
+        return kernels.fused_recurrence(q, k, v, g, b, documents, state)
+    return _chunked(q, k, v, g, b, None if documents is None else documents.ids, state)
 
 
 def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -59,31 +62,16 @@ def _step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, state: T
     return (q[..., None, :] @ state).transpose(1, 2), state
 
 
-def _sequence(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    b: Tensor | None,
-    documents: PackedSequences | None,
-    state: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """Do the same for many tokens, with the kernels of a GPU where they can run."""
-    if kernels.can_run(q, k, v) and (b is not None or g.dim() == 3):
-        return kernels.fused_recurrence(q, k, v, g, b, documents, state)
-    return _chunked(q, k, v, g, b, None if documents is None else documents.ids, state)
-
-
 # one operator, so that a piece of a prompt is one graph
 @torch.library.custom_op("litft::recurrence", mutates_args=())
 def recurrence_operator(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor | None, documents: Sequence[Tensor], state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Do the same as `_sequence`, in compiled code without gradients; documents: the tensors of PackedSequences.
+    """Do the same as `recurrence`, in compiled code without gradients; documents: the tensors of PackedSequences.
 
     An operator returns no None: the state after documents is an empty tensor.
     """
-    y, new_state = _sequence(q, k, v, g, b, PackedSequences(*documents) if documents else None, state)
+    y, new_state = recurrence(q, k, v, g, b, PackedSequences(*documents) if documents else None, state)
     return y.float().contiguous(), y.new_empty(0, dtype=torch.float32) if new_state is None else new_state
 
 
