@@ -155,12 +155,19 @@ def system_message(record: Record, where: str) -> list[Message]:
     return [{"role": "system", "content": text}] if text.strip() else []
 
 
+def with_system(messages: list[Message], record: Record, where: str) -> list[Message]:
+    """Return messages with the record's system prompt in front, unless they begin with one of their own."""
+    system = system_message(record, where)
+    return messages if messages[0]["role"] in ("system", "developer") else system + messages
+
+
 def _single_turn(question_field: str, answer_field: str, context_field: str | None = None, prefix: str = "") -> Callable:
     """Return the converter of a format with one question and one answer, given the names of its fields."""
 
     def convert(record: Record, where: str, template: str) -> Example:
         if isinstance(record.get(question_field), list) and isinstance(record.get(answer_field), list):
-            messages = check_messages(system_message(record, where) + record[question_field] + record[answer_field], where)
+            messages = check_messages(record[question_field] + record[answer_field], where)
+            messages = with_system(messages, record, where)
             return Example(messages, read_tools(record.get("tools"), where))
         question = prefix + text_field(record, question_field, where)
         if context_field:
@@ -173,9 +180,7 @@ def _single_turn(question_field: str, answer_field: str, context_field: str | No
 
 
 def _messages(record: Record, where: str, template: str) -> Example:
-    messages = check_messages(record["messages"], where)
-    if messages[0]["role"] != "system":
-        messages = system_message(record, where) + messages
+    messages = with_system(check_messages(record["messages"], where), record, where)
     return Example(messages, read_tools(record.get("tools"), where))
 
 
@@ -260,8 +265,8 @@ def _json(text: str, where: str) -> Any:
 
 def read_tools(tools: Any, where: str) -> list | None:
     """Return the tools, given as a list or as its JSON, each as {"type": "function", "function": {...}}."""
-    if isinstance(tools, str) and tools.strip():
-        tools = _json(tools, f"{where}: tools")
+    if isinstance(tools, str):
+        tools = _json(tools, f"{where}: tools") if tools.strip() else None
     if not tools:
         return None
     if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -274,11 +279,10 @@ def _conversations(record: Record, where: str, template: str) -> Example:
     turns = record["conversations"]
     if not isinstance(turns, list) or not turns:
         raise ValueError(f"{where}: 'conversations' must be a list with at least one turn")
-    system = system_message(record, where)
     if all(isinstance(turn, str) for turn in turns):
         texts = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(turns)]
-        return Example(system + texts, read_tools(record.get("tools"), where))
-    messages: list[Message] = system
+        return Example(system_message(record, where) + texts, read_tools(record.get("tools"), where))
+    messages: list[Message] = []
     for number, turn in enumerate(turns):
         message = sharegpt_turn(turn, f"{where}: turn {number}")
         last = messages[-1] if messages else {}
@@ -290,7 +294,7 @@ def _conversations(record: Record, where: str, template: str) -> Example:
                 last["tool_calls"] = calls
         else:
             messages.append(message)
-    return Example(messages, read_tools(record.get("tools"), where))
+    return Example(with_system(messages, record, where), read_tools(record.get("tools"), where))
 
 
 def sharegpt_turn(turn: Any, where: str) -> Message:

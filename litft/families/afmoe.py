@@ -37,7 +37,9 @@ def config(hf: dict[str, Any]) -> Config:
     base, every = llama.config(hf), hf.get("global_attn_every_n_layers", 4)
     windows = llama.layer_windows(hf, lambda index: (index + 1) % every != 0)
     layers = [replace(base.layers[0], window=window, rope=base.layers[0].rope if window else None) for window in windows]
-    experts = deepseek.routed_experts({**hf, "norm_topk_prob": True, "routed_scaling_factor": hf.get("route_scale", 1.0)})
+    experts = deepseek.routed_experts(
+        {**hf, "norm_topk_prob": True, "routed_scaling_factor": hf.get("route_scale", 1.0), "n_group": None}
+    )
     num_dense = hf.get("num_dense_layers", 1)
     return replace(
         base,

@@ -152,6 +152,8 @@ def rules(config: Config) -> list[Rule]:
 def gguf_mamba_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names of Mamba-2 mixers."""
     mamba, prefix = mixer_of(config), "blocks.{}.mixer."
+    if mamba.bias or mamba.out_bias:
+        raise ValueError("llama.cpp reads Mamba-2 layers without biases of their projections; keep the Hugging Face folder")
     return [
         _fused_projection(mamba, "blk.{}.ssm_in", "weight"),
         *llama.rename_modules({"conv": "ssm_conv1d", "out_proj": "ssm_out"}, "blk.{}.", prefix),

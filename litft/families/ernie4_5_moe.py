@@ -31,6 +31,7 @@ def config(hf: dict[str, Any]) -> Config:
     start, end = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
     end, interval = len(base.layers) - 1 if end == -1 else end, hf.get("moe_layer_interval", 1)
     kinds = ["sparse" if (n + 1) % interval == 0 and start <= n <= end else "dense" for n in range(len(base.layers))]
+    base = replace(base, head_bias=base.mlp_bias)
     return replace(base, layers=deepseek.sparse_layers({"mlp_layer_types": kinds}, list(base.layers), experts))
 
 

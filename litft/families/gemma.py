@@ -94,11 +94,7 @@ def rules(config: Config) -> list[Rule]:
 
 
 def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp, which stores norm weights plus 1; raise ValueError for an untied head."""
-    if not (config.tied or config.model_type == "gemma3_text"):
-        raise ValueError(
-            f"GGUF files of {config.model_type} have no separate head, but this model's head is not tied to its embedding"
-        )
+    """Return the rules for llama.cpp, which stores norm weights plus 1."""
     post_norms = {"attention_post_norm": "post_attention_norm", "mlp_post_norm": "post_ffw_norm"}
     rules = llama.gguf_names(
         config, llama.GGUF_ATTENTION | llama.GGUF_QK_NORMS | llama.GGUF_MLP | llama.GGUF_NORMS | post_norms

@@ -91,9 +91,14 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     metadata, keep = deepseek.gguf_experts(config), "keep the Hugging Face folder"
     if config.model_type == "dots1" and config.n_kv_heads != config.n_heads:
         raise ValueError(f"llama.cpp's architecture dots1 has no shared key heads; {keep}")
+    if config.model_type == "dots1" and config.qkv_bias:
+        raise ValueError(f"llama.cpp's architecture dots1 has no biases of attention; {keep}")
     if config.model_type != "glm4_moe" and not metadata["expert_shared_count"]:
         raise ValueError(f"llama.cpp's architecture for {config.model_type} needs a shared expert; {keep}")
-    return metadata | (llama.gguf_windows(config) if config.model_type == "exaone_moe" else {})
+    if config.model_type != "exaone_moe":
+        return metadata
+    width = {"expert_shared_feed_forward_length": metadata["expert_shared_count"] * metadata["expert_feed_forward_length"]}
+    return metadata | width | llama.gguf_windows(config)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from typing import Any
 
 from litft.checkpoints.rules import Rename, Reshape, Rule, Squeeze
 from litft.families import deepseek, llama, mixtral
-from litft.model.config import Config, DeltaNetConfig
+from litft.model.config import Config, DeltaNetConfig, LayerConfig
 
 MODEL_TYPES = ("kimi_linear",)
 GGUF = {"kimi_linear": ("kimi-linear", "KimiLinearForCausalLM")}
@@ -103,10 +103,22 @@ def peft_rules(config: Config) -> list[Rule]:
     return [*deepseek.peft_rules(config), *names]
 
 
+def _gguf_layers(config: Config) -> tuple[LayerConfig, LayerConfig]:
+    """Return a layer of each kind, attention first; raise ValueError for what llama.cpp does not have."""
+    attention, delta = (next((x for x in config.layers if bool(x.mixer) == kind), None) for kind in (False, True))
+    shared = next((layer.experts.shared_dim for layer in config.layers if layer.experts), 0)
+    if not (attention and delta and shared) or attention.latent.query_dim or delta.mixer.n_heads != config.n_heads:
+        reason = (
+            "llama.cpp reads Kimi Linear with both kinds of layers, a shared expert, as many heads in both, no q_lora_rank"
+        )
+        raise ValueError(f"{reason}; keep the Hugging Face folder")
+    return attention, delta
+
+
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
     linear, mixer = llama.layers_with(config, lambda layer: layer.mixer, "blk."), "blocks.{}.mixer."
-    width = next((layer.mixer.conv_width for layer in config.layers if layer.mixer), 0)
+    width = _gguf_layers(config)[1].mixer.conv_width
     return [
         *llama.rename_modules(GGUF_NAMES, linear),
         *(
@@ -120,14 +132,8 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
-    """Return the sizes of both kinds of layers and of the experts; raise ValueError for what llama.cpp does not have."""
-    attention, delta = (next((x for x in config.layers if bool(x.mixer) == kind), None) for kind in (False, True))
-    shared = next((layer.experts.shared_dim for layer in config.layers if layer.experts), 0)
-    if not (attention and delta and shared) or attention.latent.query_dim or delta.mixer.n_heads != config.n_heads:
-        reason = (
-            "llama.cpp reads Kimi Linear with both kinds of layers, a shared expert, as many heads in both, no q_lora_rank"
-        )
-        raise ValueError(f"{reason}; keep the Hugging Face folder")
+    """Return the sizes of both kinds of layers and of the experts."""
+    attention, delta = _gguf_layers(config)
     latent, sizes = attention.latent, (delta.mixer.conv_width, delta.mixer.key_dim)
     kinds = [0 if layer.mixer else 1 for layer in config.layers]
     values = (
@@ -148,13 +154,13 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the kinds of layers and MLPs."""
-    kinds, depth, num_dense = hf.pop("num_key_value_heads"), hf["num_hidden_layers"], hf.pop("first_k_dense_replace", 0)
+    kinds, depth, num_dense = hf["num_key_value_heads"], hf["num_hidden_layers"], hf.pop("first_k_dense_replace", 0)
     hf |= {
         "layer_types": ["full_attention" if kind else "linear_attention" for kind in kinds],
         "mlp_layer_types": ["dense" if n < num_dense else "sparse" for n in range(depth)],
         "num_experts": hf.pop("n_routed_experts"),
         "qk_nope_head_dim": hf["qk_head_dim"] - hf["qk_rope_head_dim"],
-        "linear_num_heads": hf["num_attention_heads"],
+        **dict.fromkeys(("linear_num_heads", "num_key_value_heads"), hf["num_attention_heads"]),
     }
     unused = ("head_dim", "value_length", "qk_head_dim", "scoring_func", "partial_rotary_factor")
     return {name: value for name, value in hf.items() if name not in unused}

@@ -70,7 +70,8 @@ def layer_kinds(hf: dict[str, Any], supported: dict[str, bool], default: Callabl
 
 def layers_with(config: Config, has: Callable[[LayerConfig], Any], prefix: str = "model.layers.") -> str:
     """Return the prefix of names in the layers for which `has` is true, as a pattern of `litft.checkpoints.conversion`."""
-    return f"{prefix}{{{','.join(str(index) for index, layer in enumerate(config.layers) if has(layer))}}}."
+    numbers = [str(index) for index, layer in enumerate(config.layers) if has(layer)]
+    return f"{prefix}{{{','.join(numbers or ['none'])}}}."
 
 
 def layer_windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[int | None]:
@@ -155,6 +156,12 @@ def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
     if isinstance(pattern, int):  # every so many layers, one has full attention
         pattern = [pattern == 0 or n % pattern < pattern - 1 for n in range(hf["num_hidden_layers"])]
     return hf | {"layer_types": ["sliding_attention" if slides else "full_attention" for slides in pattern]}
+
+
+def gguf_ropes(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return the field of config.json with the rotation of each kind of layer, of which only full attention is scaled."""
+    local = {"rope_type": "default", "rope_theta": hf["rope_theta"]}
+    return {"rope_parameters": {"full_attention": local | hf.pop("rope_scaling", {}), "sliding_attention": local}}
 
 
 def gguf_rules(config: Config) -> list[Rule]:

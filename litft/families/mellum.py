@@ -59,6 +59,5 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     """Return config.json with the rotation of each kind of layer: of one theta, scaled in full attention only."""
-    local = {"rope_type": "default", "rope_theta": hf.pop("rope_theta")}
-    ropes = {"full_attention": local | hf.pop("rope_scaling", {}), "sliding_attention": local}
-    return llama.gguf_layer_types(hf) | {"rope_parameters": ropes, "norm_topk_prob": True}
+    ropes = llama.gguf_ropes(hf)
+    return llama.gguf_layer_types(hf) | ropes | {"norm_topk_prob": True}

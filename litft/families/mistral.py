@@ -71,7 +71,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         raise ValueError(
             "llama.cpp's architecture mistral3 needs YaRN, and this model has none; keep the Hugging Face folder"
         )
-    return dict(zip(GGUF_FIELDS, (rope.query_beta, 1.0, rope.beta_fast, rope.beta_slow), strict=True))
+    return dict(zip(GGUF_FIELDS, (rope.query_beta, 1.0, float(rope.beta_fast), float(rope.beta_slow)), strict=True))
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

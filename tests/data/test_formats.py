@@ -46,6 +46,7 @@ ARGUMENTS_AS_TEXT = {"type": "function", "function": {"name": "add", "arguments"
         ("sharegpt", {"conversations": [{"from": "human", "value": "Add 1 and 2."}, {"from": "gpt", "value": "3"}]}, CHAT),
         ("sharegpt", {"conversations": ["Add 1 and 2.", "3"], "source": "lima"}, CHAT),
         ("sharegpt", {"conversations": SHAREGPT, "tools": json.dumps([TOOL]), "system": "Be brief."}, [SYSTEM, *TOOL_CHAT]),
+        ("prompt", {"prompt": [SYSTEM, *CHAT[:1]], "completion": CHAT[1:], "system": "Be long."}, [SYSTEM, *CHAT]),
         ("alpaca", {"instruction": "Add 1 and 2.", "input": "", "output": "3"}, CHAT),
         ("alpaca", {"instruction": "Add 1 and 2.", "output": "3", "system": "Be brief."}, [SYSTEM, *CHAT]),
         ("dolly", {"instruction": "Add 1 and 2.", "context": "", "response": "3", "category": "qa"}, CHAT),

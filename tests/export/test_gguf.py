@@ -43,7 +43,7 @@ MAMBA = dict(mamba_n_heads=4, mamba_d_head=16, mamba_n_groups=2, mamba_d_state=1
 MAMBA |= dict(layer_types=["mamba", "attention", "mamba"], position_embedding_type="nope")
 GEMMA = dict(head_dim=16, sliding_window=6, query_pre_attn_scalar=16, num_hidden_layers=7)
 
-MINISTRAL = {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
+MINISTRAL = {**YARN, "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1}
 SIGMOID = dict(num_experts_per_tok=2, moe_intermediate_size=24, routed_scaling_factor=1.5, norm_topk_prob=True)
 
 # models that GGUF represents exactly: (transformers' config class, values)
@@ -246,7 +246,7 @@ MODELS = {
 }
 MODELS |= {
     "cohere": ("CohereConfig", dict(logit_scale=0.125)),
-    "stablelm": ("StableLmConfig", dict(use_qkv_bias=True)),
+    "stablelm": ("StableLmConfig", dict(use_qkv_bias=True, tie_word_embeddings=True)),
     "stablelm parallel": ("StableLmConfig", dict(use_parallel_residual=True, qk_layernorm=True)),
     "jais2": ("Jais2Config", {}),
     "ministral3": ("Ministral3Config", dict(head_dim=16, rope_parameters=MINISTRAL, max_position_embeddings=128)),
@@ -260,7 +260,7 @@ MODELS |= {
         dict(
             num_hidden_layers=5,
             num_experts=5,
-            num_shared_experts=1,
+            num_shared_experts=2,
             first_k_dense_replace=1,
             sliding_window=6,
             head_dim=16,
@@ -279,7 +279,11 @@ MODELS |= {
     "olmo": ("OlmoConfig", dict(clip_qkv=1.5)),
     "olmo3": (
         "Olmo3Config",
-        dict(num_key_value_heads=2, rope_parameters=dict(rope_type="default", rope_theta=1e4), **SLIDING),
+        dict(
+            num_key_value_heads=2,
+            rope_parameters=dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=1e4)),
+            **SLIDING,
+        ),
     ),
     "mellum": (
         "MellumConfig",
@@ -440,6 +444,16 @@ def test_types_of_recurrent_layers(name, shared, tmp_path):
     assert kinds["blk.0.ffn_down.weight"] == TYPES.BF16
 
 
+@pytest.mark.parametrize("name", ["stablelm", "dots1", "mellum", "kimi_linear", "olmoe"])
+def test_tied_models_have_the_head_that_llama_cpp_needs(name, shared, tmp_path):
+    """Some of its architectures do not fall back to the embedding; the way back finds that the two are equal."""
+    folder = make_folder(name, tmp_path / "tiny", shared, tie_word_embeddings=True)
+    file = to_gguf(folder, tmp_path / "file")
+    assert "output.weight" in GgufFile(file).names
+    assert json.loads((from_gguf(file, tmp_path / "back") / "config.json").read_text())["tie_word_embeddings"]
+    load_llama_cpp(file).close()
+
+
 def test_whole_numbers_are_written_as_floats(shared, tmp_path):
     """llama.cpp refuses integers where it expects floats."""
     folder = make_folder("cohere", tmp_path / "tiny", shared)
@@ -502,6 +516,19 @@ REFUSED = {
     ),
     "norms queries and keys of Cohere models from 64 layers on": ("CohereConfig", dict(use_qk_norm=True)),
     "in each 4th layer only": ("AfmoeConfig", dict(head_dim=16, num_experts=7, layer_types=["full_attention"] * 3)),
+    "no biases of attention": (
+        "Dots1Config",
+        dict(n_routed_experts=5, num_experts_per_tok=2, n_shared_experts=1, num_key_value_heads=4, attention_bias=True),
+    ),
+    "without biases of their projections": (
+        "GraniteMoeHybridConfig",
+        dict(num_local_experts=0, shared_intermediate_size=40, mamba_proj_bias=True, **MAMBA, **GRANITE),
+    ),
+    "no separate head, but this model's head": ("CohereConfig", dict(tie_word_embeddings=False)),
+    "both kinds of layers": (
+        "KimiLinearConfig",
+        dict(num_local_experts=5, num_experts_per_tok=2, layer_types=["linear_attention"] * 3, **LATENT),
+    ),
     "support this model's experts": (
         "KimiLinearConfig",
         dict(

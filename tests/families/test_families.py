@@ -117,6 +117,22 @@ PUBLISHED = {
         dict(head_dim=8, num_experts=5, num_hidden_layers=6, sliding_window=6, first_k_dense_replace=2),
         dict(layer_types=None, mlp_layer_types=None, first_k_dense_replace=2),
     ),
+    "ernie4_5_moe, biases": ("Ernie4_5_MoeConfig", dict(moe_num_experts=5, moe_k=2, use_bias=True), {}),
+    "kimi_linear, attention alone": (
+        "KimiLinearConfig",
+        dict(
+            num_local_experts=5,
+            num_experts_per_tok=2,
+            kv_lora_rank=16,
+            qk_nope_head_dim=12,
+            qk_rope_head_dim=8,
+            v_head_dim=10,
+            moe_intermediate_size=24,
+            num_key_value_heads=4,
+            layer_types=["full_attention"] * 3,
+        ),
+        {},
+    ),
     "lfm2, the old name of its width": (
         "Lfm2Config",
         dict(layer_types=["conv", "full_attention", "conv"], intermediate_size=48, block_multiple_of=8),

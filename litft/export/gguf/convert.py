@@ -18,7 +18,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
 from litft.export.convert import TrainedModel, compare, read_trained, write_folder
 from litft.export.gguf.files import GgufFile, gguf
-from litft.export.gguf.metadata import read_architecture, to_gguf_architecture
+from litft.export.gguf.metadata import NEEDS_HEAD, read_architecture, to_gguf_architecture
 from litft.export.gguf.modelfile import modelfile
 from litft.export.gguf.vocabulary import add_tokenizer, model_name, write_tokenizer
 from litft.families import gguf_architecture, gguf_rules, read_config
@@ -132,6 +132,8 @@ def _write_model(folder: Path, trained: TrainedModel, args: GgufExportArgs) -> s
         adders[type(value)](f"{architecture.name}.{key}", value)
     add_tokenizer(writer, tokenizer, config.vocab_size)
     entries = model_entries(source, torch.float32, result, gguf_rules(config))
+    if config.tied and architecture.name in NEEDS_HEAD:
+        entries += [entry._replace(name="output.weight") for entry in entries if entry.name == "token_embd.weight"]
     entries += [LazyTensor(name, factors, factors.float) for name, factors in architecture.factors.items()]
     _write_tensors(writer, folder / name, entries, outtype)
     (folder / "Modelfile").write_text(modelfile(name, tokenizer), "utf-8")

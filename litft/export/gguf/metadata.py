@@ -69,6 +69,9 @@ SUPPORTS_WINDOWS = (
     "cohere2moe",
     "afmoe",
 )  # llama.cpp ignores the sliding window of all others
+# architectures without a tensor for the head, which is that of the embedding, and those that need one in any case
+HAS_NO_HEAD = ("command-r", "cohere2", "gemma", "gemma2")
+NEEDS_HEAD = "dots1 exaone-moe gpt-oss kimi-linear mellum minimax-m2 nemotron olmo2 olmoe phi2 qwen2moe stablelm".split()
 UNROTATED = 1e30  # a divisor that leaves entries where they are (Gemma 4)
 DEFAULT_LOCAL_THETA = 1e4  # of Gemma 3's sliding-window layers, unless the file has another value
 
@@ -224,6 +227,11 @@ def to_gguf_architecture(config: Config) -> GgufArchitecture:
         parameters = [name for name, _ in GPT(config).named_parameters()]
     tensor_names = frozenset(name for mapping in mappings_to_hf(rules, parameters) for name in mapping.targets)
     name = gguf_architecture(config)
+    if name in HAS_NO_HEAD and not config.tied:
+        reason = (
+            f"GGUF files of {config.model_type} have no separate head, but this model's head is not tied to its embedding"
+        )
+        raise ValueError(f"{reason}; keep the Hugging Face folder")
     attention = [layer for layer in config.layers if layer.attention]
     if not attention:
         raise ValueError("GGUF files of models without any attention layer are not supported; keep the Hugging Face folder")
