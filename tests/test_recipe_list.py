@@ -9,7 +9,7 @@ from conftest import ROOT, script
 from litft.args import FINETUNE, PlanArgs, size
 from litft.args.parser import parse
 from litft.args.recipes import RECIPES, Recipe, names, recipes
-from litft.training.memory_plan import USABLE_FRACTION, format_bytes
+from litft.training.memory_plan import USABLE_FRACTION
 from litft.training.plan_command import plan_on_paper
 
 CONFIGS = ROOT / "scripts" / "configs"
@@ -42,7 +42,8 @@ def test_a_recipe_fits_into_its_memory_and_states_it(recipe):
     assert (fit.rows, fit.recomputed) == (args.micro_batch_size, args.activation_checkpointing)
     assert (fit.quantize, fit.cpu_offload) == (args.quantize, "none")
     assert fit.plan.memory.peak <= USABLE_FRACTION * size(recipe.memory_of_gpu)
-    assert recipe.planned_peak == format_bytes(fit.plan.memory.peak)
+    stated = float(recipe.planned_peak.removesuffix(" GiB")) * 2**30
+    assert abs(stated - fit.plan.memory.peak) <= 0.09 * 2**30  # cuBLAS's workspace depends on torch's version
 
 
 def test_recipes_cover_the_common_gpus():
