@@ -157,7 +157,10 @@ def family(model_type: str) -> ModuleType:
     if model_type not in families():
         supported = f"supported: {', '.join(sorted(families()))}"
         reason = f"config.json: model_type {model_type!r} is not supported"
-        raise ValueError(f"{reason}; {supported}; choose a model of these families, or see tutorials/add_a_family.md")
+        remedy = (
+            "choose a model of these families; tutorials/families.md has the reasons, add_a_family.md shows how to add one"
+        )
+        raise ValueError(f"{reason}; {supported}; {remedy}")
     return families()[model_type]
 
 
@@ -223,7 +226,8 @@ def gguf_architecture(config: Config) -> str:
     """Return llama.cpp's architecture of a model; raise ValueError without GGUF support."""
     if config.model_type not in (supported := gguf_architectures()):
         reason = f"GGUF files of {config.model_type!r} are not supported"
-        raise ValueError(f"{reason}; supported: {', '.join(sorted(supported))}")
+        remedy = "keep the Hugging Face folder; tutorials/export.md gives reasons"
+        raise ValueError(f"{reason}; supported: {', '.join(sorted(supported))}; {remedy}")
     module = family(config.model_type)
     return module.gguf_architecture(config) if hasattr(module, "gguf_architecture") else supported[config.model_type]
 

@@ -78,7 +78,7 @@ def read(args: GgufConvertArgs) -> Path:
 
     out = write_folder(args.out_dir, fill)
     count = len(file.names)
-    print(f"converted {file.folder} to {out} ({architecture.name}, {count} tensors in {dtype})", file=sys.stderr)
+    print(f"converted {file.folder} to {out} ({architecture.name} in GGUF, {count} tensors in {dtype})", file=sys.stderr)
     return out
 
 
