@@ -1,4 +1,4 @@
-"""The kernels of flash-linear-attention on a CPU, in Triton's interpreter, beside the plain forms of recurrent mixers.
+"""Compare the kernels of flash-linear-attention, run by Triton's interpreter on a CPU, with the plain PyTorch forms.
 
 `TRITON_INTERPRET=1 python triton_on_cpu.py` prints the largest relative difference of each pair of forms, with gradients.
 The interpreter has no bf16 products, so all is in fp32.
@@ -79,7 +79,7 @@ def conv_results(bias, packed):
     torch.manual_seed(0)
     conv, x = mixer.CausalConv(24, 4, bias), torch.randn(B, T, 24, requires_grad=True)
     leaves = [x, *(torch.nn.init.normal_(parameter) for parameter in conv.parameters())]
-    y = conv(x, PackedSequences.of(IDS) if packed else None, None)
+    y = mixer.causal_conv(x, conv.weight, conv.bias, PackedSequences.of(IDS) if packed else None, None)
     return [y, *torch.autograd.grad((y * torch.linspace(0, 1, y.numel()).view_as(y)).sum(), leaves)]
 
 

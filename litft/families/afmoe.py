@@ -85,8 +85,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         raise ValueError(
             f"llama.cpp reads afmoe with full attention in each {STEP}th layer only; keep the Hugging Face folder"
         )
-    sizes = {key: value for key, value in deepseek.gguf_experts(config).items() if key in GGUF_EXPERTS}
-    return sizes | llama.gguf_windows(config)
+    return deepseek.gguf_experts(config, GGUF_EXPERTS) | llama.gguf_windows(config)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -118,9 +118,9 @@ def _pure_config(hf: dict[str, Any]) -> Config:
 
 def mamba_rules(config: Config, hf_prefix: str) -> list[Rule]:
     """Return the rules of Mamba-2 mixers, none without mixers; hf_prefix: the prefix of their names in the files."""
-    if not any(layer.mixer for layer in config.layers):  # Granite 4 Micro has attention only
-        return []
     mamba, prefix = mixer_of(config), "blocks.{}.mixer."
+    if mamba is None:
+        return []
     return [
         *(_fused_projection(mamba, f"{hf_prefix}in_proj", leaf) for leaf in ("weight", "bias")),
         *llama.rename_modules({"out_proj": "out_proj", "norm": "norm"}, hf_prefix, prefix),
@@ -150,8 +150,10 @@ def rules(config: Config) -> list[Rule]:
 
 
 def gguf_mamba_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names of Mamba-2 mixers."""
+    """Return the rules for llama.cpp's names of Mamba-2 mixers, none without mixers."""
     mamba, prefix = mixer_of(config), "blocks.{}.mixer."
+    if mamba is None:
+        return []
     if mamba.bias or mamba.out_bias:
         raise ValueError("llama.cpp reads Mamba-2 layers without biases of their projections; keep the Hugging Face folder")
     return [
@@ -165,8 +167,13 @@ def gguf_mamba_rules(config: Config) -> list[Rule]:
 
 
 def gguf_mamba(config: Config) -> dict[str, Any]:
-    """Return the sizes of Mamba-2 mixers, and which layers have them; raise ValueError where llama.cpp has one width."""
+    """Return the sizes of Mamba-2 mixers, if there are any, and which layers have them.
+
+    Raise ValueError where llama.cpp has another width.
+    """
     mamba = mixer_of(config)
+    if mamba is None:
+        return {}
     width = mamba.n_heads * mamba.head_dim
     if width != 2 * config.dim:
         raise ValueError(
@@ -178,11 +185,6 @@ def gguf_mamba(config: Config) -> dict[str, Any]:
     return dict(zip(GGUF_MAMBA, (*sizes, heads, has_rope), strict=True))
 
 
-def mixer_of(config: Config) -> Mamba2Config:
-    """Return the Mamba-2 mixer that all such layers share; raise ValueError without such layers."""
-    mixers = [layer.mixer for layer in config.layers if layer.mixer]
-    if not mixers:
-        raise ValueError(
-            f"llama.cpp's architecture for {config.model_type} needs Mamba-2 layers; keep the Hugging Face folder"
-        )
-    return mixers[0]
+def mixer_of(config: Config) -> Mamba2Config | None:
+    """Return the Mamba-2 mixer that all such layers share, or None; Granite 4 Micro has attention only."""
+    return next((layer.mixer for layer in config.layers if layer.mixer), None)

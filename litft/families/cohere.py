@@ -116,10 +116,9 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     scale = {"logit_scale": float(config.logit_scale)}
     if config.model_type != "cohere2_moe":
         return scale
-    of_experts, dense = deepseek.gguf_experts(config), next((x for x in config.layers if not x.experts), None)
+    dense = next((layer for layer in config.layers if not layer.experts), None)
     width = {"feed_forward_length": dense.hidden_dim} if dense and dense.hidden_dim else {}
-    sizes = {key: value for key, value in of_experts.items() if key in GGUF_EXPERTS}
-    return scale | sizes | llama.gguf_windows(config) | width
+    return scale | deepseek.gguf_experts(config, GGUF_EXPERTS) | llama.gguf_windows(config) | width
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

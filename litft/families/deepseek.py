@@ -4,6 +4,7 @@ Their mixtures select experts by sigmoid scores within groups, with a correction
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -202,17 +203,22 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     if latent.query_dim is None and depth not in (26, 27) and (depth, config.vocab_size) != (48, 128256):
         reason = f"llama.cpp reads DeepSeek models with q_lora_rank null only if they have 26 or 27 layers, found {depth}"
         raise ValueError(f"{reason}; keep the Hugging Face folder")
-    width, expanded = latent.dim + latent.rope_dim, (latent.head_dim, latent.value_dim)
-    sizes = 1, width, latent.dim, *expanded, latent.dim, latent.query_dim, latent.rope_dim, None
-    metadata = dict(zip(GGUF_LATENT, sizes, strict=True))
+    metadata = gguf_latent(latent)
     if rope.rope_type == "yarn":  # the scale of scores is squared: see `yarn_scale`
         scale = math.sqrt(layer.attention_scale * math.sqrt(latent.head_dim))
         metadata["rope.scaling.yarn_log_multiplier"] = (scale - 1) / math.log(rope.factor)
-    return {key: value for key, value in metadata.items() if value is not None} | gguf_experts(config)
+    return metadata | gguf_experts(config)
 
 
-def gguf_experts(config: Config) -> dict[str, Any]:
-    """Return the metadata of a mixture."""
+def gguf_latent(latent: LatentConfig) -> dict[str, Any]:
+    """Return the sizes of latent attention."""
+    width, expanded = latent.dim + latent.rope_dim, (latent.head_dim, latent.value_dim)
+    sizes = 1, width, latent.dim, *expanded, latent.dim, latent.query_dim, latent.rope_dim, None
+    return {key: value for key, value in zip(GGUF_LATENT, sizes, strict=True) if value is not None}
+
+
+def gguf_experts(config: Config, keys: Collection[str] = GGUF_EXPERTS) -> dict[str, Any]:
+    """Return the metadata of a mixture; keys: those that the family's architecture has."""
     experts = mixtral.mixture_of(config)
     num_dense = next(n for n, layer in enumerate(config.layers) if layer.experts)
     metadata = mixtral.gguf_sizes(config, GGUF_EXPERTS) | {
@@ -223,7 +229,8 @@ def gguf_experts(config: Config) -> dict[str, Any]:
         "leading_dense_block_count": num_dense,
     }
     groups = {"expert_group_count": experts.groups, "expert_group_used_count": experts.top_groups}
-    return metadata | (groups if experts.groups > 1 else {})
+    metadata |= groups if experts.groups > 1 else {}
+    return {key: value for key, value in metadata.items() if key in keys}
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -48,10 +48,9 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts; raise ValueError for dense layers after the first mixture."""
-    experts, metadata = mixtral.mixture_of(config), deepseek.gguf_experts(config)
+    metadata = deepseek.gguf_experts(config, GGUF_FIELDS) | mixtral.gguf_sizes(config, ["expert_shared_feed_forward_length"])
     if not all(layer.experts for layer in config.layers[metadata["leading_dense_block_count"] :]):
         raise ValueError(
             "llama.cpp reads no dense layers of ernie4_5_moe after the first mixture; keep the Hugging Face folder"
         )
-    shared = {"expert_shared_feed_forward_length": experts.shared_dim} if experts.shared_dim else {}
-    return {key: value for key, value in metadata.items() if key in GGUF_FIELDS} | shared | {"interleave_moe_layer_step": 1}
+    return metadata | {"interleave_moe_layer_step": 1}

@@ -4,7 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from litft.checkpoints.rules import Rename, Rule
-from litft.families import deepseek, exaone4, llama
+from litft.families import deepseek, exaone4, llama, mixtral
 from litft.families.deepseek import peft_rules
 from litft.model.config import Config
 
@@ -97,8 +97,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
         raise ValueError(f"llama.cpp's architecture for {config.model_type} needs a shared expert; {keep}")
     if config.model_type != "exaone_moe":
         return metadata
-    width = {"expert_shared_feed_forward_length": metadata["expert_shared_count"] * metadata["expert_feed_forward_length"]}
-    return metadata | width | llama.gguf_windows(config)
+    return metadata | mixtral.gguf_sizes(config, ["expert_shared_feed_forward_length"]) | llama.gguf_windows(config)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -44,21 +44,19 @@ def peft_rules(config: Config) -> list[Rule]:
 
 def gguf_architecture(config: Config) -> str:
     """Return llama.cpp's architecture, which is that of Granite 3 for models without Mamba-2 layers."""
-    if any(layer.mixer for layer in config.layers):
+    if bamba.mixer_of(config):
         return GGUF["granitemoehybrid"][0]
     return granite.GGUF["granitemoeshared" if config.layers[0].experts else "granite"][0]
 
 
 def gguf_rules(config: Config) -> list[Rule]:
     """Return the rules for llama.cpp's names."""
-    has_mamba = any(layer.mixer for layer in config.layers)
-    return [*(bamba.gguf_mamba_rules(config) if has_mamba else []), *granite.gguf_rules(config)]
+    return [*bamba.gguf_mamba_rules(config), *granite.gguf_rules(config)]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the scales, and the sizes of the experts and of the Mamba-2 layers."""
-    has_mamba = any(layer.mixer for layer in config.layers)
-    return granite.gguf_metadata(config) | (bamba.gguf_mamba(config) if has_mamba else {})
+    return granite.gguf_metadata(config) | bamba.gguf_mamba(config)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -134,22 +134,11 @@ def gguf_rules(config: Config) -> list[Rule]:
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of both kinds of layers and of the experts."""
     attention, delta = _gguf_layers(config)
-    latent, sizes = attention.latent, (delta.mixer.conv_width, delta.mixer.key_dim)
     kinds = [0 if layer.mixer else 1 for layer in config.layers]
-    values = (
-        kinds,
-        latent.dim + latent.rope_dim,
-        latent.dim,
-        latent.head_dim,
-        latent.value_dim,
-        latent.dim,
-        None,
-        latent.rope_dim,
-    )
-    metadata = dict(zip(GGUF_LATENT, values, strict=True)) | dict(zip(GGUF_DELTA, sizes, strict=True))
-    of_experts = deepseek.gguf_experts(config)
-    del of_experts["expert_weights_norm"]  # llama.cpp always divides by the sum
-    return {key: value for key, value in metadata.items() if value is not None} | of_experts
+    sizes = dict(zip(GGUF_DELTA, (delta.mixer.conv_width, delta.mixer.key_dim), strict=True))
+    keys = deepseek.GGUF_EXPERTS.keys() - {"expert_weights_norm"}  # llama.cpp always divides by the sum
+    latent = deepseek.gguf_latent(attention.latent) | {"attention.head_count_kv": kinds}
+    return latent | sizes | deepseek.gguf_experts(config, keys)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -94,8 +94,7 @@ def gguf_metadata(config: Config) -> dict[str, Any]:
     heads = [0 if layer.mixer else config.n_kv_heads for layer in config.layers]
     metadata = dict(zip(GGUF_LAYERS, (heads, width), strict=True))
     if config.model_type == "lfm2_moe":
-        of_experts = deepseek.gguf_experts(config)
-        metadata |= {key: of_experts[key] for key in GGUF_EXPERTS}
+        metadata |= deepseek.gguf_experts(config, GGUF_EXPERTS)
     return metadata
 
 

@@ -142,7 +142,7 @@ GGUF_WINDOWS = {"attention.sliding_window_pattern": "layer_types"}
 
 
 def gguf_windows(config: Config) -> dict[str, Any]:
-    """Return the metadata of which layers have a sliding window; raise ValueError if none has one."""
+    """Return the metadata that lists the layers with a sliding window; raise ValueError if there are none."""
     pattern = [layer.window is not None for layer in config.layers]
     if not any(pattern):
         raise ValueError(f"llama.cpp's architecture for {config.model_type} needs windows; keep the Hugging Face folder")
@@ -159,7 +159,7 @@ def gguf_layer_types(hf: dict[str, Any]) -> dict[str, Any]:
 
 
 def gguf_ropes(hf: dict[str, Any]) -> dict[str, Any]:
-    """Return the field of config.json with the rotation of each kind of layer, of which only full attention is scaled."""
+    """Return `rope_parameters` of config.json for both kinds of layers; only that of full attention is scaled."""
     local = {"rope_type": "default", "rope_theta": hf["rope_theta"]}
     return {"rope_parameters": {"full_attention": local | hf.pop("rope_scaling", {}), "sliding_attention": local}}
 

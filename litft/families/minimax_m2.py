@@ -49,8 +49,7 @@ def gguf_rules(config: Config) -> list[Rule]:
 
 def gguf_metadata(config: Config) -> dict[str, Any]:
     """Return the sizes of the experts."""
-    of_experts = deepseek.gguf_experts(config)
-    return {key: of_experts[key] for key in GGUF_FIELDS if key in of_experts}
+    return deepseek.gguf_experts(config, GGUF_FIELDS)
 
 
 def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:

@@ -34,8 +34,9 @@ class Compiled(nn.Module):
     def prepare_documents(self, documents: PackedSequences | None, tokens: Tensor) -> PackedSequences | None:
         """Return `documents` with FlexAttention block masks, if attention on a GPU changes scores before the softmax."""
         if documents is not None:  # otherwise Dynamo may treat the number of documents as a constant
-            for cu_seqlens in filter(None.__ne__, (documents.cu_seqlens, documents.host_cu_seqlens)):
-                torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+            torch._dynamo.maybe_mark_dynamic(documents.cu_seqlens, 0)
+            if documents.host_cu_seqlens is not None:
+                torch._dynamo.maybe_mark_dynamic(documents.host_cu_seqlens, 0)
         if not (changes_scores(self) and tokens.is_cuda and torch.is_grad_enabled() and is_compiled(self)):
             return documents
         if documents is None:  # each row is one document

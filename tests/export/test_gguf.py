@@ -794,6 +794,14 @@ def tokenizer_folder(name: str, shared: Path, folder: Path) -> Path:
     return folder
 
 
+def texts_of_many_languages(shared: Path, lines: int) -> list[str]:
+    """Return the first lines of WikiText, and llama.cpp's test texts."""
+    texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:lines]
+    for golden in (shared / "golden_ids").glob("*.inp"):
+        texts += golden.read_text("utf-8").split("\n__ggml_vocab_test__\n")
+    return [text for text in texts if text]
+
+
 # the large ones take half a minute each
 TOKENIZERS = ["gpt2", "llama-2-7b by sentencepiece"]
 LARGE = ["llama-2-7b", "llama-3.1", "qwen2.5", "gemma-2"]
@@ -804,12 +812,8 @@ def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
     folder = tokenizer_folder(name, shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")
     tokenizer, back = Tokenizer(folder), Tokenizer(from_gguf(file, tmp_path / "back"))
-    texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:200]
-    for golden in (shared / "golden_ids").glob("*.inp"):
-        texts += golden.read_text("utf-8").split("\n__ggml_vocab_test__\n")
-    texts = [text for text in texts if text] + [
-        "a" + "".join(f"{token} a\n{token}" for token in tokenizer.special_texts[:5])
-    ]
+    special = "a" + "".join(f"{token} a\n{token}" for token in tokenizer.special_texts[:5])
+    texts = [*texts_of_many_languages(shared, 200), special]
     for text in texts:
         ids = tokenizer.encode(text)
         assert back.encode(text) == ids and back.decode(ids) == tokenizer.decode(ids)
@@ -836,10 +840,7 @@ def test_texts_are_split_as_by_llama_cpp(name, shared, tmp_path):
     (folder / "tokenizer.json").write_text(json.dumps(content), "utf-8")
     file = to_gguf(folder, tmp_path / "file", "f16")
     tokenizer, back = Tokenizer(folder), Tokenizer(from_gguf(file, tmp_path / "back"))
-    texts = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8").split("\n")[:100]
-    for golden in (shared / "golden_ids").glob("*.inp"):
-        texts += golden.read_text("utf-8").split("\n__ggml_vocab_test__\n")
-    texts = [unicodedata.normalize("NFC", text) for text in texts if text] + [
+    texts = [unicodedata.normalize("NFC", text) for text in texts_of_many_languages(shared, 100)] + [
         "1234567 12 é naïve 日本語 한국어 말 #include !ab"
     ]
     model = load_llama_cpp(file, vocab_only=True)

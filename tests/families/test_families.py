@@ -29,7 +29,7 @@ from litft.args import ConvertArgs
 from litft.checkpoints.peft_targets import peft_targets
 from litft.export.convert import convert
 from litft.families import family as module_of
-from litft.families import peft_rules, read_config
+from litft.families import peft_rules, read_config, unread_fields
 from litft.model.mlp import CONSTANTS
 from litft.model.transformer import GPT
 
@@ -159,6 +159,12 @@ def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
     )
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     assert plain_difference(reference.eval(), litft.load(tmp_path)[0]) <= 1e-5
+
+
+def test_fields_that_no_family_reads_are_found():
+    """They may mean another network, where a folder is read as another family."""
+    read = dict(hidden_size=8, first_k_dense_replace=1, partial_rotary_factor=0.5, torch_dtype="bfloat16")
+    assert unread_fields(read | dict(hidden_sizes=8, attention_of_my_own=True)) == ["attention_of_my_own", "hidden_sizes"]
 
 
 # transformers' own default config of these lacks a field, or has values that do not fit together

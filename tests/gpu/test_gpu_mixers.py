@@ -1,4 +1,4 @@
-"""The kernels of flash-linear-attention beside the plain forms of recurrent mixers, on packed rows in bf16.
+"""The kernels of flash-linear-attention equal the plain PyTorch forms, on packed rows in bf16.
 
 Their first launch compiles all block sizes that they choose from, which takes a minute or two for each kind of recurrence.
 """
@@ -10,7 +10,7 @@ from torch.nn.functional import softplus
 from gpu.comparisons import CUDA, check
 from gpu.test_gpu_kernels import IDS, gradients
 from litft.model.mixers import kernels
-from litft.model.mixers.mixer import CausalConv
+from litft.model.mixers.mixer import CausalConv, causal_conv
 from litft.model.mixers.recurrence import recurrence
 from litft.model.packed_sequences import PackedSequences
 
@@ -53,7 +53,7 @@ def test_convolutions_equal_the_plain_form(bias):
     documents = PackedSequences.of(IDS).to(lambda tensor: tensor.to(CUDA))
 
     def compute(x):
-        return conv(x, documents, None).float()
+        return causal_conv(x, conv.weight, conv.bias, documents, None).float()
 
     leaves = [x.to(dtype).requires_grad_() for dtype in (torch.bfloat16, torch.float32)]
     for got, expected in zip(*(gradients(compute, [leaf]) for leaf in leaves), strict=True):

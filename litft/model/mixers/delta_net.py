@@ -62,10 +62,9 @@ class DeltaNet(Mixer):
         """Return the gated delta rule over convolved queries, keys and values: (B, T, H, V)."""
         delta, dtype = self.delta, inputs[0].dtype
         *projections, beta, rows, query_weight, key_weight, value_weight, log_rate, decay_bias = inputs
-        weights = query_weight, key_weight, value_weight
         q, k, v = (
             F.silu(causal_conv(part, weight, None, documents, cache, number))
-            for number, (part, weight) in enumerate(zip(projections, weights, strict=True))
+            for number, (part, weight) in enumerate(zip(projections, (query_weight, key_weight, value_weight), strict=True))
         )
         q, k = (normalized(part.unflatten(-1, (delta.n_key_heads, -1))) for part in (q, k))
         v = v.unflatten(-1, (delta.n_heads, -1))

@@ -113,7 +113,7 @@ def fused_conv(x: Tensor, weight: Tensor, bias: Tensor | None, documents: Packed
 
 @cache
 def _has_causal_conv1d() -> bool:
-    """Return whether the package causal-conv1d is there and built for this torch."""
+    """Return whether causal-conv1d is installed and was built for this version of torch."""
     try:
         import causal_conv1d  # noqa: F401
     except ImportError:

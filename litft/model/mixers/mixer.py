@@ -70,16 +70,12 @@ class SavingInputs(torch.autograd.Function):
 
 
 class CausalConv(nn.Module):
-    """Depthwise convolution over the last K tokens of each document: the K - 1 inputs before a piece are the state."""
+    """The parameters of a `causal_conv`."""
 
     def __init__(self, channels: int, width: int, bias: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.zeros(channels, width))
         self.bias = nn.Parameter(torch.zeros(channels)) if bias else None
-
-    def forward(self, x: Tensor, documents: PackedSequences | None, cache: LayerCache | None, state: int = 0) -> Tensor:
-        """Return the convolution of x (B, T, C) in the same shape; state: the number of its state in `cache`."""
-        return causal_conv(x, self.weight, self.bias, documents, cache, state)
 
 
 def causal_conv(
@@ -90,7 +86,10 @@ def causal_conv(
     cache: LayerCache | None,
     state: int = 0,
 ) -> Tensor:
-    """Return `CausalConv` with weight (C, K) and bias (C,)."""
+    """Return the depthwise convolution of x (B, T, C) over the last K tokens of each document, in the same shape.
+
+    weight: (C, K). bias: (C,). state: the number of its state in `cache`, which is the K - 1 inputs before a piece.
+    """
     if cache is None and not torch.compiler.is_compiling() and kernels.can_run(x):  # compiled code fuses the plain form
         return kernels.fused_conv(x, weight, bias, documents)
     width, length = weight.size(1), x.size(1)
