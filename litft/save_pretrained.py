@@ -15,7 +15,7 @@ from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
 from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_files import LazyTensor, check_weights, write_weights
-from litft.data.tokenizer import Tokenizer
+from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.families import family
 from litft.methods import Method, Values
 from litft.model.config import Config
@@ -163,9 +163,34 @@ def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer with the chat template and stop tokens used in training to a model folder."""
     copy_files(tokenizer.folder, folder)
     tokenizer.save_added(folder)
-    (folder / "chat_template.jinja").write_text(tokenizer.chat_template, "utf-8")
+    _write_templates(tokenizer, folder)
     path = folder / "generation_config.json"
     settings = json.loads(path.read_text("utf-8")) if path.is_file() else {}
     stops = tokenizer.stop_ids
     settings["eos_token_id"] = stops[0] if len(stops) == 1 else stops
     path.write_text(json.dumps(settings, indent=2) + "\n", "utf-8")
+
+
+def _write_templates(tokenizer: Tokenizer, folder: Path) -> None:
+    """Write the chat templates to files, and remove them from tokenizer_config.json, which some programs prefer.
+
+    Without a template of the model, none is written.
+    """
+    named = folder / NAMED_TEMPLATES
+    shutil.rmtree(named, ignore_errors=True)
+    for path in (folder / TEMPLATE_FILE, folder / "chat_template.json"):  # the second is that of older processors
+        path.unlink(missing_ok=True)
+    if tokenizer.has_template:
+        (folder / TEMPLATE_FILE).write_text(tokenizer.chat_template, "utf-8")
+        for name, source in tokenizer.named_templates.items():
+            named.mkdir(exist_ok=True)
+            (named / f"{Path(name).name}.jinja").write_text(source, "utf-8")
+    path = folder / "tokenizer_config.json"
+    if not path.is_file():
+        return
+    config = json.loads(path.read_text("utf-8"))
+    config.pop("chat_template", None)
+    # transformers 5 builds these tokenizers anew and splits spaces differently; others are read from tokenizer.json
+    if str(config.get("tokenizer_class")).startswith(("Llama", "CodeLlama")) and (folder / "tokenizer.json").is_file():
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")

@@ -16,6 +16,9 @@ class Alias(NamedTuple):
     times: tuple[str, ...] = ()  # the value is multiplied by that of one of these flags, if it is given, too
 
 
+# former names of boolean flags: the flag that has taken their place, and its values for true and false
+FORMER_FLAGS = {"data.mask_reasoning": ("data.reasoning", {"true": "mask", "false": "learn"})}
+
 _MICRO = "it changes speed and memory, never the result: a step has --train.global_batch_size examples, 16 by default"
 _GLOBAL = "the examples of a step on all devices; axolotl counts packed rows instead, of several examples each"
 _MICRO_NAMES = ("micro_batch_size", "per_device_train_batch_size", "train.micro_batch_size")

@@ -44,8 +44,10 @@ class DataArgs:
     """Arguments of the chat template, NAME=VALUE: enable_thinking=false. They become defaults of the saved template."""
     mask_prompt: bool = True
     """Compute the loss on the answers only. false: on every token, prompts included."""
-    mask_reasoning: bool = False
-    """Compute no loss on the reasoning of answers: the field reasoning_content, or the text up to </think>."""
+    reasoning: Literal["learn", "learn_empty", "mask", "drop"] = "learn"
+    """The reasoning of answers (reasoning_content, reasoning, thinking, or the text before </think>). learn: compute the
+    loss on it. mask: show it to the model, without loss. drop: leave it out. An empty thought that the chat template
+    writes, such as <think></think>, is a target with learn_empty only."""
     train_on: Literal["all", "last"] = "all"
     """Compute the loss on all answers of a conversation, or on the last one only."""
     max_seq_length: int | None = None

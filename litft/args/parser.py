@@ -17,7 +17,7 @@ from jsonargparse import ArgumentError, ArgumentParser, set_parsing_settings
 
 from litft import args as flags
 from litft import run_dir
-from litft.args.aliases import explain, optimizer, precision, translate
+from litft.args.aliases import FORMER_FLAGS, explain, optimizer, precision, translate
 from litft.args.finetune import FINETUNE
 from litft.args.foreign_config import in_litfts_terms
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
@@ -129,6 +129,11 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             problems.append(_not_a_flag(word, flag_types))
             continue
         name = _full_name(name, flag_types)
+        if _is_former(name, flag_types):
+            if not equals:
+                value = words.pop(0) if words and words[0].lower() in ("true", "false") else "true"
+            values.append(_renamed(name, value))
+            continue
         if not equals:
             is_bare = flag_types.get(name) in (bool, bool | None) and (
                 not words or words[0].lower() not in ("true", "false")
@@ -225,6 +230,9 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
             return [], [f"--config {Path(path).stem} is a recipe of finetune/{method}.py; use that command"]
         list_flags = {name for name, flag_type in flag_types.items() if get_origin(flag_type) is list}
         entries = {_full_name(name, flag_types): value for name, value in _flatten(content, list_flags)}
+        for name in [name for name in entries if _is_former(name, flag_types)]:
+            new_name, value = _renamed(name, _as_text(entries.pop(name)))
+            entries.setdefault(new_name, value)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
     all_texts = {name: _as_text(value) for name, value in entries.items() if not _is_empty(value, flag_types.get(name))}
@@ -274,8 +282,22 @@ def _full_name(name: str, flag_types: dict[str, Any]) -> str:
     """Return the dotted name of a flag that is given without its group, if only one group has it, or as group_name."""
     if name in flag_types:
         return name
+    former = next((old for old in FORMER_FLAGS if name in (old, old.rpartition(".")[2])), None)
+    if former:
+        return former
     matches = [flag for flag in flag_types if name in (flag.rpartition(".")[2], flag.replace(".", "_"))]
     return matches[0] if len(matches) == 1 else name
+
+
+def _is_former(name: str, flag_types: dict[str, Any]) -> bool:
+    """Return whether a name is the former one of a flag that the command has."""
+    return name in FORMER_FLAGS and FORMER_FLAGS[name][0] in flag_types
+
+
+def _renamed(name: str, value: str) -> tuple[str, str]:
+    """Return the name and the value of the flag that has taken the place of another."""
+    new_name, new_values = FORMER_FLAGS[name]
+    return new_name, new_values.get(value.lower(), value)
 
 
 def _is_empty(value: Any, flag_type: Any) -> bool:

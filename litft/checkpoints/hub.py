@@ -26,6 +26,7 @@ PROCESSOR_FILES = "processor_config.json preprocessor_config.json video_preproce
 _ID = re.compile(rf"({HUB_NAME.pattern})(?:@((?!.*\.\.)\w[\w./-]*))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _LICENSE_FILE = re.compile(r"(LICEN[CS]E|NOTICE|USE_POLICY)[\w.-]*|README\.md", re.IGNORECASE)  # terms of use
+_NAMED_TEMPLATE = re.compile(r"additional_chat_templates/[\w-]+\.jinja")
 _ORIGIN_FILE = Path(".cache", "huggingface", "origin.json")  # in a downloaded folder, next to huggingface_hub's own files
 WEIGHTS = ("model.safetensors", "pytorch_model.bin", "adapter_model.safetensors")  # in order of preference
 
@@ -56,7 +57,10 @@ def hub_id(text: str | Path) -> HubId | None:
 def files_to_transfer(names: list[str]) -> list[str]:
     """Select the files that litft reads, plus the license files; weights come last and in one format only."""
     supported = {"config.json", "adapter_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES}
-    small_files = [name for name in names if name in supported or _LICENSE_FILE.fullmatch(name)]
+    small_files = []
+    for name in names:
+        if name in supported or _LICENSE_FILE.fullmatch(name) or _NAMED_TEMPLATE.fullmatch(name):
+            small_files.append(name)
     for stem in WEIGHTS[:2]:
         base, extension = stem.split(".")
         shard = re.compile(rf"{base}(-\d+-of-\d+)?\.{extension}(\.index\.json)?")

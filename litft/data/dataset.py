@@ -99,13 +99,14 @@ def load_data(
     and makes no progress. kind: what the records are, see `Encoder`. Uses no collectives, so it can run before the process
     group exists. Raise ValueError naming file and record for unreadable data, and for tokens outside the model's vocabulary.
     """
+    own = tokenizer.chat_template, tokenizer.named_templates
     template = choose_template(args.template, tokenizer)
-    tokenizer.chat_template = with_arguments(tokenizer.chat_template, args.template_args)
+    _set_arguments(tokenizer, args.template_args)
     templates = [item.template for item in (*args.paths, *args.val_paths) if item.template]
     has_date = tokenizer.uses_date or templates  # which may print the date too
     tokenizer.day = args.date or (date.today().isoformat() if has_date else None)
     limit = length_limit(args.max_seq_length, context)
-    policy = args.mask_prompt, args.train_on == "last", args.mask_reasoning
+    policy = args.mask_prompt, args.train_on == "last", args.reasoning
     encoder = Encoder(tokenizer, limit, args.format, _columns(args.columns, kind), *policy, kind)
     train, val = locate(args)
     val_names, val = [name for name, _ in val], [file for _, file in val]
@@ -136,6 +137,11 @@ def load_data(
     if len(data.train) and not Sampler(data.train.sizes, args.seed, weights).size:
         raise ValueError(f"--data.weights {weights} leave no example of {data.train.sizes}; raise them")
     _check_samples(data)
+    if any(report.has_conversations for report in reports.values()):
+        tokenizer.has_template = True
+    else:  # nothing was rendered: the folder's templates stay, and none is invented
+        tokenizer.chat_template, tokenizer.named_templates = own
+        data = replace(data, template="not used: the data is text")
     # generation must stop at the special tokens that end a turn in the data, even if no file of the model names them
     ends = {token for report in reports.values() for token in report.ends}
     tokenizer.stop_ids += sorted((ends & tokenizer.special_ids) - set(tokenizer.stop_ids))
@@ -227,6 +233,14 @@ def choose_template(choice: str, tokenizer: Tokenizer) -> str:
     if choice == "auto":
         return "the checkpoint's own" if tokenizer.own_template else "Alpaca style, since the checkpoint has none"
     return choice
+
+
+def _set_arguments(tokenizer: Tokenizer, items: list[str]) -> None:
+    """Set other defaults for variables of all templates of a tokenizer."""
+    tokenizer.chat_template = with_arguments(tokenizer.chat_template, items)
+    for name, source in tokenizer.named_templates.items():
+        known = [item for item in items if re.search(rf"\b{item.partition('=')[0]}\b", source)]
+        tokenizer.named_templates = tokenizer.named_templates | {name: with_arguments(source, known)}
 
 
 def with_arguments(source: str, items: list[str]) -> str:

@@ -4,18 +4,30 @@ import hashlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
-from itertools import pairwise
+from functools import cached_property, partial
+from itertools import chain, pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from litft.data.chat_template import Message, assistant_turns
-from litft.data.formats import Example, Record, detect_format, rename_columns, strip_end_token, to_example
-from litft.data.preferences import EQUAL, PROMPT_CUT, cut_together, to_preferences
+from litft.data.chat_template import Message
+from litft.data.formats import (
+    COMMON_FIELDS,
+    FORMATS,
+    Example,
+    Record,
+    detect_format,
+    rename_columns,
+    strip_end_token,
+    to_example,
+    unused_fields,
+)
+from litft.data.preferences import EQUAL, FIELDS, PROMPT_CUT, cut_together, to_preferences
+from litft.data.reasoning import drop_reasoning
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
+from litft.data.turns import Turn, assistant_turns
 from litft.model.loss import IGNORED
 
 
@@ -62,8 +74,10 @@ MASKED = "skipped: every turn is masked"
 EMPTY = "skipped: the answer is empty"
 BLANK = "skipped: no text"
 EMPTY_TURN = "with an empty answer, which is excluded from the loss"
+EMPTY_PROMPT = "with an empty prompt"
 UNANSWERED = "ending in a turn without an answer, which is dropped"
 CONTROL = "containing the text of a control token, which is encoded as that token"
+TOOLS_LOST = "with tools, which the chat template leaves out"
 WITHOUT = "without the field"
 END_TEXT = "with an end token written after an answer, which is removed"
 
@@ -90,7 +104,22 @@ class Encoded:
     text: bool = False  # the samples are the consecutive spans of a text
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that end its answers
+    answers: int = 0  # answers that are learned
+    empty_thoughts: int = 0  # those with an empty thought of the template, which is not learned
+    unused: list[str] = field(default_factory=list)  # fields with a value that nothing reads
     error: str | None = None
+
+
+@dataclass(frozen=True)
+class TurnTokens:
+    """An assistant turn as positions in the token ids of a text: see `turns.Turn`."""
+
+    message: int
+    start: int
+    answer: int
+    end: int
+    empty_thought: bool
+    masked: tuple[tuple[int, int], ...] = ()  # ranges that are not learned
 
 
 @dataclass(frozen=True)
@@ -103,7 +132,7 @@ class Encoder:
     columns: dict[str, str] = field(default_factory=dict)
     mask_prompt: bool = True
     last_only: bool = False
-    mask_reasoning: bool = False
+    reasoning: str = "learn"  # or "learn_empty", "mask", "drop": see --data.reasoning
     kind: str = "supervised"  # or "pairs", "labels": see preferences.py
 
     @cached_property
@@ -122,10 +151,13 @@ class Encoder:
             encoded.notes += [f"{WITHOUT} {name}" for name in missing]
             record = rename_columns(record, self.columns)
             if self.kind != "supervised":
+                encoded.unused = unused_fields(record, {*FIELDS, *COMMON_FIELDS})
                 self._encode_preferences(record, where, encoded)
                 return encoded
             form = self.form or detect_format(record, where, missing)
             example = to_example(record, where, self.tokenizer.chat_template, form)
+            read = {*FORMATS[form].fields, *FORMATS[form].optional, *COMMON_FIELDS}
+            encoded.unused = unused_fields(record, read)
             encoded.form = "guanaco" if form == "text" and example.text is None else form
             self._encode(example, encoded)
             if not encoded.text:  # without a template, which decides how an instruction and its input are joined
@@ -179,15 +211,32 @@ class Encoder:
         if not supervised:
             encoded.notes += [] if EMPTY in encoded.notes else [MASKED]
             return None
-        *_, (ids, spans) = self._tokenize(messages, example.tools)
+        self._note_lost_tools(messages, example, encoded)
+        *_, (ids, turns) = self._tokenize(messages, example)
         stored = np.array(ids, np.uint32)
-        for turn, start, answer, end in spans:
-            if turn in supervised:
-                stored[answer if self.mask_reasoning else start : end] |= SUPERVISED
-        start, end = spans[-1][1], spans[-1][3]
-        stored[start:end] |= IN_ANSWER
-        encoded.ends.add(ids[end - 1])
+        for turn in turns:
+            if turn.message in supervised:
+                self._mark_targets(stored, turn, encoded)
+        last = turns[-1]
+        stored[last.start : last.end] |= IN_ANSWER
+        encoded.ends.add(ids[last.end - 1])
         return stored
+
+    def _first_target(self, turn: TurnTokens) -> int:
+        """Return the position of a turn's first target token."""
+        if self.reasoning == "learn_empty":
+            return turn.start
+        if self.reasoning == "mask" or turn.empty_thought:
+            return turn.answer
+        return turn.start
+
+    def _mark_targets(self, sample: np.ndarray, turn: TurnTokens, encoded: Encoded) -> None:
+        """Mark the tokens of an answer that are learned, and count the answer."""
+        sample[self._first_target(turn) : turn.end] |= SUPERVISED
+        for start, end in turn.masked:
+            sample[start:end] &= ~SUPERVISED
+        encoded.answers += 1
+        encoded.empty_thoughts += turn.empty_thought and self.reasoning != "learn_empty"
 
     def _encode(self, example: Example, encoded: Encoded) -> None:
         if example.token_ids is not None:
@@ -205,24 +254,27 @@ class Encoder:
             return
         messages, supervised = self._select_turns(example, encoded)
         self._note_controls([message["content"] for message in messages], encoded)
+        self._note_lost_tools(messages, example, encoded)
         was_cut, previous_ids = False, []
-        for ids, spans in self._tokenize(messages, example.tools):
-            sample, last_complete, is_partial = np.array(ids, np.uint32), -1, False
-            for turn, start, answer, end in spans:
-                first = answer if self.mask_reasoning else start
-                sample[first:end] |= SUPERVISED if turn in supervised else np.uint32(0)
-                if end <= self.limit + 1:
-                    last_complete = turn
-                    sample[start:end] |= IN_ANSWER
-                elif start <= self.limit:
-                    is_partial = turn in supervised
+        for ids, turns in self._tokenize(messages, example):
+            sample = np.array(ids, np.uint32)
+            last_complete = -1
+            is_partial = False
+            for turn in turns:
+                if turn.message in supervised:
+                    self._mark_targets(sample, turn, encoded)
+                if turn.end <= self.limit + 1:
+                    last_complete = turn.message
+                    sample[turn.start : turn.end] |= IN_ANSWER
+                elif turn.start <= self.limit:
+                    is_partial = turn.message in supervised
             if not self.mask_prompt:  # each of several texts continues the previous one, which is supervised already
                 sample[common_prefix_length(ids, previous_ids) :] |= SUPERVISED
             previous_ids = ids
             if len(ids) > self.limit + 1:
                 was_cut, sample = True, sample[: self.limit + 1]
             elif supervised:
-                encoded.ends.add(ids[spans[-1][3] - 1])
+                encoded.ends.add(ids[turns[-1].end - 1])
             if (sample[1:] & SUPERVISED).any():
                 encoded.samples.append(sample)
                 encoded.turns.append(2 * last_complete + is_partial)
@@ -249,6 +301,20 @@ class Encoder:
     def _note_controls(self, texts: list[str], encoded: Encoded) -> None:
         if self.tokenizer.control_text and any(map(self.tokenizer.control_text.search, texts)):
             encoded.notes.append(CONTROL)
+
+    def _note_lost_tools(self, messages: list[Message], example: Example, encoded: Encoded) -> None:
+        """Note that the template shows the model nothing of the tools it may call."""
+        if not example.tools:
+            return
+        first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
+        texts = []
+        for tools in (example.tools, None):
+            try:
+                texts.append(self.tokenizer.apply_chat_template(messages[:first], tools, **example.template_args))
+            except ValueError:  # with the answer it may render
+                return
+        if texts[0] == texts[1]:
+            encoded.notes.append(TOOLS_LOST)
 
     def _spans(self, example: Example) -> Iterator[tuple[str, list[int]]]:
         """Yield (text, tokens) of each span of SPAN characters, or of the whole text; independent of the length limit."""
@@ -280,39 +346,78 @@ class Encoder:
             raise ValueError(f"no message is from the assistant (the last is from the {last}); add the answer to train on")
         if turns[-1] + 1 < len(example.messages):
             encoded.notes.append(UNANSWERED)
+        if any(message["role"] == "user" and not message["content"].strip() for message in example.messages):
+            encoded.notes.append(EMPTY_PROMPT)
         messages, template = [], self.tokenizer.chat_template
         for message in example.messages[: turns[-1] + 1]:
-            clean = {name: value for name, value in message.items() if name != "train"}
+            clean = {name: value for name, value in message.items() if name not in ("train", "parts")}
             if message["role"] == "developer" and "developer" not in template:
                 clean["role"] = "system"  # "developer" is OpenAI's newer name for it
             if message["role"] == "assistant" and (content := strip_end_token(message["content"])) != message["content"]:
                 encoded.notes += [END_TEXT] * (END_TEXT not in encoded.notes)
                 clean["content"] = content
             messages.append(clean)
+        if self.reasoning == "drop":
+            messages = drop_reasoning(messages)
         empty = {n for n in turns if not messages[n]["content"].strip() and not messages[n].get("tool_calls")}
         supervised = {n for n in (turns[-1:] if self.last_only else turns) if example.messages[n].get("train", True)}
         if self.mask_prompt and supervised & empty:
             encoded.notes.append(EMPTY_TURN if supervised - empty else EMPTY)
         return messages, supervised - empty
 
-    def _tokenize(
-        self, messages: list[Message], tools: list | None
-    ) -> Iterator[tuple[list[int], list[tuple[int, int, int, int]]]]:
-        """Yield token ids with the spans of the assistant's turns in them: (message index, start, end of reasoning, end)."""
-        for text, turns in assistant_turns(
-            self.tokenizer.apply_chat_template, messages, tools, self.tokenizer.special_texts
-        ):
-            ids, boundaries = self.tokenizer.encode_with_boundaries(
-                text, [offset for turn in turns for offset in (turn.start, turn.answer, turn.end)]
-            )
+    def _tokenize(self, messages: list[Message], example: Example) -> Iterator[tuple[list[int], list[TurnTokens]]]:
+        """Yield the token ids of each text of a conversation, with the assistant's turns in them."""
+        render = partial(self.tokenizer.apply_chat_template, **example.template_args)
+        for rendered in assistant_turns(render, messages, example.tools, self.tokenizer.end_tokens):
+            offsets = []
+            masked = {}
+            for turn in rendered.turns:
+                offsets += [turn.start, turn.answer, turn.end]
+                masked[turn.message] = _masked_ranges(turn, example.messages[turn.message].get("parts", []))
+            for ranges in masked.values():
+                offsets += chain(*ranges)
+            ids, boundaries = self.tokenizer.encode_with_boundaries(rendered.text, offsets)
             if not ids:
                 raise ValueError("the chat template renders no text; pass another --data.template")
-            spans = [(turn.message, *boundaries[3 * n : 3 * n + 3]) for n, turn in enumerate(turns)]
-            index, start, answer, end = spans[-1]
-            if ids[end - 1] not in self.tokenizer.special_ids:  # the template adds no end token: add one
-                ids = [*self.tokenizer.encode(turns[-1].text[: turns[-1].end], bos=False), self.tokenizer.stop_ids[-1]]
-                spans[-1] = (index, start, answer, len(ids))
-            yield ids, spans
+            positions = dict(zip(offsets, boundaries, strict=True))
+            turns = []
+            for turn in rendered.turns:
+                turns.append(
+                    TurnTokens(
+                        turn.message,
+                        positions[turn.start],
+                        positions[turn.answer],
+                        positions[turn.end],
+                        turn.empty_thought,
+                        tuple((positions[start], positions[end]) for start, end in masked[turn.message]),
+                    )
+                )
+            last = turns[-1]
+            if ids[last.end - 1] not in self.tokenizer.special_ids:  # the template adds no end token: add one
+                text = rendered.turns[-1].text[: rendered.turns[-1].end]
+                ids = [*self.tokenizer.encode(text, bos=False), self.tokenizer.end_id]
+                turns[-1] = replace(last, end=len(ids))
+            yield ids, turns
+
+
+def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
+    """Return the ranges of a turn's text that are not learned: parts of a joined message with `train` false.
+
+    A part reaches to the beginning of the next one, the last one to the end of the turn. A part without text is a call.
+    """
+    if not parts:
+        return []
+    starts = []
+    position = turn.start
+    for part in parts:
+        text = part["text"].strip()
+        found = turn.text.find(text, position, turn.end)
+        if found < 0:
+            raise ValueError("the chat template changes an answer of which a part is not learned; give it one weight")
+        starts.append(turn.start if not starts else found)
+        position = found + len(text)
+    ends = [*starts[1:], turn.end]
+    return [(start, end) for part, start, end in zip(parts, starts, ends, strict=True) if not part["train"]]
 
 
 def _prompt_of(example: Example) -> Example:
@@ -326,7 +431,9 @@ def unit_hash(example: Example) -> int:
     """Return the hash of a conversation, independent of which turns are supervised."""
     if example.token_ids is not None:
         return hash64(json.dumps(example.token_ids))
-    messages = [{name: value for name, value in message.items() if name != "train"} for message in example.messages]
+    messages = []
+    for message in example.messages:
+        messages.append({name: value for name, value in message.items() if name not in ("train", "parts")})
     return hash64(json.dumps([messages, example.tools], sort_keys=True))
 
 

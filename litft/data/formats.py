@@ -4,25 +4,30 @@ The format of a record is detected from its fields, in the order of the table, u
 Conversations have OpenAI's form, which chat templates also read: roles, text, `tool_calls`.
 """
 
-import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from litft.data.chat_template import Message, user_content
+from litft.data.messages import (
+    MESSAGE_FIELDS,
+    check_messages,
+    joined_messages,
+    json_type,
+    parse_json,
+    read_tools,
+    sharegpt_turn,
+    text_field,
+)
+from litft.data.reasoning import REASONING_FIELDS
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SHAREGPT_ROLES = {
-    **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"),
-    **dict.fromkeys(("observation", "tool", "function_response", "ipython"), "tool"),
-    "system": "system",
-}
-LOSS_FIELDS = ("train", "loss_weight", "weight")  # fields of a turn that say whether the loss is computed on it
 NO_TARGET = -100  # the label of a token that the loss ignores, in transformers
 LONG_TEXT = 65_536  # characters of text above which a record is divided between training and validation
-TEXT_FIELDS = ("name", "tool_call_id", "reasoning_content", "thinking")  # of a message, which templates may show
+# fields that records of several formats may have
+TEMPLATE_ARGS = "chat_template_kwargs"
+COMMON_FIELDS = ("system", "tools", TEMPLATE_ARGS)
+EMPTY_VALUES = (None, "", [], {})
 # accepted labels of an answer, as text, and whether they mean that the answer is desirable
 LABELS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
 # written after every answer in some files, and removed: the chat template ends answers with the model's own token
@@ -42,6 +47,7 @@ class Example:
 
     messages: list[Message]
     tools: list | None = None
+    template_args: dict[str, Any] = field(default_factory=dict)  # variables of the chat template, of this record
     text: str | None = None
     begins: bool = True
     ends: bool = True
@@ -66,7 +72,35 @@ def to_example(record: Record, where: str, template: str, form: str | None = Non
     form = form or detect_format(record, where)
     if missing := [name for name in FORMATS[form].fields if name not in record]:
         raise ValueError(f"{where}: --data.format {form} needs the fields {', '.join(missing)}")
-    return FORMATS[form].convert(record, where, template)
+    example = FORMATS[form].convert(record, where, template)
+    return replace(example, template_args=read_template_args(record, where))
+
+
+def read_template_args(record: Record, where: str) -> dict[str, Any]:
+    """Return the variables of the chat template that a record sets, as in transformers and TRL."""
+    variables = record.get(TEMPLATE_ARGS)
+    if isinstance(variables, str):
+        variables = parse_json(variables, f"{where}: {TEMPLATE_ARGS}") if variables.strip() else None
+    if variables is None:
+        return {}
+    if not isinstance(variables, dict):
+        raise ValueError(f"{where}: {TEMPLATE_ARGS} must be an object, found {json_type(variables)}")
+    # data sets with columns write null for a variable that a record does not set
+    return {name: value for name, value in variables.items() if value is not None}
+
+
+def unused_fields(record: Record, read: Collection[str]) -> list[str]:
+    """Return the fields of a record that have a value, but are not in `read`; those of messages as messages[].name."""
+    unused = {}  # a dict keeps the order
+    for name, value in record.items():
+        if name not in read:
+            unused |= {name: None} if value not in EMPTY_VALUES else {}
+        elif isinstance(value, list):
+            for turn in value:
+                for key, inner in turn.items() if isinstance(turn, dict) and turn.keys() & {"role", "from"} else ():
+                    if key not in MESSAGE_FIELDS and inner not in EMPTY_VALUES:
+                        unused[f"{name}[].{key}"] = None
+    return list(unused)
 
 
 def read_label(value: Any) -> bool | None:
@@ -126,12 +160,6 @@ def rename_columns(record: Record, columns: dict[str, str]) -> Record:
     return others | renamed
 
 
-def json_type(value: Any) -> str:
-    """Return the name of a value's JSON type, for messages."""
-    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
-
-
 def strip_end_token(text: str) -> str:
     """Remove an end token that the file has written after an answer."""
     stripped = text.rstrip()
@@ -139,14 +167,6 @@ def strip_end_token(text: str) -> str:
     if end == "</s>" and "<s>" in stripped:  # HTML's strikethrough
         end = None
     return stripped.removesuffix(end) if end else text
-
-
-def text_field(record: Record, name: str, where: str) -> str:
-    """Return a field that must be text; null and a missing field are empty."""
-    value = record.get(name)
-    if not isinstance(value, str | None):
-        raise ValueError(f"{where}: field {name!r} must be text, found {json_type(value)}")
-    return value or ""
 
 
 def system_message(record: Record, where: str) -> list[Message]:
@@ -165,113 +185,45 @@ def _single_turn(question_field: str, answer_field: str, context_field: str | No
     """Return the converter of a format with one question and one answer, given the names of its fields."""
 
     def convert(record: Record, where: str, template: str) -> Example:
-        if isinstance(record.get(question_field), list) and isinstance(record.get(answer_field), list):
-            messages = check_messages(record[question_field] + record[answer_field], where)
-            messages = with_system(messages, record, where)
-            return Example(messages, read_tools(record.get("tools"), where))
-        question = prefix + text_field(record, question_field, where)
+        tools = read_tools(record.get("tools"), where)
+        question, answer = record.get(question_field), record.get(answer_field)
+        if isinstance(question, list) and isinstance(answer, list):
+            # as in TRL, the answers of the prompt are not learned
+            prompt = check_messages(question, where)
+            for message in prompt:
+                if message["role"] == "assistant":
+                    message["train"] = False
+            return Example(with_system(prompt + check_messages(answer, where), record, where), tools)
+        text = prefix + text_field(record, question_field, where)
         if context_field:
-            question = user_content(question, text_field(record, context_field, where), template)
-        answer = {"role": "assistant", "content": text_field(record, answer_field, where)}
-        messages = [*system_message(record, where), {"role": "user", "content": question}, answer]
-        return Example(messages, read_tools(record.get("tools"), where))
+            text = user_content(text, text_field(record, context_field, where), template)
+        messages = [*system_message(record, where), *_history(record, where), {"role": "user", "content": text}]
+        reply = {"role": "assistant", "content": text_field(record, answer_field, where)}
+        for name in REASONING_FIELDS:
+            if isinstance(record.get(name), str) and name not in (question_field, answer_field):
+                reply[name] = record[name]
+        return Example([*messages, reply], tools)
 
     return convert
+
+
+def _history(record: Record, where: str) -> list[Message]:
+    """Return the earlier turns of an Alpaca record: a list of pairs of instruction and answer."""
+    history = record.get("history")
+    if history in (None, "", []):
+        return []
+    is_list_of_pairs = isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)
+    if not (is_list_of_pairs and all(isinstance(text, str) for pair in history for text in pair)):
+        raise ValueError(f"{where}: history must be a list of pairs of texts, an instruction and its answer")
+    messages = []
+    for question, answer in history:
+        messages += [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    return messages
 
 
 def _messages(record: Record, where: str, template: str) -> Example:
     messages = with_system(check_messages(record["messages"], where), record, where)
     return Example(messages, read_tools(record.get("tools"), where))
-
-
-def check_messages(messages: Any, where: str) -> list[Message]:
-    """Return the messages with plain text content; typed text parts are joined. Raise ValueError for anything else."""
-    if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{where}: 'messages' must be a list with at least one message")
-    return [_message(message, f"{where}: message {number}") for number, message in enumerate(messages)]
-
-
-def _message(message: Any, where: str) -> Message:
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
-        if isinstance(message, dict) and "role" not in message:
-            given = ", ".join(map(repr, message)) or "none"
-            raise ValueError(f"{where} has the fields {given}; litft needs role and content: rename them in the file")
-        role = message.get("role") if isinstance(message, dict) else message
-        raise ValueError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
-    calls = _calls(message.get("tool_calls"), where)
-    content = message.get("content")
-    if content is None and calls:
-        content = ""
-    if isinstance(content, list):
-        content = "".join(_part(part, where) for part in content)
-    if not isinstance(content, str):
-        raise ValueError(f"{where} must have text as its 'content'")
-    checked = {"role": message["role"], "content": content}
-    checked |= {name: message[name] for name in TEXT_FIELDS if isinstance(message.get(name), str)}
-    if calls:
-        checked["tool_calls"] = calls
-    if not _is_supervised(message, where):
-        checked["train"] = False
-    return checked
-
-
-def _part(part: Any, where: str) -> str:
-    """Return the text of one typed part."""
-    if not isinstance(part, dict):
-        raise ValueError(f"{where} has a part that is {json_type(part)}; expected an object with type and text")
-    if part.get("type") != "text":
-        raise ValueError(f"{where} has a part of type {part.get('type')!r}, but litft reads text only; remove it")
-    text = part.get("text", part.get("value"))
-    if not isinstance(text, str):
-        raise ValueError(f"{where} has a part without text")
-    return text
-
-
-def _is_supervised(message: Message, where: str) -> bool:
-    """Return whether the loss is computed on a turn, which any of LOSS_FIELDS may exclude."""
-    for name in LOSS_FIELDS:
-        value = message.get(name)
-        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
-            raise ValueError(f"{where}: {name} is {value!r}; use true (1) to compute the loss on the turn, or false (0)")
-    return all(message.get(name) in (None, 1) for name in LOSS_FIELDS)
-
-
-def _calls(calls: Any, where: str) -> list[dict]:
-    """Return OpenAI's tool calls with their arguments as an object, as templates expect."""
-    if calls is None:
-        return []
-    if not isinstance(calls, list):
-        raise ValueError(f"{where}: tool_calls must be a list, found {json_type(calls)}")
-    return [_call(call, where) for call in calls]
-
-
-def _call(call: Any, where: str) -> dict:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ValueError(f"{where}: a tool call needs a name and arguments, found {str(call)[:80]!r}")
-    arguments = function.get("arguments", {})
-    if isinstance(arguments, str):
-        arguments = _json(arguments, f"{where}: the arguments of {function['name']}")
-    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
-    return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _json(text: str, where: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where}: invalid JSON ({error})") from None
-
-
-def read_tools(tools: Any, where: str) -> list | None:
-    """Return the tools, given as a list or as its JSON, each as {"type": "function", "function": {...}}."""
-    if isinstance(tools, str):
-        tools = _json(tools, f"{where}: tools") if tools.strip() else None
-    if not tools:
-        return None
-    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-        raise ValueError(f"{where}: tools must be a list of objects, found {json_type(tools)}")
-    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
 
 
 def _conversations(record: Record, where: str, template: str) -> Example:
@@ -287,33 +239,10 @@ def _conversations(record: Record, where: str, template: str) -> Example:
         message = sharegpt_turn(turn, f"{where}: turn {number}")
         last = messages[-1] if messages else {}
         if message["role"] == last.get("role") == "assistant":  # an answer and its tool call
-            last["content"] = "\n\n".join(filter(None, (last["content"], message["content"])))
-            if "train" in message:
-                last["train"] = False
-            if calls := last.get("tool_calls", []) + message.get("tool_calls", []):
-                last["tool_calls"] = calls
+            messages[-1] = joined_messages(last, message)
         else:
             messages.append(message)
     return Example(with_system(messages, record, where), read_tools(record.get("tools"), where))
-
-
-def sharegpt_turn(turn: Any, where: str) -> Message:
-    """Convert one of ShareGPT's turns."""
-    if not isinstance(turn, dict):
-        raise ValueError(f"{where} must be an object with 'from' and 'value', found {json_type(turn)}")
-    speaker = turn.get("from", turn.get("role"))
-    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
-        raise ValueError(f"{where} is from {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
-    value = turn.get("value", turn.get("content"))
-    if speaker == "function_call":
-        function_call = _json(value, where) if isinstance(value, str) else value
-        calls = _calls(function_call if isinstance(function_call, list) else [function_call], where)
-        message = {"role": "assistant", "content": "", "tool_calls": calls}
-    elif isinstance(value, str):
-        message = {"role": SHAREGPT_ROLES[speaker], "content": value}
-    else:
-        raise ValueError(f"{where} must have text as its 'value', found {json_type(value)}")
-    return message if _is_supervised(turn, where) else message | {"train": False}
 
 
 _GUANACO = re.compile(r"###\s*(Human|Assistant)\s*:")
@@ -357,10 +286,26 @@ def _integers(record: Record, name: str, where: str) -> list[int]:
 FORMATS: dict[str, Format] = {
     "messages": Format(("messages",), ("tools",), _messages),
     "sharegpt": Format(("conversations",), ("system", "tools"), _conversations),
-    "alpaca": Format(("instruction", "output"), ("input", "system"), _single_turn("instruction", "output", "input")),
-    "dolly": Format(("instruction", "response"), ("context",), _single_turn("instruction", "response", "context")),
-    "prompt": Format(("prompt", "completion"), ("system",), _single_turn("prompt", "completion")),
-    "question": Format(("question", "answer"), ("system",), _single_turn("question", "answer")),
+    "alpaca": Format(
+        ("instruction", "output"),
+        ("input", "system", "history", *REASONING_FIELDS),
+        _single_turn("instruction", "output", "input"),
+    ),
+    "dolly": Format(
+        ("instruction", "response"),
+        ("context", *REASONING_FIELDS),
+        _single_turn("instruction", "response", "context"),
+    ),
+    "prompt": Format(
+        ("prompt", "completion"),
+        ("system", *REASONING_FIELDS),
+        _single_turn("prompt", "completion"),
+    ),
+    "question": Format(
+        ("question", "answer"),
+        ("system", *REASONING_FIELDS),
+        _single_turn("question", "answer"),
+    ),
     "summary": Format(
         ("dialogue", "summary"), (), _single_turn("dialogue", "summary", prefix="Summarize this dialogue:\n\n")
     ),

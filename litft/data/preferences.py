@@ -14,15 +14,12 @@ from litft.data.formats import (
     FORMATS,
     Example,
     Record,
-    check_messages,
-    json_type,
     preference_kind,
     read_label,
-    read_tools,
-    sharegpt_turn,
+    read_template_args,
     system_message,
-    text_field,
 )
+from litft.data.messages import check_messages, json_type, read_tools, sharegpt_turn, text_field
 from litft.data.tokenizer_backends import common_prefix_length
 
 # notes on what happens to preferences, see encoder.py
@@ -47,16 +44,17 @@ def to_preferences(record: Record, where: str, template: str, kind: str) -> list
     kind: "pairs", or "labels" for answers with a label, of which a pair has two. template: see `formats.to_example`.
     """
     tools = read_tools(record.get("tools"), where)
+    variables = read_template_args(record, where)
     if preference_kind(record) == "pairs":
         dialogues = [_dialogue(record, name, where, template) for name in ("chosen", "rejected")]
         shared = _common_messages(*dialogues)
-        answers = tuple(Example(_masked(messages, shared), tools) for messages in dialogues)
+        answers = tuple(Example(_masked(messages, shared), tools, variables) for messages in dialogues)
         if kind == "pairs":
             return [Preference(answers)]
         return [Preference((answer,), desirable) for answer, desirable in zip(answers, (True, False), strict=True)]
     if kind == "labels" and record.get("label") is not None:
         messages, shared = _labelled(record, where, template)
-        return [Preference((Example(_masked(messages, shared), tools),), _label(record["label"], where))]
+        return [Preference((Example(_masked(messages, shared), tools, variables),), _label(record["label"], where))]
     if preference_kind(record) == "labels":
         raise ValueError(f"{where}: an answer with a label is no pair of chosen and rejected answers; use --objective kto")
     needed = "chosen and rejected" if kind == "pairs" else "prompt, completion and label, or chosen and rejected"

@@ -17,7 +17,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from litft.data.formats import Record, json_type
+from litft.data.formats import Record
+from litft.data.messages import json_type
 
 BLOCK = 1 << 20  # bytes read at once; a text file becomes records of about this size
 

@@ -37,6 +37,9 @@ class EncodingReport:
     formats: dict[str, int] = field(default_factory=dict)
     notes: dict[str, list] = field(default_factory=dict)  # note -> [count, the first records]
     bad: list = field(default_factory=lambda: [0, []])  # [count, the first messages]
+    answers: int = 0  # that are learned
+    empty_thoughts: int = 0  # of these, with an empty thought of the template that is not learned
+    unused: dict[str, int] = field(default_factory=dict)  # field that nothing reads -> number of records
     ends: list[int] = field(default_factory=list)  # tokens that end answers
     special: list[int] = field(default_factory=list)  # special tokens that occur
     largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
@@ -49,8 +52,17 @@ class EncodingReport:
             _count(self.bad, encoded.error)
             return
         self.formats[encoded.form] = self.formats.get(encoded.form, 0) + 1
+        self.answers += encoded.answers
+        self.empty_thoughts += encoded.empty_thoughts
+        for name in encoded.unused:
+            self.unused[name] = self.unused.get(name, 0) + 1
         for note in encoded.notes:
             _count(self.notes.setdefault(note, [0, []]), encoded.where)
+
+    @property
+    def has_conversations(self) -> bool:
+        """Whether any record was rendered with the chat template."""
+        return any(form not in ("text", "tokens") for form in self.formats)
 
     def bad_lines(self) -> list[str]:
         """Return the first of the named messages with each reason, and how many others have the same one."""

@@ -3,12 +3,18 @@
 import hashlib
 import json
 import re
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from litft.data.chat_template import ALPACA, Message, render
 from litft.data.tokenizer_backends import FastBackend, SentencePieceBackend, read_json
+from litft.data.turns import EndTokens
+
+TEMPLATE_FILE = "chat_template.jinja"
+NAMED_TEMPLATES = "additional_chat_templates"  # a folder, as in transformers
+TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 
 # matches control tokens of chat templates
 CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>")
@@ -18,7 +24,9 @@ class Tokenizer:
     """A checkpoint's tokenizer and chat template.
 
     `chat_template` is jinja source, Alpaca style if the folder has none. It renders the BOS token if the tokenizer adds one
-    to plain text, so that a conversation has exactly one. Generation ends at any of `stop_ids`.
+    to plain text, so that a conversation has exactly one. `named_templates` are for special purposes: with tools, the one
+    named tool_use is used, as in transformers. `has_template`: whether the template is the folder's, or was trained with,
+    so that it is saved. Generation ends at any of `stop_ids`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -48,9 +56,15 @@ class Tokenizer:
             raise ValueError(f"{folder}: neither tokenizer_config.json nor generation_config.json names an end token (eos)")
         if "eos_token" not in self.special:  # GPT-2's folder has only its id
             self.special["eos_token"] = self._backend.decode(self.stop_ids[:1], skip_special=False)
-        self.own_template = _own_template(folder, config)
+        self.own_template, named_templates = _own_templates(folder, config)
+        self.has_template = self.own_template is not None
         self.chat_template = ""
+        self.named_templates: dict[str, str] = {}
         self.use_template(self.own_template or ALPACA)
+        for name, source in named_templates.items():
+            with suppress(ValueError):  # a template for another purpose may need more than messages
+                source = self._with_bos(source)
+            self.named_templates[name] = source
 
     def _id(self, kind: str) -> int | None:
         return self._backend.token_id(self.special[kind]) if kind in self.special else None
@@ -71,21 +85,42 @@ class Tokenizer:
     @property
     def uses_date(self) -> bool:
         """Whether the template prints today's date."""
-        return "strftime_now" in self.chat_template
+        return any("strftime_now" in source for source in (self.chat_template, *self.named_templates.values()))
 
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens as text."""
         return tuple(filter(None, (self.decode([i], skip_special=False).strip() for i in sorted(self.special_ids))))
 
+    @property
+    def end_tokens(self) -> EndTokens:
+        """The special tokens as text, and those at which generation ends."""
+        stops = tuple(self.decode([number], skip_special=False).strip() for number in self.stop_ids)
+        return EndTokens(self.special_texts, stops)
+
+    @property
+    def end_id(self) -> int:
+        """The token that ends an answer if the template writes none: EOS."""
+        return self.eos_id if self.eos_id is not None else self.stop_ids[0]
+
     @cached_property
     def control_text(self) -> re.Pattern | None:
         """A pattern that matches the text of any special token; None if there is none."""
         return re.compile("|".join(map(re.escape, self.special_texts))) if self.special_texts else None
 
+    def portability_note(self) -> str | None:
+        """Return what a user of other programs has to know about the ids of texts; None if they are the same there."""
+        if isinstance(self._backend, FastBackend):
+            return None
+        return (
+            "note: the tokenizer is a tokenizer.model without a tokenizer.json; transformers 5 divides repeated spaces and "
+            "text after special tokens differently, so that texts with them have other ids there"
+        )
+
     def digest(self) -> str:
         """Return the hash of everything that decides how texts and conversations are tokenized."""
-        settings = [self.special, self.chat_template, self.adds_bos, self.stop_ids, self.day if self.uses_date else None]
+        templates = [self.chat_template, self.named_templates]
+        settings = [self.special, templates, self.adds_bos, self.stop_ids, self.day if self.uses_date else None]
         return hashlib.sha256(self._backend.state() + json.dumps(settings).encode()).hexdigest()
 
     def vocabulary_digest(self) -> str:
@@ -152,26 +187,46 @@ class Tokenizer:
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **variables: Any
     ) -> str:
         """Render a conversation to the text the model reads; encode it with `bos=False`. variables: of the template."""
-        return render(self.chat_template, messages, tools, add_generation_prompt, self.day, **self.special, **variables)
+        return render(
+            self.template_for(tools), messages, tools, add_generation_prompt, self.day, **self.special, **variables
+        )
+
+    def template_for(self, tools: list | None) -> str:
+        """Return the template that renders a conversation with these tools."""
+        return self.named_templates.get(TOOL_USE, self.chat_template) if tools else self.chat_template
 
     def choices(self) -> dict[str, Any]:
         """Return the settings that a run has changed from the folder's files."""
-        return {"chat_template": self.chat_template, "stop_ids": self.stop_ids}
+        return {
+            "chat_template": self.chat_template,
+            "named_templates": self.named_templates,
+            "has_template": self.has_template,
+            "stop_ids": self.stop_ids,
+        }
 
     def restore_choices(self, choices: Any) -> None:
         """Restore the settings that `choices` returned; raise ValueError if they are invalid."""
-        template, ids = (choices.get(name) if isinstance(choices, dict) else None for name in ("chat_template", "stop_ids"))
+        choices = choices if isinstance(choices, dict) else {}
+        template, ids = choices.get("chat_template"), choices.get("stop_ids")
         if not (isinstance(template, str) and isinstance(ids, list) and ids and all(type(i) is int for i in ids)):
             raise ValueError(f"{str(choices)[:80]!r} is not a template with stop tokens")
-        self.chat_template, self.stop_ids = template, ids
+        self.chat_template = template
+        self.named_templates = choices.get("named_templates", {})
+        self.has_template = choices.get("has_template", True)
+        self.stop_ids = ids
 
     def use_template(self, source: str) -> None:
-        """Set the chat template; prepend BOS if the tokenizer adds one to plain text and the template does not."""
-        self.chat_template = source
-        if self.adds_bos:
-            probe = [{"role": "user", "content": "a"}]
-            if not self.apply_chat_template(probe).startswith(self.special["bos_token"]):
-                self.chat_template = "{{ bos_token }}" + source
+        """Set the chat template for all purposes."""
+        self.chat_template = self._with_bos(source)
+        self.named_templates = {}
+
+    def _with_bos(self, source: str) -> str:
+        """Return a template that renders BOS, if the tokenizer adds one to plain text and the template does not."""
+        if not self.adds_bos:
+            return source
+        probe = [{"role": "user", "content": "a"}]
+        text = render(source, probe, day=self.day, **self.special)
+        return source if text.startswith(self.special["bos_token"]) else "{{ bos_token }}" + source
 
 
 def check_text(text: str) -> str:
@@ -204,16 +259,24 @@ def _added_tokens(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {e["content"]: {"id": int(i), "special": bool(e.get("special"))} for i, e in valid}
 
 
-def _own_template(folder: Path, config: dict[str, Any]) -> str | None:
-    """Return the folder's chat template, from its own file or tokenizer_config.json (one text, or several with names)."""
-    if (path := folder / "chat_template.jinja").is_file():
-        return path.read_text("utf-8")
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        template = {e.get("name"): e.get("template") for e in template if isinstance(e, dict)}.get("default")
-    if not isinstance(template, str | None):
-        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, found {type(template).__name__}")
-    return template
+def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, dict[str, str]]:
+    """Return the folder's chat template, and others by name.
+
+    They are files of their own, or in tokenizer_config.json: one text, or a list of several with names.
+    """
+    entries = config.get("chat_template")
+    named = {}
+    if isinstance(entries, list):
+        for entry in entries:
+            if isinstance(entry, dict) and isinstance(entry.get("template"), str):
+                named[str(entry.get("name"))] = entry["template"]
+        entries = named.pop("default", None)
+    if not isinstance(entries, str | None):
+        raise ValueError(f"{folder / 'tokenizer_config.json'}: chat_template must be text, found {type(entries).__name__}")
+    for path in sorted((folder / NAMED_TEMPLATES).glob("*.jinja")):
+        named[path.stem] = path.read_text("utf-8")
+    path = folder / TEMPLATE_FILE
+    return path.read_text("utf-8") if path.is_file() else entries, named
 
 
 def _stop_ids(folder: Path, eos_id: int | None) -> list[int]:

@@ -30,14 +30,21 @@ class FastBackend:
         self.backend.no_truncation()
         self.backend.no_padding()
         self.size = self.backend.get_vocab_size()
-        self.special_ids = {i for i, token in self.backend.get_added_tokens_decoder().items() if token.special}
+        added = self.backend.get_added_tokens_decoder().items()
+        self.special_ids = {i for i, token in added if token.special}
+        self._stripping_ids = {i for i, token in added if token.rstrip}
 
     def encode(self, text: str) -> list[int]:
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def encode_with_boundaries(self, text: str, boundaries: list[int]) -> tuple[list[int], list[int]]:
         encoding = self.backend.encode(text, add_special_tokens=False)
-        ends = [end for _, end in encoding.offsets]
+        ends = []
+        for token_id, (start, end) in zip(encoding.ids, encoding.offsets, strict=True):
+            # the offsets of a token that strips the spaces after it include them
+            if token_id in self._stripping_ids:
+                end = start + len(text[start:end].rstrip())
+            ends.append(end)
         return encoding.ids, [bisect_right(ends, boundary) for boundary in boundaries]
 
     def decode(self, ids: list[int], skip_special: bool) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from litft.args import NUMBERS, ChatArgs
 from litft.atomic import atomic_write
 from litft.data.chat_template import Message
-from litft.data.formats import check_messages
+from litft.data.messages import check_messages
 from litft.data.tokenizer import check_text
 from litft.inference.generation import GenerationChunk, generate_batch
 from litft.inference.session import Session, make_drafter, open_session

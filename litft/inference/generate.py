@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from litft.args import GenerateArgs
-from litft.data.formats import check_messages
+from litft.data.messages import check_messages
 from litft.data.readers import read_records
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import GenerationChunk, GenerationStats, generate_batch

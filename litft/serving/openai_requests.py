@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from litft.args import Sampling
-from litft.data.formats import check_messages, read_tools
+from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import Request
@@ -182,7 +182,7 @@ class ChatRequest(ApiRequest):
         """Return the conversation in the model's chat template, up to the answer."""
         messages = check_messages(self.messages, "the request")
         tools = None if self.tool_choice == "none" else read_tools(self.tools, "the request")
-        if tools and "tools" not in tokenizer.chat_template:
+        if tools and "tools" not in tokenizer.template_for(tools):
             raise ValueError("the model's chat template does not support tools; leave them out")
         text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
         return [tokenizer.encode(text, bos=False)]

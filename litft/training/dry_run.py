@@ -104,6 +104,8 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         texts = ",".join(unknown)
         remedy = f"--data.new_tokens '{texts}' makes them tokens"
         yield f"warning: the tokenizer has no token for the template's {texts}; {remedy}"
+    if note := tokenizer.portability_note():
+        yield note
     if len(data.duplicates):
         yield (
             f"warning: {len(data.duplicates):,} training examples are also in the validation set, token for token; "
@@ -132,7 +134,12 @@ def file_line(report: EncodingReport) -> str:
     parts = [
         f"{_count(report.records, 'record')} ({formats}), {report.tokens:,} tokens, {report.supervised:,} of them learned"
     ]
+    if report.empty_thoughts:
+        parts.append(f"{report.empty_thoughts:,} of {report.answers:,} answers have an empty thought: not learned")
     parts += [f"{count:,} {note}" for note, (count, _) in report.notes.items()]
+    if report.unused:
+        fields = ", ".join(f"{name} in {_count(count, 'record')}" for name, count in report.unused.items())
+        parts.append(f"fields that are not used: {fields}")
     parts += [f"{report.bad[0]:,} bad, which are left out"] if report.bad[0] else []
     return "; ".join(parts)
 

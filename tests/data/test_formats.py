@@ -95,6 +95,10 @@ def test_consecutive_turns_of_one_speaker_are_joined():
         {"from": "gpt", "value": "c", "weight": 0},
     ]
     message = to_example({"conversations": turns}, "here", "").messages[-1]
+    parts = [{"text": "b", "train": True}, {"text": "c", "train": False}]
+    assert message == {"role": "assistant", "content": "b\n\nc", "parts": parts}
+    masked = [turn | {"weight": 0} for turn in turns]
+    message = to_example({"conversations": masked}, "here", "").messages[-1]
     assert message == {"role": "assistant", "content": "b\n\nc", "train": False}
 
 

@@ -4,7 +4,8 @@ from functools import partial
 
 import pytest
 
-from litft.data.chat_template import ALPACA, STYLES, assistant_turns, render, user_content
+from litft.data.chat_template import ALPACA, STYLES, render, user_content
+from litft.data.turns import EndTokens, assistant_turns
 
 CHAT = [
     {"role": "user", "content": "What is <b>2</b> & 3?"},
@@ -88,8 +89,10 @@ def test_alpaca_is_stanfords_wording():
     )
 
 
-SPECIAL_TOKENS = (
-    "<|im_end|> <|eot_id|> <end_of_turn> <|end|> <|return|> <|call|> <|end_of_text|> <｜end▁of▁sentence｜> </s>".split()
+ENDS = EndTokens(
+    tuple(
+        "<|im_end|> <|eot_id|> <end_of_turn> <|end|> <|return|> <|call|> <|end_of_text|> <｜end▁of▁sentence｜> </s>".split()
+    )
 )
 # the end token of a turn per template; gpt-oss also has channels, and the prompt of R1 contains <think>
 END_TOKENS = {
@@ -113,6 +116,8 @@ RENDERED_CALLS = {  # the text of a tool call; the other templates omit calls or
     "meta-llama-Llama-3.2-3B-Instruct": '{"name": "weather", "parameters": {"town": "Köln"}}',
     "mistralai-Mistral-Nemo-Instruct-2407": '[TOOL_CALLS][{"name": "weather", '
     '"arguments": {"town": "Köln"}, "id": "a1b2c3d4e"}]',
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n"
+    '```json\n{"town": "Köln"}\n```<｜tool▁call▁end｜>',
     "openai-gpt-oss-120b": ' to=functions.weather<|channel|>commentary json<|message|>{"town": "Köln"}',
 }
 
@@ -124,7 +129,7 @@ def renderer(shared, name):
 
 
 def supervised(texts) -> list[str]:
-    return [turn.text[turn.start : turn.end] for _, turns in texts for turn in turns]
+    return [turn.text[turn.start : turn.end] for rendered in texts for turn in rendered.turns]
 
 
 def as_turn(name: str, text: str) -> str:
@@ -139,13 +144,18 @@ def test_each_answer_and_its_end_token_are_supervised(shared, name):
     chats = [CHAT, CHAT[:2]] + ([[SYSTEM, *CHAT]] if "gemma" not in name else [])
     for chat in chats:
         render_chat = renderer(shared, name)
-        texts = assistant_turns(render_chat, chat, None, SPECIAL_TOKENS)
+        texts = assistant_turns(render_chat, chat, None, ENDS)
         assert supervised(texts) == [as_turn(name, m["content"]) for m in chat if m["role"] == "assistant"]
-        for text, turns in texts:
-            for turn in turns:
-                assert text[: turn.start] == render_chat(chat[: turn.message], add_generation_prompt=True)
-        if len(texts) == 1 and not any(word in name for word in ("QwQ", "R1")):  # their prompts contain <think>
-            assert texts[0][0] == render_chat(chat)
+        for rendered in texts:
+            for turn in rendered.turns:
+                prompt = render_chat(chat[: turn.message], add_generation_prompt=True)
+                if any(
+                    word in name for word in ("QwQ", "R1")
+                ):  # the thought that they open is none of an answer without one
+                    prompt = prompt.rstrip().removesuffix("</think>").rstrip().removesuffix("<think>")
+                assert rendered.text[: turn.start] == prompt
+        if len(texts) == 1:
+            assert texts[0].text == render_chat(chat)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -153,30 +163,32 @@ def test_supervised_texts_of_a_tool_conversation(shared, name):
     render_chat = renderer(shared, name)
     if name not in RENDERED_CALLS:
         with pytest.raises(ValueError, match="leaves out a tool call"):
-            assistant_turns(render_chat, TOOL_CHAT, [TOOL], SPECIAL_TOKENS)
+            assistant_turns(render_chat, TOOL_CHAT, [TOOL], ENDS)
         return
-    call, answer = supervised(assistant_turns(render_chat, TOOL_CHAT, [TOOL], SPECIAL_TOKENS))
+    call, answer = supervised(assistant_turns(render_chat, TOOL_CHAT, [TOOL], ENDS))
     assert answer == as_turn(name, "21 °C.")
-    assert call == RENDERED_CALLS[name] + ("<|call|>" if "gpt-oss" in name else as_turn(name, ""))
+    end = {"openai-gpt-oss-120b": "<|call|>", "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": ""}  # R1 writes no end token
+    assert call == RENDERED_CALLS[name] + end.get(name, as_turn(name, ""))
 
 
 @pytest.mark.parametrize("name", STYLES)
 def test_the_styles_render_in_one_text(shared, name):
     chat = [SYSTEM, *CHAT]
-    ((text, turns),) = assistant_turns(renderer(shared, name), chat, None, SPECIAL_TOKENS)
+    (rendered,) = assistant_turns(renderer(shared, name), chat, None, ENDS)
+    text, turns = rendered.text, rendered.turns
     assert [text[turn.start : turn.end].rstrip("<|>/setoumdnrif_").strip() for turn in turns] == ["Five.", 'Yes, "sure".']
     assert text.count("Be brief.") == 1 and text.count("What is <b>2</b> & 3?") == 1
     with pytest.raises(ValueError, match="leaves out a tool call"):
-        assistant_turns(renderer(shared, name), TOOL_CHAT, [TOOL], SPECIAL_TOKENS)
+        assistant_turns(renderer(shared, name), TOOL_CHAT, [TOOL], ENDS)
 
 
 def test_a_template_that_drops_tool_calls_or_reasoning_is_refused(shared):
     two_calls = [dict(TOOL_CHAT[1], tool_calls=[CALL, CALL])]
     with pytest.raises(ValueError, match="leaves out a tool call"):
-        assistant_turns(renderer(shared, "openai-gpt-oss-120b"), [TOOL_CHAT[0], *two_calls], [TOOL], SPECIAL_TOKENS)
+        assistant_turns(renderer(shared, "openai-gpt-oss-120b"), [TOOL_CHAT[0], *two_calls], [TOOL], ENDS)
     answer = {"role": "assistant", "content": "Five.", "reasoning_content": "2+3"}
     with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
-        assistant_turns(renderer(shared, "Qwen-Qwen2.5-7B-Instruct"), [CHAT[0], answer], None, SPECIAL_TOKENS)
+        assistant_turns(renderer(shared, "Qwen-Qwen2.5-7B-Instruct"), [CHAT[0], answer], None, ENDS)
 
 
 def test_the_generation_tag_is_rendered_as_its_content():
@@ -186,14 +198,12 @@ def test_the_generation_tag_is_rendered_as_its_content():
 
 def test_reasoning_that_a_template_drops_later_is_supervised_in_its_own_turn(shared):
     chat = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in CHAT]
-    texts = assistant_turns(renderer(shared, "Qwen-QwQ-32B"), chat, None, SPECIAL_TOKENS)
+    texts = assistant_turns(renderer(shared, "Qwen-QwQ-32B"), chat, None, ENDS)
     # the prompt contains <think>
     assert supervised(texts) == ["2+3\n</think>\n\nFive.<|im_end|>", 'Yes, "sure".<|im_end|>']
-    assert texts[0][0].count("<think>") == texts[0][0].count("</think>") == 1
-    assert "2+3" not in texts[1][0]
-    r1_texts = supervised(
-        assistant_turns(renderer(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), chat, None, SPECIAL_TOKENS)
-    )
+    assert texts[0].text.count("<think>") == texts[0].text.count("</think>") == 1
+    assert "2+3" not in texts[1].text
+    r1_texts = supervised(assistant_turns(renderer(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), chat, None, ENDS))
     assert r1_texts[0] == "2+3\n</think>\n\nFive.<｜end▁of▁sentence｜>"  # its prompt contains <think>, too
 
 
@@ -205,14 +215,14 @@ def test_a_template_without_end_tokens_gives_each_turn_its_own_text():
         "{% if add_generation_prompt %}assistant: {% endif %}",
         **TOKENS,
     )
-    texts = assistant_turns(render_chat, CHAT, None, SPECIAL_TOKENS)
+    texts = assistant_turns(render_chat, CHAT, None, ENDS)
     assert supervised(texts) == ["Five.", 'Yes, "sure".'] and len(texts) == 2
 
 
 def test_a_template_that_omits_the_content_is_refused():
     render_chat = partial(render, "{% for m in messages %}{{ m.role }}{% endfor %}", **TOKENS)
     with pytest.raises(ValueError, match="leaves out the assistant's content"):
-        assistant_turns(render_chat, CHAT, None, SPECIAL_TOKENS)
+        assistant_turns(render_chat, CHAT, None, ENDS)
 
 
 @pytest.mark.parametrize(

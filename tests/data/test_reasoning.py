@@ -42,11 +42,11 @@ def tokenizer(checkpoints):
 def test_reasoning_is_learned_or_masked(tokenizer):
     """It is a field of the message, or a part of its content."""
     assert learned(tokenizer, FIELD) == "<think>\ntwo and two\n</think>\n\nfour<|im_end|>"
-    assert learned(tokenizer, FIELD, mask_reasoning=True) == "four<|im_end|>"
+    assert learned(tokenizer, FIELD, reasoning="mask") == "four<|im_end|>"
     plain = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     tokenizer.use_template(plain + "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}")
     assert "two and two" in learned(tokenizer, CONTENT)
-    assert learned(tokenizer, CONTENT, mask_reasoning=True).strip() == "four<|im_end|>"
+    assert learned(tokenizer, CONTENT, reasoning="mask").strip() == "four<|im_end|>"
 
 
 def test_template_arguments_become_defaults_of_the_saved_template(checkpoints, tmp_path):

@@ -1,12 +1,14 @@
 """Both tokenizer back-ends against ids of llama.cpp and transformers; exactly one BOS."""
 
 import gzip
+import itertools
 import json
 import shutil
 
 import pytest
 
 from litft.data.tokenizer import Tokenizer
+from litft.data.tokenizer_backends import common_prefix_length
 from litft.inference.generation import Detokenizer
 
 GOLDEN = {
@@ -34,6 +36,34 @@ def test_ids_equal_the_golden_ids(shared, name):
     assert len(pairs) >= 45
     for text, ids in pairs:
         assert tokenizer.encode(text, bos=False) == ids, repr(text)
+
+
+@pytest.mark.parametrize("properties", list(itertools.product((False, True), repeat=4)), ids=str)
+@pytest.mark.parametrize("name", ["tinyllama-1.1b-chat", "qwen2.5"])
+def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(shared, tmp_path, name, properties):
+    """A token may strip the spaces around it (Phi-3's <|end|> does), and its offsets then include them."""
+    from tokenizers import AddedToken
+    from tokenizers import Tokenizer as Backend
+
+    lstrip, rstrip, normalized, single_word = properties
+    shutil.copytree(shared / "tokenizers" / name, tmp_path / name)
+    path = tmp_path / name / "tokenizer.json"
+    backend = Backend.from_file(str(path))
+    options = dict(lstrip=lstrip, rstrip=rstrip, normalized=normalized, single_word=single_word)
+    backend.add_tokens([AddedToken("<|stop|>", special=True, **options)])
+    backend.save(str(path))
+    tokenizer = Tokenizer(tmp_path / name)
+    texts = ["a <|stop|>  b\n<|stop|>"]
+    if not single_word:  # elsewhere such a token may be none in the text alone
+        texts += ["Yes<|stop|>\n<|stop|>\n\nNo", "<|stop|> <|stop|>c", "d<|stop|>e"]
+    for text in texts:
+        marks = [n for n in range(len(text)) if text.startswith("<|stop|>", n)]
+        boundaries = sorted({b for n in marks for b in (n, n + 8, min(n + 9, len(text)))})
+        ids, counts = tokenizer.encode_with_boundaries(text, boundaries)
+        assert ids == tokenizer.encode(text, bos=False)
+        for boundary, count in zip(boundaries, counts, strict=True):
+            alone = tokenizer.encode(text[:boundary], bos=False)
+            assert count == common_prefix_length(ids, alone), (text, boundary)
 
 
 NAMES = """

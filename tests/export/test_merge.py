@@ -36,7 +36,7 @@ def test_merged_equals_unmerged(adapter, tmp_path):
     assert tokenizer.encode("Once") == litft.load(adapter)[1].encode("Once")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype="float32")
     assert (reference(TOKENS).logits - expected).abs().max() <= 1e-5 * expected.abs().max()
-    assert (tmp_path / "merged" / "chat_template.jinja").read_text() == tokenizer.chat_template
+    assert not (tmp_path / "merged" / "chat_template.jinja").exists()  # the base has none
 
 
 @torch.no_grad()

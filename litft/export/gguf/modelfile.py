@@ -17,13 +17,16 @@ _PROBES = ("system user", "user assistant user", "system user assistant user ass
 def modelfile(name: str, tokenizer: Tokenizer) -> str:
     """Return the Modelfile for the GGUF file `name` in the same folder."""
     lines = [f"FROM ./{name}"]
+    stop_texts = [tokenizer.decode([number], skip_special=False) for number in tokenizer.stop_ids]
+    stops = [f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stop_texts]
+    if not tokenizer.has_template:  # Ollama then continues the prompt as it is
+        return "\n".join([*lines, *stops]) + "\n"
     parts = _template_parts(tokenizer)
     if parts and not any(text in "".join(filter(None, parts)) for text in ('"""', "{{")):
         lines.append(f'TEMPLATE """{_go_template(parts)}"""')
     else:
         lines.append("# the chat template in the GGUF file is used (Ollama 0.30 and newer)")
-    stop_texts = [tokenizer.decode([number], skip_special=False) for number in tokenizer.stop_ids]
-    return "\n".join([*lines, *(f"PARAMETER stop {json.dumps(text, ensure_ascii=False)}" for text in stop_texts)]) + "\n"
+    return "\n".join([*lines, *stops]) + "\n"
 
 
 class _Parts(NamedTuple):

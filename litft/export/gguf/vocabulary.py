@@ -268,7 +268,10 @@ def add_tokenizer(writer: Any, tokenizer: Tokenizer, size: int) -> None:
         writer.add_eot_token_id(eot_ids[0])
     writer.add_add_bos_token(tokenizer.adds_bos)
     writer.add_add_eos_token(False)
-    writer.add_chat_template(tokenizer.chat_template)
+    if tokenizer.has_template:
+        named = [{"name": name, "template": source} for name, source in tokenizer.named_templates.items()]
+        default = {"name": "default", "template": tokenizer.chat_template}
+        writer.add_chat_template([default, *named] if named else tokenizer.chat_template)
 
 
 def model_name(name: str, tokenizer: Tokenizer | None) -> str:

@@ -1,0 +1,186 @@
+"""Messages of a conversation, from the forms that records have them in to OpenAI's, which chat templates read."""
+
+import json
+from typing import Any
+
+from litft.data.chat_template import Message
+from litft.data.reasoning import REASONING_FIELDS
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT_ROLES = {
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bard", "bing", "model", "function_call"), "assistant"),
+    **dict.fromkeys(("observation", "tool", "function_response", "ipython"), "tool"),
+    "system": "system",
+}
+LOSS_FIELDS = ("train", "loss_weight", "weight")  # fields of a turn that say whether the loss is computed on it
+TEXT_FIELDS = ("name", "tool_call_id", *REASONING_FIELDS)  # of a message, which templates may show
+# fields of a message that are read in one form or another
+MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls", "function_call", *TEXT_FIELDS, *LOSS_FIELDS}
+
+
+def json_type(value: Any) -> str:
+    """Return the name of a value's JSON type, for messages."""
+    names = {dict: "an object", list: "an array", str: "text", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
+
+
+def text_field(record: dict[str, Any], name: str, where: str) -> str:
+    """Return a field that must be text; null and a missing field are empty."""
+    value = record.get(name)
+    if not isinstance(value, str | None):
+        raise ValueError(f"{where}: field {name!r} must be text, found {json_type(value)}")
+    return value or ""
+
+
+def check_messages(messages: Any, where: str) -> list[Message]:
+    """Return the messages with plain text content; typed text parts are joined. Raise ValueError for anything else."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"{where}: 'messages' must be a list with at least one message")
+    return [_message(message, f"{where}: message {number}") for number, message in enumerate(messages)]
+
+
+def _message(message: Any, where: str) -> Message:
+    if isinstance(message, dict) and message.get("role") == "function":  # OpenAI's older name
+        message = {**message, "role": "tool"}
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        if isinstance(message, dict) and "role" not in message:
+            given = ", ".join(map(repr, message)) or "none"
+            raise ValueError(f"{where} has the fields {given}; litft needs role and content: rename them in the file")
+        role = message.get("role") if isinstance(message, dict) else message
+        raise ValueError(f"{where} has the role {role!r}; known: {', '.join(ROLES)}")
+    calls = _calls(message.get("tool_calls"), where)
+    if message.get("function_call") and not calls:  # OpenAI's older form of a single call
+        calls = _calls([message["function_call"]], where)
+    content = message.get("content")
+    thoughts = []
+    if content is None and (calls or any(message.get(name) for name in REASONING_FIELDS)):
+        content = ""
+    if isinstance(content, list):
+        thoughts = [_thought(part) for part in content if _thought(part) is not None]
+        content = "".join(_part(part, where) for part in content if _thought(part) is None)
+    if not isinstance(content, str):
+        raise ValueError(f"{where} must have text as its 'content'")
+    checked = {"role": message["role"], "content": content}
+    checked |= {name: message[name] for name in TEXT_FIELDS if isinstance(message.get(name), str)}
+    if thoughts:
+        checked["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        checked["tool_calls"] = calls
+    if not _is_supervised(message, where):
+        checked["train"] = False
+    return checked
+
+
+def _thought(part: Any) -> str | None:
+    """Return the reasoning that a part of type thinking or reasoning has; None for other parts."""
+    if not isinstance(part, dict) or part.get("type") not in ("thinking", "reasoning"):
+        return None
+    text = part.get(part["type"], part.get("text"))
+    if isinstance(text, list):  # Mistral's parts have a list of texts
+        text = "".join(inner.get("text", "") for inner in text if isinstance(inner, dict))
+    return text if isinstance(text, str) else None
+
+
+def _part(part: Any, where: str) -> str:
+    """Return the text of one typed part."""
+    if not isinstance(part, dict):
+        raise ValueError(f"{where} has a part that is {json_type(part)}; expected an object with type and text")
+    if part.get("type") != "text":
+        raise ValueError(f"{where} has a part of type {part.get('type')!r}, but litft reads text only; remove it")
+    text = part.get("text", part.get("value"))
+    if not isinstance(text, str):
+        raise ValueError(f"{where} has a part without text")
+    return text
+
+
+def _is_supervised(message: Message, where: str) -> bool:
+    """Return whether the loss is computed on a turn, which any of LOSS_FIELDS may exclude."""
+    for name in LOSS_FIELDS:
+        value = message.get(name)
+        if value is not None and (not isinstance(value, (bool, int, float)) or value not in (0, 1)):
+            raise ValueError(f"{where}: {name} is {value!r}; use true (1) to compute the loss on the turn, or false (0)")
+    return all(message.get(name) in (None, 1) for name in LOSS_FIELDS)
+
+
+def _calls(calls: Any, where: str) -> list[dict]:
+    """Return OpenAI's tool calls with their arguments as an object, as templates expect."""
+    if calls is None:
+        return []
+    if not isinstance(calls, list):
+        raise ValueError(f"{where}: tool_calls must be a list, found {json_type(calls)}")
+    return [_call(call, where) for call in calls]
+
+
+def _call(call: Any, where: str) -> dict:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}: a tool call needs a name and arguments, found {str(call)[:80]!r}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments, f"{where}: the arguments of {function['name']}")
+    call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
+    return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
+
+
+def parse_json(text: str, where: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: invalid JSON ({error})") from None
+
+
+def read_tools(tools: Any, where: str) -> list | None:
+    """Return the tools, given as a list or as its JSON, each as {"type": "function", "function": {...}}."""
+    if isinstance(tools, str):
+        tools = parse_json(tools, f"{where}: tools") if tools.strip() else None
+    if not tools:
+        return None
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise ValueError(f"{where}: tools must be a list of objects, found {json_type(tools)}")
+    return [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+
+
+def joined_messages(first: Message, second: Message) -> Message:
+    """Return two messages of the assistant as one; its `parts` say which of them are learned, if not all alike."""
+    joined = {**first, **second}
+    joined["content"] = "\n\n".join(filter(None, (first["content"], second["content"])))
+    for name in REASONING_FIELDS:
+        if first.get(name) and second.get(name):
+            joined[name] = f"{first[name]}\n\n{second[name]}"
+    if calls := first.get("tool_calls", []) + second.get("tool_calls", []):
+        joined["tool_calls"] = calls
+    parts = [*(first.get("parts") or [_as_part(first)]), _as_part(second)]
+    joined.pop("train", None)
+    joined.pop("parts", None)
+    if not any(part["train"] for part in parts):
+        joined["train"] = False
+    elif not all(part["train"] for part in parts):
+        joined["parts"] = parts
+    return joined
+
+
+def _as_part(message: Message) -> dict[str, Any]:
+    return {"text": message["content"], "train": message.get("train", True)}
+
+
+def sharegpt_turn(turn: Any, where: str) -> Message:
+    """Convert one of ShareGPT's turns."""
+    if not isinstance(turn, dict):
+        raise ValueError(f"{where} must be an object with 'from' and 'value', found {json_type(turn)}")
+    speaker = turn.get("from", turn.get("role"))
+    if not isinstance(speaker, str) or speaker not in SHAREGPT_ROLES:
+        raise ValueError(f"{where} is from {speaker!r}; known: {', '.join(SHAREGPT_ROLES)}")
+    value = turn.get("value", turn.get("content"))
+    if speaker == "function_call":
+        function_call = parse_json(value, where) if isinstance(value, str) else value
+        calls = _calls(function_call if isinstance(function_call, list) else [function_call], where)
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+    elif isinstance(value, str):
+        message = {"role": SHAREGPT_ROLES[speaker], "content": value}
+    else:
+        raise ValueError(f"{where} must have text as its 'value', found {json_type(value)}")
+    message |= {name: turn[name] for name in TEXT_FIELDS if isinstance(turn.get(name), str)}
+    if turn.get("tool_calls") and message["role"] == "assistant":
+        message["tool_calls"] = _calls(turn["tool_calls"], where)
+    return message if _is_supervised(turn, where) else message | {"train": False}

@@ -1,0 +1,143 @@
+"""The reasoning of an answer: where records store it, and the spellings that chat templates read.
+
+A record has the reasoning in a field of the message, as a part of its content, or inline before `</think>`. A template
+reads one of these. A `ReasonedAnswer` holds reasoning and answer apart and writes them in any spelling.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+Message = dict[str, Any]
+
+# fields of a message that hold its reasoning, the usual one first
+REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
+PARTS = "parts"  # spelling: content with a part of type "thinking", as in Mistral's templates
+INLINE = "inline"  # spelling: content that begins with <think>...</think>
+
+_TAG = r"(?:\w+:)?think(?:ing)?(?::\w+)?"  # <think>, <seed:think>, <mm:think>, <think:opensource>
+_OPENING_MARKS = (
+    rf"<{_TAG}>",
+    r"\[THINK\]",
+    r"<\|START_THINKING\|>",
+    r"<\|channel>thought",
+    r"<\|open\|>think<\|sep\|>",
+    r"<\|inner_prefix\|>",
+)
+_CLOSING_MARKS = (
+    rf"</{_TAG}>",
+    r"\[/THINK\]",
+    r"<\|END_THINKING\|>",
+    r"<channel\|>",
+    r"<\|close\|>think<\|sep\|>",
+    r"<\|inner_suffix\|>",
+)
+_OPEN = f"(?:{'|'.join(_OPENING_MARKS)})"
+_CLOSE = f"(?:{'|'.join(_CLOSING_MARKS)})"
+# what a template writes for an answer without reasoning; the prompt may have written the opening mark
+EMPTY_THOUGHT = re.compile(rf"\s*(?:{_OPEN}\s*)?{_CLOSE}\s*")
+ENDS_IN_OPEN_THOUGHT = re.compile(rf"{_OPEN}\s*\Z")
+ENDS_IN_EMPTY_THOUGHT = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*\Z")
+OPENS_THOUGHT = re.compile(rf"\s*{_OPEN}")
+CLOSES_THOUGHT = re.compile(_CLOSE)
+_INLINE = re.compile(r"(?P<open>\s*(?:<think>)?\s*)(?P<reasoning>.*?)(?P<close>\s*</think>\s*)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class ReasonedAnswer:
+    """An assistant message with its reasoning and the rest of its text apart.
+
+    spelling: a field of REASONING_FIELDS, PARTS or INLINE; `opening` and `closing` are the marks around inline reasoning.
+    """
+
+    message: Message  # with neither reasoning nor content
+    reasoning: str
+    answer: str
+    spelling: str
+    opening: str = "<think>\n"
+    closing: str = "\n</think>\n\n"
+
+    @classmethod
+    def read(cls, message: Message) -> "ReasonedAnswer":
+        """Take a message apart. A field with reasoning has priority over inline reasoning."""
+        rest = {name: value for name, value in message.items() if name not in (*REASONING_FIELDS, "content")}
+        content = message.get("content") or ""
+        field = next((name for name in REASONING_FIELDS if message.get(name)), None)
+        if field is not None:
+            return cls(rest, message[field], content, field)
+        thought = _INLINE.match(content)
+        if thought is None:
+            return cls(rest, "", content, REASONING_FIELDS[0])
+        return cls(
+            rest,
+            thought["reasoning"],
+            content[thought.end() :],
+            INLINE,
+            thought["open"],
+            thought["close"],
+        )
+
+    def write(self) -> Message:
+        """Return the message in its spelling."""
+        if self.spelling == INLINE:
+            return {**self.message, "content": self.opening + self.reasoning + self.closing + self.answer}
+        if not self.reasoning.strip():
+            return {**self.message, "content": self.answer}
+        if self.spelling == PARTS:
+            parts = [{"type": "thinking", "thinking": self.reasoning}]
+            if self.answer:
+                parts.append({"type": "text", "text": self.answer})
+            return {**self.message, "content": parts}
+        return {**self.message, "content": self.answer, self.spelling: self.reasoning}
+
+    def spelled(self, spelling: str) -> "ReasonedAnswer":
+        """Return the same message in another spelling, if it has reasoning."""
+        if not self.reasoning.strip():
+            return self
+        return replace(self, spelling=spelling, reasoning=self.reasoning.strip())
+
+    def without_reasoning(self) -> Message:
+        """Return the message without its reasoning."""
+        return {**self.message, "content": self.answer}
+
+
+def drop_reasoning(messages: list[Message]) -> list[Message]:
+    """Return the conversation without any reasoning of the assistant."""
+    dropped = []
+    for message in messages:
+        if message["role"] == "assistant":
+            message = ReasonedAnswer.read(message).without_reasoning()
+        dropped.append(message)
+    return dropped
+
+
+def has_reasoning(message: Message) -> bool:
+    """Return whether a message of the assistant has reasoning that is not empty."""
+    return message["role"] == "assistant" and bool(ReasonedAnswer.read(message).reasoning.strip())
+
+
+def spellings(messages: list[Message], inline: bool) -> Iterator[list[Message]]:
+    """Yield the conversation with its reasoning in each spelling, first as it is; `inline`: also inline.
+
+    Without reasoning there is one more form if the content has an empty inline thought: without it, for templates that
+    write an empty thought themselves.
+    """
+    yield messages
+    answers = {}
+    for number, message in enumerate(messages):
+        if message["role"] == "assistant":
+            answers[number] = ReasonedAnswer.read(message)
+    if any(answer.reasoning.strip() for answer in answers.values()):
+        for spelling in (*REASONING_FIELDS, PARTS, *([INLINE] if inline else [])):
+            written = list(messages)
+            for number, answer in answers.items():
+                written[number] = answer.spelled(spelling).write()
+            yield written
+        if inline:  # for a template that writes <think> before every answer
+            written = list(messages)
+            for number, answer in answers.items():
+                written[number] = replace(answer.spelled(INLINE), opening="").write()
+            yield written
+    elif any(answer.spelling == INLINE for answer in answers.values()):
+        yield drop_reasoning(messages)

@@ -1,0 +1,211 @@
+"""An assistant message as a chat template renders it: where its values are in the text, and whether all of them are."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from litft.data.chat_template import Message, Render
+from litft.data.reasoning import INLINE, PARTS, ReasonedAnswer
+
+# stand for the reasoning, the content and the last argument of a message in a second rendering, which shows where they are
+REASONING_MARK = "qzxreasoningxzq"
+CONTENT_MARK = "qzxcontentxzq"
+ARGUMENT_MARK = "qzxargumentxzq"
+
+OTHER_TEMPLATE = "pass another --data.template"
+
+
+@dataclass(frozen=True)
+class TurnRendering:
+    """Renders the messages before an assistant message, that message or a changed one, and what follows it."""
+
+    render: Render
+    earlier: list[Message]
+    message: Message
+    tools: list | None
+    following: list[Message] = field(default_factory=list)
+
+    @property
+    def answer(self) -> ReasonedAnswer:
+        return ReasonedAnswer.read(self.message) if self.content_is_text else _read_parts(self.message)
+
+    @property
+    def content_is_text(self) -> bool:
+        return not isinstance(self.message.get("content"), list)
+
+    @property
+    def calls(self) -> list[dict[str, Any]]:
+        return self.message.get("tool_calls") or []
+
+    @property
+    def next_message(self) -> Message:
+        """A message that may follow: the result of the last call, or the user."""
+        if not self.calls:
+            return {"role": "user", "content": "next"}
+        call = self.calls[-1]
+        result = {"role": "tool", "name": call["function"]["name"], "content": "result"}
+        return {**result, "tool_call_id": call["id"]} if "id" in call else result
+
+    def text(self, message: Message | None = None) -> str:
+        """Render everything, with `message` in place of the assistant's."""
+        return self.render([*self.earlier, message or self.message, *self.following], tools=self.tools)
+
+    def prompt(self, **variables: Any) -> str | None:
+        """Render the generation prompt; None if the template cannot."""
+        try:
+            return self.render(self.earlier, tools=self.tools, add_generation_prompt=True, **variables)
+        except ValueError:
+            return None
+
+    def before(self) -> str:
+        """Render the messages before the assistant's without a generation prompt; "" if the template cannot."""
+        try:
+            return self.render(self.earlier, tools=self.tools)
+        except ValueError:
+            return ""
+
+    def followed(self) -> "TurnRendering":
+        """Return the rendering in which another message follows."""
+        return replace(self, following=[self.next_message])
+
+
+def _read_parts(message: Message) -> ReasonedAnswer:
+    """Take a message apart whose content is a list of parts: see `reasoning.PARTS`."""
+    rest = {name: value for name, value in message.items() if name != "content"}
+    texts = {"thinking": "", "text": ""}
+    for part in message["content"]:
+        texts[part["type"]] += part[part["type"]]
+    return ReasonedAnswer(rest, texts["thinking"], texts["text"], PARTS)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where a rendered text has what the model produces: the first of it begins at `first`; `tail` follows the last.
+
+    tail: None if the last is not found.
+    """
+
+    first: int
+    tail: str | None
+
+
+def places_of(rendering: TurnRendering, text: str) -> Places:
+    """Find the places in `text` by rendering the message once more, with marks for its values."""
+    answer = rendering.answer
+    has_content = bool(answer.answer.strip())
+    choices = [(True, True), (has_content, False), (False, True)]
+    for with_texts, with_calls in choices if rendering.calls else choices[:1]:
+        marked_message = _marked(rendering, with_texts, with_calls)
+        try:
+            marked = rendering.text(marked_message)
+        except ValueError:
+            continue
+        found = [mark for mark in (REASONING_MARK, CONTENT_MARK, ARGUMENT_MARK) if mark in marked]
+        if not found:
+            continue
+        first = min(marked.index(mark) for mark in found)
+        after = marked[max(marked.rindex(mark) + len(mark) for mark in found) :]
+        # shorter than what follows the mark if that depends on the value: a number has no quotation marks
+        length = common_length(after[::-1], text[::-1])
+        return Places(common_length(marked[:first], text), text[len(text) - length :])
+    return Places(len(text), None)
+
+
+def _marked(rendering: TurnRendering, with_texts: bool, with_calls: bool) -> Message:
+    """Return the message with marks in place of reasoning and content, and of the last call's arguments."""
+    answer = rendering.answer
+    if with_texts and answer.reasoning.strip():
+        answer = replace(answer, reasoning=REASONING_MARK)
+    if with_texts and answer.answer.strip():
+        answer = replace(answer, answer=CONTENT_MARK)
+    marked = answer.write()
+    if rendering.message.get("content") is None and not answer.answer:
+        marked["content"] = None
+    if with_calls and rendering.calls:
+        *calls, last = rendering.calls
+        arguments: Any = {ARGUMENT_MARK: ARGUMENT_MARK}
+        if isinstance(last["function"]["arguments"], str):
+            arguments = json.dumps(arguments)
+        marked["tool_calls"] = [*calls, {**last, "function": {**last["function"], "arguments": arguments}}]
+    return marked
+
+
+def check_complete(rendering: TurnRendering, span: str) -> None:
+    """Raise ValueError if a turn lacks content, reasoning or a tool call."""
+    answer = rendering.answer
+    if answer.answer.strip() not in span:
+        raise ValueError(f"the chat template leaves out the assistant's content; {OTHER_TEMPLATE}")
+    reasoning = answer.reasoning.strip()
+    # a template that does not know parts may print them as data
+    printed = not rendering.content_is_text and ('"thinking"' in span or "'thinking'" in span)
+    if reasoning and (reasoning not in span or printed):
+        name = answer.spelling if answer.spelling != INLINE else "reasoning"
+        raise ValueError(f"the chat template leaves out the assistant's {name}; {OTHER_TEMPLATE}, or --data.reasoning drop")
+    rest = span
+    for number, call in enumerate(rendering.calls):
+        position = rest.find(call["function"]["name"])
+        if position < 0 or not _has_arguments(rendering, number, rest[position:]):
+            raise ValueError(f"the chat template leaves out a tool call; {OTHER_TEMPLATE}")
+        rest = rest[position + len(call["function"]["name"]) :]
+
+
+def _has_arguments(rendering: TurnRendering, number: int, text: str) -> bool:
+    """Return whether a text has the names and values of a call's arguments; if unclear, whether they change it."""
+    arguments = rendering.calls[number]["function"]["arguments"]
+    if isinstance(arguments, str):
+        return arguments in text or _changes_text(rendering, number)
+    if all(any(form in text for form in _forms(value)) for value in _leaves(arguments)):
+        return True
+    return _changes_text(rendering, number)
+
+
+def _changes_text(rendering: TurnRendering, number: int) -> bool:
+    """Return whether the template renders another text for other arguments of a call."""
+    calls = list(rendering.calls)
+    function = calls[number]["function"]
+    other = json.dumps({ARGUMENT_MARK: 0}) if isinstance(function["arguments"], str) else {ARGUMENT_MARK: 0}
+    calls[number] = {**calls[number], "function": {**function, "arguments": other}}
+    try:
+        return ARGUMENT_MARK in rendering.text({**rendering.message, "tool_calls": calls})
+    except ValueError:
+        return False
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield the names and values inside a JSON value."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield name
+            yield from _leaves(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(inner)
+    else:
+        yield value
+
+
+def _forms(value: Any) -> tuple[str, ...]:
+    """Return how templates may write a value: as JSON, as JSON in ASCII, as Python does, or as plain text."""
+    if isinstance(value, str):
+        return (
+            value,
+            value.strip() or value,
+            json.dumps(value, ensure_ascii=False)[1:-1],
+            json.dumps(value)[1:-1],
+            repr(value)[1:-1],
+        )
+    return (json.dumps(value), repr(value))
+
+
+def common_length(first: str, second: str) -> int:
+    """Return the length of the common beginning of two texts."""
+    low = 0
+    high = min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[:middle] == second[:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

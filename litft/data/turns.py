@@ -1,0 +1,409 @@
+"""The assistant's turns in a rendered conversation: what the model has to produce, and where reasoning and turns end.
+
+A turn is text that the template renders: after the generation prompt it contains the reasoning, the content and every tool
+call, and ends with the token that ends the turn. A conversation for which this cannot be found is refused with the reason.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+
+from litft.data.chat_template import Message, Render
+from litft.data.reasoning import (
+    CLOSES_THOUGHT,
+    EMPTY_THOUGHT,
+    ENDS_IN_EMPTY_THOUGHT,
+    ENDS_IN_OPEN_THOUGHT,
+    INLINE,
+    OPENS_THOUGHT,
+    ReasonedAnswer,
+    has_reasoning,
+    spellings,
+)
+from litft.data.turn_rendering import OTHER_TEMPLATE, TurnRendering, check_complete, common_length, places_of
+
+# variables with which templates switch thinking on and off
+THINKING_ON = ({"enable_thinking": True}, {"thinking": True})
+THINKING_OFF = ({"enable_thinking": False}, {"thinking": False})
+BOTH_ON = {"enable_thinking": True, "thinking": True}
+
+MARK_LENGTH = 40  # characters, more than any mark of a thought has
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """Special tokens as text. `stops` are those at which generation ends."""
+
+    special: tuple[str, ...] = ()
+    stops: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One assistant turn as the model generates it: text[start:end], with the end token.
+
+    text[start:answer] is reasoning, or an empty thought that the template writes.
+    """
+
+    message: int  # its index in the conversation
+    text: str
+    start: int
+    answer: int
+    end: int
+    empty_thought: bool = False
+
+
+@dataclass(frozen=True)
+class RenderedTurns:
+    """A text with the assistant turns to train on."""
+
+    text: str
+    turns: list[Turn]
+
+
+def assistant_turns(
+    render: Render,
+    messages: list[Message],
+    tools: list | None = None,
+    ends: EndTokens = EndTokens(),
+) -> list[RenderedTurns]:
+    """Return the rendered conversation as texts, each with the assistant turns to train on.
+
+    Usually the result is one text with all turns. If the template renders a turn differently once others follow (it drops
+    the reasoning, or ends the turn with another token or none), each turn has a text of its own, as the model reads it
+    when it generates the turn.
+
+    The conversation is rendered as it is, as transformers does, if the turns then contain all that the model has to
+    produce. Otherwise the spellings of reasoning and tool calls that other templates read are tried. Raises ValueError if
+    none of them works.
+    """
+    reasons = any(has_reasoning(message) for message in messages)
+    inline = any(ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages))
+    spells_inline = reasons and _writes_think_tags(render, messages, tools)
+    first_error = None
+    plain = None  # the turns of the conversation as it is, if its reasoning is inline
+    for spelled in _variants(messages, spells_inline):
+        for variables in ({}, BOTH_ON) if reasons else ({},):
+            try:
+                texts = _texts(partial(render, **variables), spelled, tools, ends)
+            except ValueError as error:
+                first_error = first_error or error
+                continue
+            if not inline:
+                return texts
+            if spelled == messages:
+                plain = plain or texts
+            elif not any(_closes_unopened(turn) for rendered in texts for turn in rendered.turns):
+                return _better(plain, texts, reasons)
+    if plain is not None:
+        return plain
+    if reasons:
+        try:
+            return _generated_texts(render, messages, tools, ends)
+        except ValueError:
+            pass
+    raise first_error
+
+
+def _better(plain: list[RenderedTurns] | None, respelled: list[RenderedTurns], reasons: bool) -> list[RenderedTurns]:
+    """Choose between inline reasoning as it is and in another spelling.
+
+    To a template with marks of its own, inline reasoning is text. If both give the same text but for spaces, the template
+    knows it; an empty thought may then be left out.
+    """
+    if plain is None:
+        return respelled
+    texts = ["".join("".join(rendered.text.split()) for rendered in turns) for turns in (plain, respelled)]
+    return plain if (texts[0] == texts[1]) == reasons else respelled
+
+
+def _closes_unopened(turn: Turn) -> bool:
+    """Return whether a turn has a mark that ends a thought, but neither it nor its prompt has one that opens it."""
+    closing = CLOSES_THOUGHT.search(turn.text, turn.start, turn.answer)
+    opened = ENDS_IN_OPEN_THOUGHT.search(turn.text, 0, turn.start)
+    return bool(closing and not turn.empty_thought and not opened and not OPENS_THOUGHT.match(turn.text, turn.start))
+
+
+def _answers(messages: list[Message]) -> Iterator[Message]:
+    return (message for message in messages if message["role"] == "assistant")
+
+
+def _writes_think_tags(render: Render, messages: list[Message], tools: list | None) -> bool:
+    """Return whether the template's generation prompt has <think> in it, with or without thinking."""
+    first = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
+    rendering = TurnRendering(render, messages[:first], messages[first], tools)
+    prompts = [rendering.prompt(**switch) for switch in ({}, *THINKING_ON, *THINKING_OFF)]
+    return any(prompt is not None and "<think>" in prompt for prompt in prompts)
+
+
+def _variants(messages: list[Message], spells_inline: bool) -> Iterator[list[Message]]:
+    """Yield the conversation in the spellings of reasoning and of tool calls that templates read."""
+    has_calls = any(message.get("tool_calls") for message in messages)
+    # no content beside calls; arguments as text
+    call_forms = list(product((False, True), (False, True))) if has_calls else [(False, False)]
+    for spelled in spellings(messages, spells_inline):
+        for no_content, as_text in call_forms:
+            yield [_with_call_form(message, no_content, as_text) for message in spelled]
+
+
+def _with_call_form(message: Message, no_content: bool, as_text: bool) -> Message:
+    """Return a message with null in place of empty content beside tool calls, and with the arguments as JSON text."""
+    if not message.get("tool_calls"):
+        return message
+    changed = dict(message)
+    if no_content and not message.get("content"):
+        changed["content"] = None
+    if as_text:
+        calls = []
+        for call in message["tool_calls"]:
+            function = call["function"]
+            text = json.dumps(function["arguments"], ensure_ascii=False)
+            calls.append({**call, "function": {**function, "arguments": text}})
+        changed["tool_calls"] = calls
+    return changed
+
+
+def _texts(render: Render, messages: list[Message], tools: list | None, ends: EndTokens) -> list[RenderedTurns]:
+    turns = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            rendering = TurnRendering(render, messages[:index], message, tools)
+            turns.append(_turn(rendering, ends))
+    return _joined(turns, ends)
+
+
+def _joined(turns: list[Turn], ends: EndTokens) -> list[RenderedTurns]:
+    """Return one text with all turns if each is a beginning of the last one's text, else a text for each turn."""
+    full_text = turns[-1].text
+    earlier = turns[:-1]
+    end_known = all(turn.text[: turn.end].endswith(ends.special) for turn in earlier)
+    if end_known and all(full_text.startswith(turn.text[: turn.end]) for turn in earlier):
+        return [RenderedTurns(full_text, turns)]
+    return [RenderedTurns(turn.text, [turn]) for turn in turns]
+
+
+def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
+    """Return the last message of a conversation as a turn."""
+    text = rendering.text()
+    places = places_of(rendering, text)
+    start = _turn_start(rendering, text, places.first)
+    if start is None:
+        prompt = rendering.prompt()
+        if not _ends_alike(prompt, text[: places.first]):
+            raise ValueError(f"the chat template renders a turn differently from its prompt; {OTHER_TEMPLATE}")
+        text = prompt + text[places.first :]
+        start = len(prompt)
+        places = replace(places, first=start)
+    has_thought = bool(rendering.answer.reasoning.strip())
+    opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and not CLOSES_THOUGHT.search(text, start)
+    if opened and not has_thought and not rendering.following and not rendering.calls:
+        # the prompt opens a thought that the last answer does not close; once others follow, the template leaves it out
+        return _turn(rendering.followed(), ends)
+    if opened and not has_thought:
+        raise ValueError(f"the chat template renders the answer inside a thought that is never closed; {OTHER_TEMPLATE}")
+    text, end = _turn_end(rendering, text, places.tail, ends)
+    check_complete(rendering, text[start:end])
+    empty = EMPTY_THOUGHT.match(text, start, end)
+    if empty and empty.end() > places.first:
+        empty = None
+    if empty and (has_thought or EMPTY_THOUGHT.match(text, empty.end(), end)):
+        raise ValueError(f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}")
+    answer = _after_empty_thought(rendering, text, start, empty.end()) if empty else start
+    if rendering.answer.spelling == INLINE and not has_thought and CLOSES_THOUGHT.search(text, answer, places.first):
+        raise ValueError(f"the chat template writes an empty thought as a part of the answer; {OTHER_TEMPLATE}")
+    if has_thought and ENDS_IN_EMPTY_THOUGHT.search(text, max(start - 2 * MARK_LENGTH, 0), start):
+        raise ValueError(f"the prompt of the chat template has an empty thought before the reasoning; {OTHER_TEMPLATE}")
+    if ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and OPENS_THOUGHT.match(text, start):
+        raise ValueError(f"the chat template opens a thought twice; {OTHER_TEMPLATE}")
+    index = len(rendering.earlier)
+    if has_thought:
+        return Turn(index, text, start, min(_answer_start(rendering, text, start, ends), end), end)
+    return Turn(index, text, start, min(answer, end), end, empty_thought=bool(empty))
+
+
+def _after_empty_thought(rendering: TurnRendering, text: str, start: int, end: int) -> int:
+    """Return where the answer begins after an empty thought; `end`: of the thought and the spaces after it.
+
+    The prompt without thinking shows which spaces are the thought's. They may be those before a tool call.
+    """
+    for switch in THINKING_OFF:
+        prompt = rendering.prompt(**switch)
+        if prompt is not None and len(prompt) > start and text.startswith(prompt):
+            return len(prompt)
+    has_content = rendering.answer.answer.strip()
+    return end if has_content else start + len(text[start:end].rstrip())
+
+
+def _ends_alike(prompt: str, before: str) -> bool:
+    """Return whether a prompt has all that comes before an answer, and more in front of it.
+
+    Mistral Nemo's template renders the system prompt with the last message only if that is the user's.
+    """
+    common = common_length(prompt[::-1], before[::-1])
+    rest = before[: len(before) - common]
+    return bool(common) and prompt.startswith(rest)
+
+
+def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
+    """Return where a turn begins: after the generation prompt, of which thinking templates have several.
+
+    None: the prompt has something in front of the last message that is left out before an answer.
+    """
+    prompt = rendering.prompt()
+    if prompt is None:  # some templates render no empty conversation
+        return first
+    thinking = rendering.answer.reasoning.strip()
+    variables = (*THINKING_ON, *THINKING_OFF) if thinking else (*THINKING_OFF, *THINKING_ON)
+    if text.startswith(prompt) and len(prompt) <= first:
+        return len(prompt)
+    for switch in variables:
+        other = rendering.prompt(**switch)
+        if other is not None and text.startswith(other) and len(other) <= first:
+            return len(other)
+    # the earlier messages are rendered differently before an answer, or the prompt opens a thought that answers lack:
+    # find the end of the prompt's own text, or of its beginning
+    before = rendering.before()
+    opening = prompt[common_length(before, prompt) :]
+    last_content = rendering.earlier[-1].get("content") if rendering.earlier else ""
+    floor = 0
+    if isinstance(last_content, str) and last_content.strip() in text[:first]:
+        floor = text.rindex(last_content.strip(), 0, first) + len(last_content.strip())
+    for beginning in _beginnings(opening):
+        position = text.rfind(beginning, floor, first)
+        if position >= 0:
+            return position + len(beginning)
+    common = _outside_tag(text, common_length(prompt, text[:first]))
+    return common if common >= floor else None
+
+
+def _beginnings(opening: str) -> Iterator[str]:
+    """Yield a generation prompt, then shorter beginnings of it that end with a tag or a line; none is blank."""
+    if opening.strip():
+        yield opening
+    for length in range(len(opening) - 1, 0, -1):
+        if opening[length - 1] in ">]\n" and opening[:length].strip():
+            yield opening[:length]
+
+
+def _outside_tag(text: str, position: int) -> int:
+    """Return `position`, or the beginning of the tag that it would divide."""
+    opened = max(text.rfind("<", 0, position), text.rfind("[", 0, position))
+    closed = max(text.rfind(">", 0, position), text.rfind("]", 0, position))
+    return opened if opened > closed else position
+
+
+def _turn_end(rendering: TurnRendering, text: str, tail: str | None, ends: EndTokens) -> tuple[str, int]:
+    """Return the text up to the end of the turn or longer, and the position of the end; `tail` follows the turn's values.
+
+    The turn ends with the first token in the tail that ends generation. The end token may also be what the template
+    writes before the next message.
+    """
+    beginning = len(text) - len(tail or "")
+    found = _ends_in(tail or "", ends.special)
+    if tail and len(found) > 1:
+        found = _closing_tokens(rendering, tail, ends) or found
+    stops = [end for token, end in found if token in ends.stops]
+    if stops:
+        position = beginning + stops[0]
+    elif found:
+        position = beginning + found[-1][1]
+    else:
+        written = None if tail is None or rendering.following else _written_next(rendering, tail, ends)
+        if written is not None:
+            return text[:beginning] + written, beginning + len(written)
+        position = len(text.rstrip()) or len(text)
+    if rendering.following and not found:
+        raise ValueError(f"the chat template does not show where a turn ends; {OTHER_TEMPLATE}")
+    if rendering.following:  # what follows was only added to find the turn
+        text = text[:position]
+    return text, position
+
+
+def _ends_in(text: str, tokens: tuple[str, ...]) -> list[tuple[str, int]]:
+    """Return the tokens in a text, each with the position after it, in order."""
+    found = []
+    for token in tokens:
+        position = text.find(token)
+        while token and position >= 0:
+            found.append((token, position + len(token)))
+            position = text.find(token, position + 1)
+    return sorted(found, key=lambda item: item[1])
+
+
+def _closing_tokens(rendering: TurnRendering, tail: str, ends: EndTokens) -> list[tuple[str, int]]:
+    """Return the tokens of a tail that end the turn: those that are also written if another message follows.
+
+    Phi 3.5 ends the last turn with <|end|> and EOS, others with <|end|> alone. If only a part of the tail is written then,
+    the first token counts: the rest is the beginning of the next turn. A call may have special tokens of its own.
+    """
+    common = tail[: common_length(tail, _later_tail(rendering))]
+    found = _ends_in(common, ends.special)
+    return found if rendering.calls or common == tail else found[:1] + [item for item in found if item[0] in ends.stops]
+
+
+def _written_next(rendering: TurnRendering, tail: str, ends: EndTokens) -> str | None:
+    """Return a tail with the special token that the template writes next, if another message follows."""
+    later = _later_tail(rendering)
+    written = tail.rstrip()
+    if not later.startswith(written):
+        return None
+    rest = later[len(written) :]
+    space = rest[: len(rest) - len(rest.lstrip())]
+    tokens = [token for token in ends.special if token and rest.startswith(token, len(space))]
+    return written + space + max(tokens, key=len) if tokens else None
+
+
+def _later_tail(rendering: TurnRendering) -> str:
+    """Return what follows the turn's values if another message follows."""
+    later = rendering.followed()
+    try:
+        return places_of(later, later.text()).tail or ""
+    except ValueError:
+        return ""
+
+
+def _answer_start(rendering: TurnRendering, text: str, start: int, ends: EndTokens) -> int:
+    """Return where the answer begins after its reasoning: with what the template writes before an answer without any."""
+    bare = replace(rendering, message=rendering.answer.without_reasoning())
+    reasoning = rendering.answer.reasoning.strip()
+    after_reasoning = text.index(reasoning, start) + len(reasoning)
+    close = CLOSES_THOUGHT.search(text, after_reasoning)
+    fallback = close.end() if close else after_reasoning
+    try:
+        bare_turn = _turn(bare, ends)
+    except ValueError:
+        return fallback
+    answer = bare_turn.text[bare_turn.answer : bare_turn.end]
+    position = text.rfind(answer, after_reasoning)
+    return position if position >= 0 else fallback
+
+
+def _generated_texts(render: Render, messages: list[Message], tools: list | None, ends: EndTokens) -> list[RenderedTurns]:
+    """Return the turns as the model generates them, where the prompt opens a thought that finished turns leave out.
+
+    DeepSeek R1's template renders no reasoning at all: its prompt ends with <think>, and what the model writes is cut
+    after </think> before it is rendered. Raises ValueError if the prompt opens no thought.
+    """
+    texts = []
+    for index, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        answer = ReasonedAnswer.read(message)
+        bare = _turn(TurnRendering(render, messages[:index], answer.without_reasoning(), tools), ends)
+        if not answer.reasoning.strip():
+            texts.append(RenderedTurns(bare.text, [bare]))
+            continue
+        prompts = [TurnRendering(render, messages[:index], message, tools).prompt(**on) for on in ({}, *THINKING_ON)]
+        prompt = next((prompt for prompt in prompts if prompt and ENDS_IN_OPEN_THOUGHT.search(prompt)), None)
+        if prompt is None or not prompt.rstrip().endswith("<think>"):
+            raise ValueError(f"the chat template leaves out the assistant's reasoning; {OTHER_TEMPLATE}")
+        closing = answer.closing if prompt.endswith("\n") or answer.spelling == INLINE else "</think>"
+        thought = answer.reasoning + closing
+        text = prompt + thought + bare.text[bare.answer :]
+        shift = len(prompt) + len(thought) - bare.answer
+        start = len(prompt)
+        turn = Turn(index, text, start, start + len(thought), bare.end + shift)
+        texts.append(RenderedTurns(text, [turn]))
+    return texts

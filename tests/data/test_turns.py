@@ -1,0 +1,192 @@
+"""The learned part of an answer in chat templates: ours, one for each way in which they differ, and published ones."""
+
+from functools import partial
+
+import pytest
+from learned_spans import (
+    AGAIN,
+    ANSWER,
+    FIRST,
+    LAST,
+    QUESTION,
+    REASONING,
+    SPECIAL,
+    TOKENS,
+    TOOLS,
+    answer,
+    calls,
+    conversations,
+    outcome,
+)
+from quirks import QUIRKS
+
+from litft.data.chat_template import render
+from litft.data.dataset import with_arguments
+from litft.data.turns import EndTokens, assistant_turns
+
+CONVERSATIONS = dict(conversations())
+STOPS = ("<|end|>", "<|return|>", "<|call|>", "<|result|>", "<|user|>", "<|tool|>")
+
+
+@pytest.mark.parametrize("name", QUIRKS)
+def test_the_learned_part_has_all_that_the_model_must_produce(name):
+    """Over all conversations: content, calls, reasoning and an end, in a text that the template renders; or refused."""
+    for kind, messages in CONVERSATIONS.items():
+        result = outcome(QUIRKS[name], messages, STOPS)
+        assert not result.findings, (kind, result)
+        if kind in ("plain", "system", "two turns", "plain, later"):
+            assert not result.refused, kind
+
+
+def test_published_templates(shared):
+    for template in sorted((shared / "chat_templates").glob("*.jinja")):
+        for kind, messages in CONVERSATIONS.items():
+            result = outcome(template.read_text("utf-8"), messages)
+            assert not result.findings, (template.name, kind, result)
+
+
+CALL = '<call>weather {"town": "Köln \\"x\\"", "days": 3}</call>'
+THOUGHT = f"<think>\n{REASONING}\n</think>\n\n"
+LEARNED = {
+    "plain": {
+        "plain": [f"{ANSWER}<|end|>"],
+        "text and call, result": [f"{ANSWER}{CALL}<|end|>", f"{LAST}<|end|>"],
+        "reasoning_content": "leaves out the assistant's reasoning_content",
+        "inline": [f"{THOUGHT}{ANSWER}<|end|>"],
+    },
+    "an empty thought": {
+        "plain": [f"{ANSWER}<|end|>"],
+        "plain, later": [f"{ANSWER}<|end|>", f"{LAST}<|end|>"],
+        "reasoning": [f"{THOUGHT}{ANSWER}<|end|>"],
+        "inline, empty": [f"{ANSWER}<|end|>"],
+        "reasoning and call": [f"{THOUGHT}{CALL}<|end|>"],
+    },
+    "a closed thought": {
+        "plain": [f"{ANSWER}<|end|>"],
+        "reasoning_content": [f"{REASONING}</think>{ANSWER}<|end|>"],
+        "inline": [f"{REASONING}</think>{ANSWER}<|end|>"],
+    },
+    "a thought in the prompt": {
+        "plain": [f"{ANSWER}<|end|>"],
+        "thinking": [f"{REASONING}\n</think>\n\n{ANSWER}<|end|>"],
+        "call": [f"{CALL}<|end|>"],
+    },
+    "reasoning is cut away": {
+        "plain": [f"{ANSWER}<|end|>"],
+        "inline": [f"{REASONING}\n</think>\n\n{ANSWER}<|end|>"],
+        "reasoning_content": [f"{REASONING}\n</think>\n\n{ANSWER}<|end|>"],
+    },
+    "a thought that is never closed": {
+        "plain": [f"{ANSWER}<|end|>"],
+        "inline": [f"{REASONING}\n</think>\n\n{ANSWER}<|end|>"],
+        "text and call": [f"{ANSWER}{CALL}<|end|>"],
+    },
+    "the next turn ends it": {
+        "plain": [f"{ANSWER}<|user|>"],
+        "plain, later": [f"{ANSWER}<|user|>", f"{LAST}<|user|>"],
+        "call": [f"{CALL}<|tool|>"],
+        "call, result": [f"{CALL}<|tool|>", f"{LAST}<|user|>"],
+    },
+    "EOS at the end": {"plain, later": [f"{ANSWER}<|end|>", f"{LAST}<|end|>"]},
+    "calls before the content": {
+        "call": [f"{CALL}<|result|>"],
+        "text and call, result": [f"{CALL}{ANSWER}<|result|>", f"{LAST}<|end|>"],
+    },
+    "channels": {
+        "plain": [f"<|channel|>final\n{ANSWER}<|return|>"],
+        "text and call, result": [
+            f"<|channel|>analysis\n{ANSWER}<|end|><|turn|>assistant to=weather<|channel|>call\n{CALL[14:-7]}<|call|>",
+            f"<|channel|>final\n{LAST}<|return|>",
+        ],
+        "reasoning_content": [
+            f"<|channel|>analysis\n{REASONING}<|end|><|turn|>assistant<|channel|>final\n{ANSWER}<|return|>"
+        ],
+        "thinking and call": [
+            f"<|channel|>analysis\n{REASONING}<|end|><|turn|>assistant to=weather<|channel|>call\n{CALL[14:-7]}<|call|>"
+        ],
+    },
+    "parts": {
+        "inline": [f"[THINK]{REASONING}[/THINK]{ANSWER}<|end|>"],
+        "reasoning and call": [f"[THINK]{REASONING}[/THINK]{CALL}<|end|>"],
+    },
+    "arguments as text": {"call": [f"{CALL}<|end|>"]},
+    "content or calls": {"call": [f"{CALL}<|end|>"], "text and call": "leaves out the assistant's content"},
+    "the system prompt comes last": {"system": [f"{ANSWER}</s>"]},
+    "content alone": {"call": "leaves out a tool call", "reasoning": "leaves out the assistant's reasoning"},
+}
+
+
+@pytest.mark.parametrize("name", LEARNED)
+def test_the_learned_texts(name):
+    for kind, expected in LEARNED[name].items():
+        result = outcome(QUIRKS[name], CONVERSATIONS[kind], STOPS)
+        if isinstance(expected, str):
+            assert expected in result.refused, (kind, result)
+        else:
+            assert result.learned == expected, kind
+
+
+def turns_of(source: str, messages: list[dict], tools: list | None = None):
+    """Return the turns of a conversation."""
+    special = tuple(dict.fromkeys([*SPECIAL.findall(source), "</s>"]))
+    texts = assistant_turns(partial(render, source, **TOKENS), messages, tools, EndTokens(special, ("</s>", *STOPS)))
+    return [turn for rendered in texts for turn in rendered.turns]
+
+
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("an empty thought", "reasoning_content"),
+        ("a closed thought", "reasoning_content"),
+        ("a thought in the prompt", "inline"),
+        ("reasoning is cut away", "inline"),
+        ("parts", "reasoning"),
+        ("plain", "inline"),
+    ],
+)
+def test_the_answer_begins_after_the_reasoning(name, kind):
+    """What is learned if reasoning is masked."""
+    (turn,) = turns_of(QUIRKS[name], CONVERSATIONS[kind])
+    assert turn.text[turn.answer : turn.end] == f"{ANSWER}<|end|>"
+    assert REASONING in turn.text[turn.start : turn.answer]
+
+
+def test_the_channel_of_an_answer_is_no_part_of_its_reasoning():
+    (turn,) = turns_of(QUIRKS["channels"], CONVERSATIONS["thinking"])
+    assert turn.text[turn.answer : turn.end] == f"<|channel|>final\n{ANSWER}<|return|>"
+
+
+def test_reasoning_is_learned_although_the_template_switches_thinking_off():
+    """The prompt then has an empty thought, and is none of a text with a thought."""
+    source = with_arguments(QUIRKS["an empty thought"], ["enable_thinking=false"])
+    (turn,) = turns_of(source, CONVERSATIONS["reasoning_content"])
+    assert turn.text[turn.start : turn.end] == f"{THOUGHT}{ANSWER}<|end|>"
+    (turn,) = turns_of(source, CONVERSATIONS["plain"])
+    assert turn.text[turn.answer : turn.end] == f"{ANSWER}<|end|>"
+
+
+def test_earlier_answers_keep_their_own_text_where_the_template_changes_it_later():
+    messages = [QUESTION, answer(FIRST, reasoning_content=REASONING), AGAIN, answer()]
+    first, second = turns_of(QUIRKS["an empty thought"], messages)
+    assert first.text[first.start : first.end] == f"{THOUGHT}{FIRST}<|end|>"
+    assert REASONING not in second.text and FIRST in second.text
+
+
+def test_calls_and_their_values_may_be_anything():
+    """Values that templates escape, and calls of one function with different values."""
+    arguments = [{"town": 'a"b\\c\nd', "n": [1, 2.5, None, True], "x": {"y": "ü"}}, {}, {"town": ""}]
+    message = answer(
+        "",
+        tool_calls=[
+            call | {"function": call["function"] | {"arguments": values}}
+            for call, values in zip(calls("weather", "weather", "clock"), arguments, strict=True)
+        ],
+    )
+    (turn,) = turns_of(QUIRKS["plain"], [QUESTION, message], TOOLS)
+    assert turn.text[turn.start : turn.end].count("<call>") == 3
+    only_first = QUIRKS["plain"].replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
+    with pytest.raises(ValueError, match="leaves out a tool call"):
+        turns_of(only_first, [QUESTION, message], TOOLS)
+    names_only = QUIRKS["plain"].replace(" + c.function.arguments | tojson", " + '{}'")
+    with pytest.raises(ValueError, match="leaves out a tool call"):
+        turns_of(names_only, [QUESTION, message], TOOLS)
