@@ -17,12 +17,13 @@ from litft import run_dir
 from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
 from litft.checkpoints.conversion import TensorMapping, mappings_from_hf, untransposed
 from litft.checkpoints.hub import HubId, downloaded_from, fetch, hub_id
+from litft.checkpoints.peft_names import TEXT_NAMES, ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.stored_formats import METHODS, check_method
 from litft.checkpoints.weight_files import Checkpoint, check_weights, load_weights, packed_modules
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.devices import DTYPES
-from litft.families import LOOKALIKES, as_family, families, family, peft_rules, read_config, text_config
+from litft.families import LOOKALIKES, as_family, families, family, peft_rules, read_config, text_config, wrapper_names
 from litft.methods import Method, read_method
 from litft.model.config import Config
 from litft.model.config_file import read_object
@@ -42,6 +43,7 @@ class PretrainedFolder:
     adapter: Path | None
     hf: dict[str, Any]  # contents of config.json; the language model's part of a multimodal one
     config: Config
+    text_names: bool = False  # whether adapters for a multimodal base have the names of the text model alone
 
     @property
     def name(self) -> str:
@@ -69,6 +71,11 @@ class PretrainedFolder:
     def adapter_rules(self) -> list[Rule]:
         """The rules for adapter files: PEFT's own names first, then those of the family."""
         return [*peft_rules(self.config), *self.rules]
+
+    @property
+    def adapter_names(self) -> ModuleNames:
+        """The names of modules in the class that opens the base folder, for adapter files."""
+        return TEXT_NAMES if self.text_names or not self.multimodal else wrapper_names(self.config)
 
     @cached_property
     def checkpoint(self) -> Checkpoint:
@@ -181,7 +188,24 @@ class PretrainedFolder:
         """Allocate the network from `unfilled` on `device` and load its weights; it may be sharded and have a method."""
         placement.allocate(model, device)
         load_weights(model, self.checkpoint, self.checked_mappings, self.dtype(precision), placement)
+        if self.config.tied and model.lm_head.weight is not model.embed.weight:  # a method has untied them
+            placement.copy_in("lm_head.weight", model.lm_head.weight, self.tensor("embed.weight").__getitem__)
+        self._check_filled(model)
         model.rotaries.to_empty(device=device)  # cos/sin tables are computed, not loaded
+
+    def _check_filled(self, model: GPT) -> None:
+        """Raise RuntimeError if a parameter of the base has no value from the files: it would be whatever memory held."""
+        filled = set()
+        for mapping in self.checked_mappings:
+            for name in mapping.targets:
+                module, _, leaf = name.rpartition(".")
+                filled.add(id(getattr(model.get_submodule(module), leaf, None)))
+        if self.config.tied:
+            filled.add(id(model.lm_head.weight))
+        base_names = {name for name, _ in self.meta_model().named_parameters(remove_duplicate=False)}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if name in base_names and id(parameter) not in filled:
+                raise RuntimeError(f"{name} was built, but not filled from {self.base}; this is a fault of litft")
 
     def model(
         self, precision: str | None, device: torch.device | str, quantize: str | None, placement: WeightPlacement = UNSHARDED

@@ -11,19 +11,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config, read_tensors
 from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
 from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
+from litft.checkpoints.peft_names import missing_modules
 from litft.checkpoints.rules import Rule
 from litft.checkpoints.weight_files import LazyTensor, check_weights, write_weights
 from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.families import family
-from litft.methods import Method, Values
+from litft.methods import Method, Values, read_method
 from litft.model.config import Config
 from litft.model.mlp import stored_dtype
 from litft.model.placement import full_tensor
 from litft.model.quantization import is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
-from litft.pretrained import PretrainedFolder
+from litft.pretrained import PretrainedFolder, resolve
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,27 @@ def _with_other_parts(entries: list[LazyTensor], whole: PretrainedFolder) -> lis
     others = [name for name in whole.checkpoint.names if name not in language_model and not name.endswith("lm_head.weight")]
     read = whole.checkpoint.read
     return renamed + [LazyTensor(name, whole.checkpoint.meta(name), partial(read, name)) for name in others]
+
+
+def check_written(folder: Path, source: PretrainedFolder) -> None:
+    """Open a written model or adapter once, on the meta device; raise RuntimeError if litft or PEFT could not.
+
+    source: the base. An adapter's keys must be names in the class that opens the base: PEFT and vLLM pass over others.
+    """
+    fault = "this is a fault of litft, please report it; the training state is in checkpoints/"
+    if not (folder / ADAPTER_CONFIG).is_file():
+        resolve(folder).check()
+        return
+    if read_adapter_config(folder).get("peft_type") == "LORA":
+        missing = missing_modules(read_tensors(folder), source.checkpoint.names, source.adapter_names)
+        if missing:
+            raise RuntimeError(f"{folder}: {missing[0]} is not in the base model, as it is opened elsewhere; {fault}")
+    method, values = read_method(folder, source)
+    model = source.meta_model()
+    method.attach(model)
+    for name, parameter in method.parameters(model).items():
+        if name not in values or values[name].shape != parameter.shape:
+            raise RuntimeError(f"{folder}: {name} is not as it was trained; {fault}")
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> None:

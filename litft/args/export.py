@@ -66,10 +66,14 @@ class ExportArgs(MergeArgs):
     """A run folder, its final/, or one of its checkpoints/step-NNNNNN. Default: the newest finished run under out/."""
     merge: bool = True
     """Write the merged model. false: write only the adapter, in PEFT's format."""
+    text_names: bool = False
+    """With --merge false: write an adapter of a multimodal base for transformers' text class, not for the multimodal one."""
 
     def problems(self) -> list[str]:
-        """Return the problems of the target, and of flags that only apply to merging."""
+        """Return the problems of the target, and of flags that only apply to merging or to adapters."""
         problems = super().problems()
+        if self.merge and self.text_names:
+            problems.append("--text_names is about adapters: add --merge false")
         if not self.merge and (self.dequantized_base or self.multimodal or self.precision != "auto"):
             flags = "--dequantized_base, --multimodal and --precision"
             problems.append(f"--merge false writes the adapter unchanged: leave {flags} out")

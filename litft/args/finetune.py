@@ -174,6 +174,9 @@ class SaveArgs:
     """Keep this many of the newest checkpoints and delete older ones."""
     best: bool = False
     """Also write the weights with the lowest validation loss to best/, in the format of final/."""
+    text_names: bool = False
+    """Write adapters of a multimodal base for transformers' text class (AutoModelForCausalLM of Llama 4 and Qwen3.5), not
+    for the multimodal class. litft reads both."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""

@@ -42,14 +42,53 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     )
     if not (base_is_valid and litft_field):
         raise ValueError(f"{path}: base_model_name_or_path must be text, litft an object of strings; save it again")
+    tokens = config.get("litft", {}).get("new_tokens", [])
+    if not (isinstance(tokens, list) and all(type(token) is int and 0 <= token < 10**7 for token in tokens)):
+        raise ValueError(f"{path}: litft.new_tokens must be a list of token ids, found {tokens!r:.100}; save it again")
     return config
 
 
+# initializations that leave the base's weights as they are; PiSSA and OLoRA subtract the initial update from them
+PLAIN_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+SUBTRACTED_INITS = ("pissa", "olora")
+
+
+def initial_update(config: dict[str, Any], folder: Path) -> str | None:
+    """Return the initialization whose update PEFT subtracts from the base when it opens an adapter; None: nothing is.
+
+    Raises ValueError for one that changes the base in a way that cannot be computed from the adapter's files.
+    """
+    init = config.get("init_lora_weights", True)
+    if init in PLAIN_INITS:
+        return None
+    if init in SUBTRACTED_INITS:
+        return init
+    reason = f"init_lora_weights {init!r} changes the weights of the base in a way that litft cannot repeat"
+    remedy = "merge the adapter in PEFT, or save it with path_initial_model_for_weight_conversion"
+    raise ValueError(f"{folder / ADAPTER_CONFIG}: {reason}; {remedy}")
+
+
+# variants of LoRA with another forward pass, and their defaults
+_OTHER_VARIANTS = {
+    "peft_type": "LORA",
+    "layer_replication": None,
+    "lora_bias": False,
+    "alora_invocation_tokens": None,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "velora_config": None,
+    "monteclora_config": None,
+    "kasa_config": None,
+    "arrow_config": None,
+}
+
+
 def check_lora_config(config: dict[str, Any], folder: Path) -> None:
-    required = {"peft_type": "LORA", "layer_replication": None, "lora_bias": False, "alora_invocation_tokens": None}
-    invalid = [
-        f"{name} {config[name]!r}" for name, default in required.items() if config.get(name) not in (default, None, [], {})
-    ]
+    """Raise ValueError if an adapter's config is not one of LoRA or DoRA, or a field is invalid."""
+    invalid = []
+    for name, default in _OTHER_VARIANTS.items():
+        if config.get(name) not in (default, None, [], {}):
+            invalid.append(f"{name} {config[name]!r}")
     if invalid:
         raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not supported; litft reads LoRA and DoRA")
     if missing := [name for name in ("r", "lora_alpha") if name not in config]:

@@ -218,17 +218,17 @@ class Encoder:
             if turn.message in supervised:
                 self._mark_targets(stored, turn, encoded)
         last = turns[-1]
-        stored[last.start : last.end] |= IN_ANSWER
+        stored[self._answer_start(last) : last.end] |= IN_ANSWER
         encoded.ends.add(ids[last.end - 1])
         return stored
 
+    def _answer_start(self, turn: TurnTokens) -> int:
+        """Return where an answer begins that is generated to compare: a thought that is not learned is in its prompt."""
+        return turn.answer if turn.empty_thought and self.reasoning != "learn_empty" else turn.start
+
     def _first_target(self, turn: TurnTokens) -> int:
         """Return the position of a turn's first target token."""
-        if self.reasoning == "learn_empty":
-            return turn.start
-        if self.reasoning == "mask" or turn.empty_thought:
-            return turn.answer
-        return turn.start
+        return turn.answer if self.reasoning == "mask" else self._answer_start(turn)
 
     def _mark_targets(self, sample: np.ndarray, turn: TurnTokens, encoded: Encoded) -> None:
         """Mark the tokens of an answer that are learned, and count the answer."""
@@ -265,7 +265,7 @@ class Encoder:
                     self._mark_targets(sample, turn, encoded)
                 if turn.end <= self.limit + 1:
                     last_complete = turn.message
-                    sample[turn.start : turn.end] |= IN_ANSWER
+                    sample[self._answer_start(turn) : turn.end] |= IN_ANSWER
                 elif turn.start <= self.limit:
                     is_partial = turn.message in supervised
             if not self.mask_prompt:  # each of several texts continues the previous one, which is supervised already

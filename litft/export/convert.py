@@ -4,7 +4,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from litft.families import unread_fields
 from litft.methods import Method, Values
 from litft.model.quantization import KINDS
 from litft.pretrained import PretrainedFolder, base_record, resolve
-from litft.save_pretrained import Result, copy_files, copy_tokenizer, write_result
+from litft.save_pretrained import Result, check_written, copy_files, copy_tokenizer, write_result
 from litft.training import run_checkpoints
 from litft.training.setup import Setup
 
@@ -62,6 +62,7 @@ def export(args: ExportArgs) -> Path:
     if args.merge:
         return _export(args, trained.path, source, trained.result(args.dequantized_base), tokenizer)
     method, values = trained.adapter()
+    source = replace(source, text_names=args.text_names)
 
     def fill(partial: Path) -> None:
         record, settings = base_record(source, Path(args.out_dir)), trained.settings
@@ -69,6 +70,7 @@ def export(args: ExportArgs) -> Path:
         method.write(partial, source, values, record | {"litft": record["litft"] | litft_settings})
         if tokenizer:
             copy_tokenizer(tokenizer, partial)
+        check_written(partial, source)
 
     out = write_folder(args.out_dir, fill)
     print(f"exported {trained.path} to {out} (an adapter for {source.base})", file=sys.stderr)
@@ -143,6 +145,7 @@ def _export(
         write_result(folder, source, dtype, result, args.shard_gb, whole)
         if tokenizer:
             copy_tokenizer(tokenizer, folder)
+        check_written(folder, source)
 
     out = write_folder(args.out_dir, fill)
     name = str(dtype).removeprefix("torch.")

@@ -11,6 +11,7 @@ import yaml
 
 from litft import __version__, run_dir
 from litft.args import FinetuneArgs
+from litft.checkpoints.adapter_reader import read_tensors
 from litft.checkpoints.hub import HubId, fetch, hub_id
 from litft.data.sources import hub_dataset
 from litft.pretrained import PretrainedFolder, resolve
@@ -192,20 +193,22 @@ def _loading(info: CardInfo) -> Iterator[str]:
     repo_id, base, kind = info.repo_id, info.base_name, _peft_type(info)
     yield "## Loading\n"
     yield f"litft:\n\n```bash\nlitft chat --checkpoint_dir {repo_id}\n```\n"
+    auto_class = _auto_class(info)
     if kind is None:
         yield _python(
             "transformers",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n",
-            f'model, tokenizer = (kind.from_pretrained("{repo_id}") for kind in (AutoModelForCausalLM, AutoTokenizer))',
+            f"from transformers import {auto_class}, AutoTokenizer\n",
+            f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
+            f'model = {auto_class}.from_pretrained("{repo_id}")',
         )
         yield f"vLLM:\n\n```bash\nvllm serve {repo_id}\n```\n"
     elif kind in ("LORA", "ADAPTION_PROMPT"):
         yield _python(
             "PEFT",
-            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n",
+            f"from peft import PeftModel\nfrom transformers import {auto_class}, AutoTokenizer\n",
             f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
-            f'base = AutoModelForCausalLM.from_pretrained("{base}"{_revision(info)})',
-            *(["base.resize_token_embeddings(len(tokenizer))"] if _has_new_tokens(info) else []),
+            f'base = {auto_class}.from_pretrained("{base}"{_revision(info)})',
+            *_resizing(info),
             f'model = PeftModel.from_pretrained(base, "{repo_id}")',
         )
     is_plain = kind == "LORA" and _is_plain(info)
@@ -226,8 +229,19 @@ def _revision(info: CardInfo) -> str:
     return f', revision="{info.base.revision}"' if info.base and info.base.revision else ""
 
 
-def _has_new_tokens(info: CardInfo) -> bool:
-    return bool(info.adapter_config.get("trainable_token_indices"))
+def _auto_class(info: CardInfo) -> str:
+    """Return the class of transformers that opens the model, or an adapter's base with the names that the adapter has."""
+    if info.source.adapter is None:
+        is_wrapper = info.source.multimodal is not None
+    else:
+        is_wrapper = any("language_model." in key for key in read_tensors(info.source.adapter))
+    return "AutoModelForImageTextToText" if is_wrapper else "AutoModelForCausalLM"
+
+
+def _resizing(info: CardInfo) -> list[str]:
+    """Return the command that gives the base as many rows as the adapter has tokens, if it has more."""
+    size = info.adapter_config.get("litft", {}).get("vocab_size")
+    return [f"base.resize_token_embeddings({size})"] if size else []
 
 
 def _is_plain(info: CardInfo) -> bool:

@@ -6,6 +6,7 @@ A family file defines:
 - `config(hf) -> Config`: read the content `hf` of config.json. Missing fields have transformers' defaults.
 - `rules(config) -> list[Rule]`: map litft's tensors to the checkpoint's and back (see checkpoints/rules.py).
 - optional `text_config(hf)`: return the language model's part of a multimodal config.json.
+- optional `WRAPPER`: the names of the language model's modules in the family's multimodal class in transformers.
 - optional `peft_rules(config)`: rules for modules that PEFT names differently from the checkpoint, such as stacked experts.
 - optional, for GGUF: `GGUF`, which maps a model_type to llama.cpp's architecture and transformers' class,
   `gguf_rules(config)`, and `gguf_config(hf)`, which adds fields of config.json that are not in GGUF metadata. For metadata
@@ -26,6 +27,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.model.config import Config
 from litft.model.config_file import is_positive
@@ -181,6 +183,11 @@ def peft_rules(config: Config) -> list[Rule]:
     """Return the rules for modules that PEFT names differently from the checkpoint, such as stacked experts."""
     module = family(config.model_type)
     return module.peft_rules(config) if hasattr(module, "peft_rules") else []
+
+
+def wrapper_names(config: Config) -> ModuleNames:
+    """Return the names of the language model's modules in the multimodal class of a family."""
+    return getattr(family(config.model_type), "WRAPPER", ModuleNames("model.language_model."))
 
 
 def read_config(hf: dict[str, Any]) -> Config:

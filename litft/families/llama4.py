@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Drop, Rename, Rule, Split
 from litft.families import llama, mixtral, smollm3
 from litft.model.config import Chunk, Config, ExpertsConfig, NormConfig
@@ -18,6 +19,7 @@ GGUF_FIELDS = {
     "expert_feed_forward_length": "intermediate_size",
 }
 MODEL = "{model.|language_model.model.}"
+WRAPPER = ModuleNames("language_model.model.", "language_model.lm_head")
 DEFAULTS = dict(num_key_value_heads=8, head_dim=128, max_position_embeddings=131072, rms_norm_eps=1e-5)
 
 

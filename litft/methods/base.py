@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from litft.checkpoints.conversion import mappings_to_hf
+from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.methods.mixins import mixins
 from litft.methods.new_tokens import ROWS, add_tokens, extend_table
@@ -25,6 +26,10 @@ class BaseFolder(Protocol):
     @property
     def adapter_rules(self) -> list[Rule]:
         """The rules that map litft names to the names in PEFT's adapter files."""
+
+    @property
+    def adapter_names(self) -> ModuleNames:
+        """The names of modules in the class that opens the base folder, for adapter files."""
 
     def meta_model(self) -> GPT:
         """Return the network on the meta device."""
@@ -63,6 +68,7 @@ class Method:
     def __init__(self, args: Any) -> None:
         self.args = args
         self.tokens: dict[int, list[int]] = {}  # id of a new token -> ids that its text was encoded as before
+        self.untied = False  # whether a tied embedding and head are two tensors with this adapter, as in some from PEFT
         self.frozen: set[str] = set()  # names of `parameters` that are not trained (--train.freeze), but saved
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
@@ -148,11 +154,12 @@ class Method:
     def attach_tokens(self, model: GPT) -> None:
         """Add trained rows for the new tokens to embedding and head."""
         if self.tokens:
-            add_tokens(model, list(self.tokens), list(self.tokens.values()))
+            add_tokens(model, list(self.tokens), list(self.tokens.values()), self.untied)
 
     def token_rows(self, model: GPT) -> dict[str, nn.Parameter]:
         """Return the rows of new tokens by name: one parameter if the head is tied, otherwise two."""
-        names = ROWS[: 1 if model.config.tied else 2] if self.tokens else ()
+        is_shared = model.config.tied and not self.untied
+        names = ROWS[: 1 if is_shared else 2] if self.tokens else ()
         return {name: model.get_parameter(name) for name in names}
 
     def add_token_rows(self, name: str, weight: Tensor, values: Values) -> Tensor:

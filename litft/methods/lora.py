@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from litft.args import LoRAArgs
 from litft.checkpoints.conversion import hf_module_name, rule_of
-from litft.checkpoints.peft_format import LoraAdapter, read_adapter, write_adapter
+from litft.checkpoints.peft_format import LoraAdapter, write_adapter
+from litft.checkpoints.peft_reader import read_adapter
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, adaptable_modules, peft_targets
 from litft.checkpoints.rules import Rule
 from litft.methods.base import BaseFolder, Method, Values, match_patterns, pattern_matches, with_fused
@@ -47,7 +48,6 @@ class LoRA(Method):
         super().__init__(args)
         self.specs: dict[str, LoraSpec] = {}
         self.trained: list[str] = []
-        self.untied = False  # whether a trained embedding is separate from its tied head, as in some adapters from PEFT
 
     def choose(self, model: GPT, rules: list[Rule]) -> None:
         """Select the modules of `targets` and `modules_to_save`; raise ValueError if a pattern matches nothing."""
@@ -153,13 +153,17 @@ class LoRA(Method):
         trained = {name: values[name] for name in self.trained}
         adapter = LoraAdapter(factors, trained, list(self.tokens), rows, untied=self.untied)
         settings = {"lora_dropout": self.args.dropout, "use_dora": self.args.dora, "bias": _PEFT_BIAS[self.args.bias]}
-        write_adapter(folder, model, source.adapter_rules, adapter, settings | record)
+        settings |= record
+        size = self.vocab_size(model.config)
+        if size > model.config.vocab_size:  # in PEFT, the base has to be resized first
+            settings["litft"] = settings.get("litft", {}) | {"vocab_size": size}
+        write_adapter(folder, model, source.adapter_rules, adapter, settings, source.tensor, source.adapter_names)
 
     @classmethod
     def read(cls, folder: Path, source: BaseFolder) -> tuple["LoRA", Values]:
         """Read PEFT's two files, written by litft or by PEFT."""
         model = source.meta_model()
-        adapter = read_adapter(folder, model, source.adapter_rules)
+        adapter = read_adapter(folder, model, source.adapter_rules, source.tensor)
         bias = {peft_value: value for value, peft_value in _PEFT_BIAS.items()}[adapter.bias]
         method = cls(LoRAArgs(dora=any(weights.m is not None for weights in adapter.factors.values()), bias=bias))
         method.tokens = {token: [] for token in adapter.tokens}

@@ -94,11 +94,17 @@ def untrained_ids(table: Tensor, ids: Iterable[int]) -> list[int]:
     return sorted(token for token in ids if row_norms[token] < min_norm or has_duplicate(token))
 
 
-def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]]) -> None:
-    """Add trained rows for the tokens `ids`. pieces: the ids that each token's text was encoded as before."""
-    id_tensor, tied = torch.tensor(ids), model.config.tied
+def add_tokens(model: GPT, ids: list[int], pieces: list[list[int]], untied: bool = False) -> None:
+    """Add trained rows for the tokens `ids`. pieces: the ids that each token's text was encoded as before.
+
+    untied: give a head that is tied to the embedding rows of its own.
+    """
+    id_tensor = torch.tensor(ids)
+    is_shared = model.config.tied and not untied
     table = model.embed.weight
-    rows = [nn.Parameter(table.new_empty(len(ids), table.size(1), dtype=torch.float32)) for _ in range(1 if tied else 2)]
+    rows = []
+    for _ in range(1 if is_shared else 2):
+        rows.append(nn.Parameter(table.new_empty(len(ids), table.size(1), dtype=torch.float32)))
     TokenEmbedding.mix_over(model.embed).add_rows(id_tensor, pieces, rows[0])
     TokenHead.mix_over(model.lm_head).add_rows(id_tensor, pieces, rows[-1])
     model.set_vocabulary(max(model.config.vocab_size, max(ids) + 1))

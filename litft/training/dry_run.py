@@ -35,6 +35,7 @@ STRATEGIES = {
 }
 GREEN, OFF = "\033[32m", "\033[0m"
 MARKS = "⟦", "⟧"  # without colours
+SWITCH = "enable_thinking"  # the variable of most templates that have thoughts
 FEW_STEPS, FEW_EXAMPLES = 30, 10  # fewer are warned about
 
 
@@ -78,6 +79,8 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     for name, report in data.reports.items():
         yield f"{name}: {file_line(report)}"
     yield f"the chat template is {data.template}"
+    if any(report.empty_thoughts for report in data.reports.values()) and SWITCH in tokenizer.chat_template:
+        yield f"note: prompts of the result ask for a thought; --data.template_args {SWITCH}=false makes them ask for none"
     is_weighted = any(weight != 1 for weight in data.weights)
     yield (
         f"{len(data.train):,} training and {len(data.val):,} validation examples; {_count(schedule.steps, 'step')} of "

@@ -27,7 +27,7 @@ from litft.errors import Interrupted
 from litft.model.placement import full_tensor
 from litft.model.transformer import GPT
 from litft.pretrained import base_record
-from litft.save_pretrained import Result, copy_tokenizer, write_result
+from litft.save_pretrained import Result, check_written, copy_tokenizer, write_result
 from litft.training import run_checkpoints
 from litft.training.auto_settings import Settings
 from litft.training.dry_run import data_lines, duration, plan_lines
@@ -260,9 +260,11 @@ class Recorder:
                 return
             if not method.saves_full_model:
                 training = {"quantize": self.setup.quantize, "precision": self.settings.precision}
+                source = dataclasses.replace(source, text_names=self.args.save.text_names)
                 record = base_record(source, self.folder / name)
                 method.write(partial, source, values, record | {"litft": record["litft"] | training})
             copy_tokenizer(self.setup.tokenizer, partial)
+            check_written(partial, source)
 
     # ---- the end
 

@@ -13,6 +13,7 @@ from litft.args import LoRAArgs, MergeArgs
 from litft.export.convert import merge
 from litft.methods import LoRA
 from litft.pretrained import resolve
+from litft.save_pretrained import check_written
 
 FUSED = [
     ("gpt_neox", "parallel, partial"),
@@ -57,6 +58,7 @@ def folder(request, make_model):
 
 def write_random_adapter(folder, out, **values):
     """Return (model, method, source) for a model with random factors that is saved as an adapter."""
+    torch.manual_seed(5)
     source = resolve(folder)
     model, method = source.base_model(), LoRA(LoRAArgs(**{"r": 3, "alpha": 5, **values}))
     method.choose(model, source.adapter_rules)
@@ -65,6 +67,15 @@ def write_random_adapter(folder, out, **values):
     out.mkdir(exist_ok=True)
     method.write(out, source, method.values(model), {"base_model_name_or_path": str(folder)})
     return model, method, source
+
+
+@pytest.mark.parametrize("folder", CASES, indirect=True)
+@torch.no_grad()
+def test_what_is_written_opens(folder, tmp_path):
+    """Also DoRA of stacked experts: a run opens its result once before it says that it is done."""
+    model, _, source = write_random_adapter(folder, tmp_path, dora=True)
+    check_written(tmp_path, source)
+    assert relative(litft.load(tmp_path, base_dir=folder)[0](TOKENS), model(TOKENS)) <= 1e-5
 
 
 TOKENS = draw(2, 23, seed=8)

@@ -64,7 +64,7 @@ def test_a_tokenizer_whose_ids_may_differ_elsewhere_is_announced(tiny, shared):
     assert Tokenizer(shared / "tokenizers" / "qwen2.5").portability_note() is None
 
 
-NAMED = {"default": QUIRKS["content alone"], "tool_use": QUIRKS["plain"]}
+NAMED = {"default": "{%- for m in messages %}{{ m.role + m.content }}{% endfor %}", "tool_use": QUIRKS["plain"]}
 
 
 @pytest.mark.parametrize("as_files", [False, True])

@@ -4,7 +4,7 @@ import json
 import re
 import sys
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +43,7 @@ QUANTIZATION_VERSION = 2
 class GgufFolder(PretrainedFolder):
     """A GGUF file as the source of a model folder."""
 
-    file: GgufFile
+    file: GgufFile = field(kw_only=True)
 
     @property
     def checkpoint(self) -> GgufFile:
@@ -66,7 +66,7 @@ def read(args: GgufConvertArgs) -> Path:
         architecture.check_rotation(config)
     except ValueError as error:
         raise ValueError(f"{file.folder}: {error}") from None
-    source = GgufFolder(file.folder, file.folder, None, hf, config, file)
+    source = GgufFolder(file.folder, file.folder, None, hf, config, file=file)
     dtype = source.dtype(None) if args.precision == "auto" else DTYPES[args.precision]
 
     def fill(folder: Path) -> None:

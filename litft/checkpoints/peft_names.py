@@ -1,0 +1,107 @@
+"""Names of modules in PEFT's files: those of a text model, or those of the multimodal model around it.
+
+transformers opens a multimodal folder (Gemma 3, Mistral 3, Llama 4, Qwen3.5, ...) as a model whose language model is a part.
+PEFT and vLLM find a module of an adapter by its name in that model, and pass over names that do not exist without an error.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+PREFIX = "base_model.model."  # of every key in PEFT's files
+
+# in which other names of a wrapper's language model begin, and what the text model calls it
+_WRAPPED = {
+    "model.language_model.": "model.",
+    "language_model.model.": "model.",
+    "language_model.lm_head": "lm_head",
+}
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+@dataclass(frozen=True)
+class ModuleNames:
+    """Where the class that opens a folder has the text model's `model.` and `lm_head`."""
+
+    model: str = "model."
+    head: str = "lm_head"
+
+    @property
+    def is_wrapper(self) -> bool:
+        """Whether the class is a multimodal one."""
+        return self != TEXT_NAMES
+
+    def of(self, name: str) -> str:
+        """Return the name of a module or parameter in this class, given that in the text model."""
+        if name == "lm_head" or name.startswith("lm_head."):
+            return self.head + name.removeprefix("lm_head")
+        return self.model + name.removeprefix("model.") if name.startswith("model.") else name
+
+
+TEXT_NAMES = ModuleNames()
+
+
+def text_name(name: str) -> str:
+    """Return the name in the text model of a module or parameter of any class."""
+    for wrapped, plain in _WRAPPED.items():
+        if name.startswith(wrapped):
+            return plain + name.removeprefix(wrapped)
+    return name
+
+
+def all_names(name: str) -> list[str]:
+    """Return the names that a module of the text model may have in an adapter's config."""
+    names = [name]
+    for wrapped, plain in _WRAPPED.items():
+        if name.startswith(plain):
+            names.append(wrapped + name.removeprefix(plain))
+    return names
+
+
+def target_regex(adapted: Iterable[str], adaptable: Collection[str]) -> str:
+    """Return a regular expression that matches the names in `adapted` alone, short where it covers all layers.
+
+    Full names keep it from matching modules of the same name in a vision tower.
+    """
+    all_numbers = _numbers_by_form(adaptable)
+    alternatives = []
+    for form, numbers in _numbers_by_form(adapted).items():
+        digits = r"\d+" if numbers == all_numbers[form] else f"({'|'.join(numbers)})"
+        alternatives.append(re.escape(form).replace(re.escape("{}"), digits))
+    return "|".join(alternatives)
+
+
+def _numbers_by_form(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the layer numbers of each form of a name: `model.layers.{}.mlp`."""
+    forms: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        number = _NUMBER.search(name)
+        form = _NUMBER.sub("{}", name, count=1)
+        forms[form].append(number[0] if number else "")
+    return forms
+
+
+def missing_modules(keys: Iterable[str], base_names: Iterable[str], names: ModuleNames) -> list[str]:
+    """Return the keys of an adapter file whose block is not in the base model, in the class that opens the folder.
+
+    base_names: of the tensors in the base's files, whose wrapper may have an older spelling.
+    """
+    blocks = set()
+    is_wrapper = any("language_model." in name for name in base_names)
+    for name in base_names:
+        block = _block(text_name(name))
+        if block is not None:
+            blocks.add((names if is_wrapper else TEXT_NAMES).of(block))
+    missing = []
+    for key in keys:
+        block = _block(key.removeprefix(PREFIX))
+        if block is not None and block not in blocks:
+            missing.append(key)
+    return missing
+
+
+def _block(name: str) -> str | None:
+    """Return the beginning of a name up to its layer number: model.layers.3."""
+    number = _NUMBER.search(name)
+    return name[: number.end()] if number else None
