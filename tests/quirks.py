@@ -36,6 +36,10 @@ QUIRKS = {
         + _END
     )
     + "{%- if add_generation_prompt and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{% endif %}",
+    # as GLM-4.6: an empty thought that no prompt has
+    "an empty thought without a switch": _template(
+        _HEAD + "{{ '<think>' + (m.reasoning_content or '') + '</think>\n' }}" + _BODY + _END
+    ),
     # as GLM-4.7: the prompt opens a thought, and an answer without reasoning closes one that is not open
     "a closed thought": _template(
         _HEAD + "{{ '<think>' + m.reasoning_content + '</think>' if m.reasoning_content else '</think>' }}" + _BODY + _END,
@@ -93,6 +97,11 @@ QUIRKS = {
         "{%- elif m.role == 'user' %}{{ '[INST]' + (ns.system if loop.last else '') + m.content + '[/INST]' }}"
         "{%- elif m.role == 'tool' %}{{ '[RESULT]' + m.content + '[/RESULT]' }}"
         "{%- else %}" + _BODY + "{{ eos_token }}{% endif %}{%- endfor %}"
+    ),
+    # as Command-R+: instructions after the last message, whatever it is; a call has no end token
+    "instructions come last": _template(_HEAD + _BODY + "{%- if not m.tool_calls %}" + _END + "{% endif %}").replace(
+        "{%- if add_generation_prompt %}",
+        "{{ '<|turn|>system\nWrite a list of actions.<|end|>\n' }}{%- if add_generation_prompt %}",
     ),
     # thoughts and calls are no part of it
     "content alone": _template(_HEAD + "{{ m.content }}" + _END),

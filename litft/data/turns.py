@@ -5,6 +5,7 @@ call, and ends with the token that ends the turn. A conversation for which this 
 """
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from litft.data.turn_rendering import OTHER_TEMPLATE, TurnRendering, check_compl
 # variables with which templates switch thinking on and off
 THINKING_ON = ({"enable_thinking": True}, {"thinking": True})
 THINKING_OFF = ({"enable_thinking": False}, {"thinking": False})
+OPENS_TURN = re.compile("start|begin|open", re.IGNORECASE)  # in the name of a token
 BOTH_ON = {"enable_thinking": True, "thinking": True}
 
 MARK_LENGTH = 40  # characters, more than any mark of a thought has
@@ -303,7 +305,14 @@ def _turn_end(rendering: TurnRendering, text: str, tail: str | None, ends: EndTo
     beginning = len(text) - len(tail or "")
     found = _ends_in(tail or "", ends.special)
     if tail and len(found) > 1:
-        found = _closing_tokens(rendering, tail, ends) or found
+        common = tail[: _common_end(rendering, tail)]
+        is_whole = common == tail
+        found = _closing_tokens(common, is_whole or bool(rendering.calls), ends) or found
+        if rendering.calls and not is_whole and not any(token in ends.stops for token, _ in found):
+            # no token is known to end the turn; what follows is the beginning of the next one
+            token, position = next((item for item in found if OPENS_TURN.search(item[0])), found[0])
+            position = beginning + len(tail[: position - len(token)].rstrip())
+            return text[:position], position
     stops = [end for token, end in found if token in ends.stops]
     if stops:
         position = beginning + stops[0]
@@ -332,15 +341,19 @@ def _ends_in(text: str, tokens: tuple[str, ...]) -> list[tuple[str, int]]:
     return sorted(found, key=lambda item: item[1])
 
 
-def _closing_tokens(rendering: TurnRendering, tail: str, ends: EndTokens) -> list[tuple[str, int]]:
-    """Return the tokens of a tail that end the turn: those that are also written if another message follows.
+def _closing_tokens(common: str, is_closing: bool, ends: EndTokens) -> list[tuple[str, int]]:
+    """Return the tokens that may end a turn in `common`, the part of a tail that is written if another message follows.
 
-    Phi 3.5 ends the last turn with <|end|> and EOS, others with <|end|> alone. If only a part of the tail is written then,
-    the first token counts: the rest is the beginning of the next turn. A call may have special tokens of its own.
+    Phi 3.5 ends the last turn with <|end|> and EOS, others with <|end|> alone. is_closing: all of the part belongs to the
+    turn; otherwise the first token does, and the rest is the beginning of the next turn.
     """
-    common = tail[: common_length(tail, _later_tail(rendering))]
     found = _ends_in(common, ends.special)
-    return found if rendering.calls or common == tail else found[:1] + [item for item in found if item[0] in ends.stops]
+    return found if is_closing else found[:1] + [item for item in found if item[0] in ends.stops]
+
+
+def _common_end(rendering: TurnRendering, tail: str) -> int:
+    """Return the length of the part of a tail that is also written if another message follows."""
+    return common_length(tail, _later_tail(rendering))
 
 
 def _written_next(rendering: TurnRendering, tail: str, ends: EndTokens) -> str | None:

@@ -61,6 +61,11 @@ LEARNED = {
         "inline, empty": [f"{ANSWER}<|end|>"],
         "reasoning and call": [f"{THOUGHT}{CALL}<|end|>"],
     },
+    "an empty thought without a switch": {
+        "plain": [f"{ANSWER}<|end|>"],
+        "call": [f"\n{CALL}<|end|>"],  # the spaces may be those before a call
+        "reasoning_content": [f"<think>{REASONING}</think>\n{ANSWER}<|end|>"],
+    },
     "a closed thought": {
         "plain": [f"{ANSWER}<|end|>"],
         "reasoning_content": [f"{REASONING}</think>{ANSWER}<|end|>"],
@@ -112,6 +117,7 @@ LEARNED = {
     "arguments as text": {"call": [f"{CALL}<|end|>"]},
     "content or calls": {"call": [f"{CALL}<|end|>"], "text and call": "leaves out the assistant's content"},
     "the system prompt comes last": {"system": [f"{ANSWER}</s>"]},
+    "instructions come last": {"plain, later": [f"{ANSWER}<|end|>", f"{LAST}<|end|>"], "call": [CALL]},
     "content alone": {"call": "leaves out a tool call", "reasoning": "leaves out the assistant's reasoning"},
 }
 
@@ -187,6 +193,9 @@ def test_calls_and_their_values_may_be_anything():
     only_first = QUIRKS["plain"].replace("m.tool_calls or []", "(m.tool_calls or [])[:1]")
     with pytest.raises(ValueError, match="leaves out a tool call"):
         turns_of(only_first, [QUESTION, message], TOOLS)
+    alike = answer("", tool_calls=calls("weather", "weather", arguments={}))
+    with pytest.raises(ValueError, match="leaves out a tool call"):
+        turns_of(only_first, [QUESTION, alike], TOOLS)
     names_only = QUIRKS["plain"].replace(" + c.function.arguments | tojson", " + '{}'")
     with pytest.raises(ValueError, match="leaves out a tool call"):
         turns_of(names_only, [QUESTION, message], TOOLS)
