@@ -43,6 +43,7 @@ _SAVED_TABLE = "modules_to_save.weight"
 
 # Dimensions: E experts, R rank, N new tokens, C hidden dim, V vocabulary of the base, W that of the adapter
 
+TABLES = ("embed", "lm_head")
 ReadBase = Callable[[str], Tensor]  # returns a tensor of the base model by its litft name
 
 
@@ -62,85 +63,119 @@ def read_adapter(folder: Path, model: nn.Module, rules: list[Rule], read_base: R
     """
     config = read_adapter_config(folder)
     check_lora_config(config, folder)
-    init = initial_update(config, folder)
-    rules = [rule for rule in rules if not isinstance(rule, Drop)]  # an adapter may have a head that a tied base drops
-    targets = peft_targets(model, rules)
-    tensors = {text_name(key.removeprefix(PREFIX)): tensor.float() for key, tensor in read_tensors(folder).items()}
-    saved = [text_name(module) for module in config.get("modules_to_save") or []]
-    vocabulary = _take_vocabulary(tensors, config, saved, targets, model, read_base, folder)
-    parts = _sort_tensors(tensors, config, targets, rules, folder)
+    # an adapter may have a head that a tied base drops
+    rules = [rule for rule in rules if not isinstance(rule, Drop)]
+    reading = _Reading(
+        folder=folder,
+        config=config,
+        init=initial_update(config, folder),
+        saved=[text_name(module) for module in config.get("modules_to_save") or []],
+        model=model,
+        rules=rules,
+        targets=peft_targets(model, rules),
+        read_base=read_base,
+    )
+    tensors = {}
+    for key, tensor in read_tensors(folder).items():
+        tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
+    vocabulary = _take_vocabulary(tensors, reading)
+    parts = _sort_tensors(tensors, reading)
     factors = {}
     for target, target_parts in parts.targets.items():
-        if problem := _problem(target, target_parts, model):
-            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {target.name} {problem}")
-        factors |= target.split(_weights(target, target_parts, config, init, read_base, folder))
+        factors |= target.split(_weights(target, target_parts, reading))
     for name, expert_parts in parts.experts.items():
-        factors[name] = _stack_experts(model.get_submodule(name), expert_parts, config, folder)
-    _check_complete(saved, factors, parts.base, folder)
-    trained = _trained_parameters(parts.base, model, rules, folder)
-    return _untie(LoraAdapter(factors, trained, vocabulary.ids, vocabulary.rows, config.get("bias", "none")), model)
-
-
-def _untie(adapter: LoraAdapter, model: nn.Module) -> LoraAdapter:
-    """Return the adapter of a tied base as one that keeps embedding and head tied, if it has the same values for both."""
+        factors[name] = _stack_experts(name, expert_parts, reading)
+    _check_complete(factors, parts.base, reading)
+    adapter = LoraAdapter(
+        factors,
+        trained=_trained_parameters(parts.base, reading),
+        tokens=vocabulary.ids,
+        token_rows=vocabulary.rows,
+        bias=config.get("bias", "none"),
+    )
     if not model.config.tied:
         return adapter
-    embed, head = (adapter.trained.get(f"{name}.weight") for name in ("embed", "lm_head"))
-    rows = [adapter.token_rows.get(f"{name}.token_rows") for name in ("embed", "lm_head")]
-    untied = (embed is None) != (head is None)
-    if embed is not None and head is not None:
-        untied = not torch.equal(embed, head)
-    if rows[1] is not None and not torch.equal(rows[0], rows[1]):
-        untied = True
-    if untied:
-        return replace(adapter, untied=True)
+    return replace(adapter, untied=True) if _differs(adapter) else _without_head(adapter)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """An adapter folder that is read, and the base that it is for."""
+
+    folder: Path
+    config: dict[str, Any]
+    init: str | None  # see `initial_update`
+    saved: list[str]  # modules_to_save, by their names in the text model
+    model: nn.Module
+    rules: list[Rule]
+    targets: dict[str, PeftTarget]  # by litft name
+    read_base: ReadBase
+
+    @property
+    def path(self) -> Path:
+        """The file with the tensors, for messages."""
+        return self.folder / ADAPTER_WEIGHTS
+
+
+def _differs(adapter: LoraAdapter) -> bool:
+    """Return whether an adapter of a tied base has other values for the head than for the embedding."""
+    embed = adapter.trained.get("embed.weight")
+    head = adapter.trained.get("lm_head.weight")
+    if (embed is None) != (head is None):
+        return True
+    if embed is not None and not torch.equal(embed, head):
+        return True
+    embed_rows = adapter.token_rows.get("embed.token_rows")
+    head_rows = adapter.token_rows.get("lm_head.token_rows")
+    return head_rows is not None and not torch.equal(embed_rows, head_rows)
+
+
+def _without_head(adapter: LoraAdapter) -> LoraAdapter:
+    """Return an adapter of a tied base without the head's values, which are the embedding's."""
     trained = {name: value for name, value in adapter.trained.items() if name != "lm_head.weight"}
     token_rows = {name: value for name, value in adapter.token_rows.items() if name != "lm_head.token_rows"}
     return replace(adapter, trained=trained, token_rows=token_rows)
 
 
-def _take_vocabulary(
-    tensors: dict[str, Tensor],
-    config: dict[str, Any],
-    saved: list[str],
-    targets: dict[str, PeftTarget],
-    model: nn.Module,
-    read_base: ReadBase,
-    folder: Path,
-) -> _Vocabulary:
+def _take_vocabulary(tensors: dict[str, Tensor], reading: _Reading) -> _Vocabulary:
     """Take the rows of new tokens out of the tensors, which then fit the base's vocabulary; return the rows.
 
     PEFT saves the whole tables if the vocabulary was resized (more rows, or fewer, without the base's padding).
     """
-    given_ids = read_token_ids(config, folder)
+    given_ids = read_token_ids(reading.config, reading.folder)
     given = {}
     own = {}
-    for name in ("embed", "lm_head"):
-        module = targets[name].name
-        given[name] = tensors.pop(f"{module}.{TOKEN_ROWS}", None)
-        table = _take_table(tensors, module)
-        is_saved = any(module.endswith(pattern) for pattern in saved)
-        own[name] = _fit_table(tensors, targets[name], table, is_saved, config, model, read_base, folder)
-    if given_ids and given["embed"] is None and given["lm_head"] is None:
-        raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {len(given_ids)} new tokens need rows; copy the adapter again")
-    vocabulary = _Vocabulary(list(dict.fromkeys([*given_ids, *sorted(own["embed"].keys() | own["lm_head"].keys())])))
+    for name in TABLES:
+        given[name] = tensors.pop(f"{reading.targets[name].name}.{TOKEN_ROWS}", None)
+        own[name] = _fit_table(name, tensors, reading)
+    if given_ids and all(rows is None for rows in given.values()):
+        raise ValueError(f"{reading.path}: {len(given_ids)} new tokens need rows; copy the adapter again")
+    new_ids = sorted(own["embed"].keys() | own["lm_head"].keys())
+    vocabulary = _Vocabulary(list(dict.fromkeys([*given_ids, *new_ids])))
     if not vocabulary.ids:
         return vocabulary
     # one of the tables may have no rows of its own: then those of the other if the two are tied, or the base's
-    for name, other in (("embed", "lm_head"), ("lm_head", "embed")):
-        if model.config.tied and given[name] is None and not own[name]:
-            given[name], own[name] = given[other], own[other]
-    for name in ("embed", "lm_head"):
+    for name, other in (TABLES, TABLES[::-1]):
+        if reading.model.config.tied and given[name] is None and not own[name]:
+            given[name] = given[other]
+            own[name] = own[other]
+    for name in TABLES:
         rows = dict(own[name])
         if given[name] is not None:
             rows |= zip(given_ids, given[name].split(1), strict=False)
-        missing = [token for token in vocabulary.ids if token not in rows and token < model.config.vocab_size]
-        if missing:
-            table = read_base(_table_of(name, model)).float()
-            rows |= {token: table[token : token + 1] for token in missing}
-        _check_rows(rows, vocabulary.ids, model, folder)
+        _add_base_rows(rows, name, vocabulary.ids, reading)
+        _check_rows(rows, vocabulary.ids, reading)
         vocabulary.rows[f"{name}.token_rows"] = torch.cat([rows[token] for token in vocabulary.ids])
     return vocabulary
+
+
+def _add_base_rows(rows: dict[int, Tensor], name: str, ids: list[int], reading: _Reading) -> None:
+    """Add the base's rows (1, C) of those tokens that a table does not train."""
+    missing = [token for token in ids if token not in rows and token < reading.model.config.vocab_size]
+    if missing:
+        table = reading.read_base(_table_of(name, reading.model)).float()
+        for token in missing:
+            rows[token] = table[token : token + 1]
 
 
 def _table_of(name: str, model: nn.Module) -> str:
@@ -148,16 +183,16 @@ def _table_of(name: str, model: nn.Module) -> str:
     return "embed.weight" if model.config.tied else f"{name}.weight"
 
 
-def _check_rows(rows: dict[int, Tensor], ids: list[int], model: nn.Module, folder: Path) -> None:
+def _check_rows(rows: dict[int, Tensor], ids: list[int], reading: _Reading) -> None:
     """Raise ValueError if a token has no row, or rows do not fit the network or are not finite."""
-    path = folder / ADAPTER_WEIGHTS
-    shape = (1, model.config.dim)
-    if any(token not in rows or tuple(rows[token].shape) != shape for token in ids) or rows.keys() - set(ids):
-        found = {token: tuple(row.shape) for token, row in rows.items()}
-        reason = f"{len(ids)} new tokens need one row each of {model.config.dim} values in embedding and head"
-        raise ValueError(f"{path}: {reason}; found {str(found)[:200]}; save it again with save_embedding_layers=True")
-    if not all(row.isfinite().all() for row in rows.values()):
-        raise ValueError(f"{path}: the rows of new tokens contain NaN or infinity; copy the adapter again")
+    dim = reading.model.config.dim
+    for token in ids:
+        if token not in rows or tuple(rows[token].shape) != (1, dim):
+            found = tuple(rows[token].shape) if token in rows else "none"
+            reason = f"the token {token} needs a row of {dim} values in embedding and head, found {found}"
+            raise ValueError(f"{reading.path}: {reason}; save it again with save_embedding_layers=True")
+        if not rows[token].isfinite().all():
+            raise ValueError(f"{reading.path}: the row of token {token} contains NaN or infinity; copy the adapter again")
 
 
 def _take_table(tensors: dict[str, Tensor], module: str) -> Tensor | None:
@@ -169,57 +204,69 @@ def _take_table(tensors: dict[str, Tensor], module: str) -> Tensor | None:
     return table
 
 
-def _fit_table(
-    tensors: dict[str, Tensor],
-    target: PeftTarget,
-    table: Tensor | None,
-    is_saved: bool,
-    config: dict[str, Any],
-    model: nn.Module,
-    read_base: ReadBase,
-    folder: Path,
-) -> dict[int, Tensor]:
-    """Make table and factors of an embedding or a head fit the base's vocabulary.
+def _fit_table(name: str, tensors: dict[str, Tensor], reading: _Reading) -> dict[int, Tensor]:
+    """Make table and factors of the embedding or the head fit the base's vocabulary.
 
-    table: (W, C), all rows as PEFT saved them. Returns the rows (1, C) that the base does not have, by token: those beyond
-    its vocabulary, and single others. A table of which most rows differ from the base's is one that was trained.
+    Returns the rows (1, C) that the base does not have, by token: those beyond its vocabulary, and single others. A table
+    of which most rows differ from the base's is one that was trained.
     """
-    name = target.linears[0]
-    module = target.name
-    size = model.config.vocab_size
+    target = reading.targets[name]
+    table = _take_table(tensors, target.name)  # (W, C), all rows as PEFT saved them
+    factors = _factor_keys(tensors, target.name)
+    # the factor with a column, or a row, for each token
+    leaf, dim = ("a", 1) if target.embedding else ("b", 0)
+    has_lora = leaf in factors
+    size = reading.model.config.vocab_size
+    width = size if table is None else table.size(0)
+    if has_lora:
+        width = tensors[factors[leaf]].size(dim)
+    _check_table(table, width, "m" in factors, target, reading)
+    if table is None:
+        return {}
+    base = reading.read_base(_table_of(name, reading.model)).float()
+    whole = torch.cat((table[:size], base[width:]))
+    changed = (whole != base).any(1).nonzero().flatten().tolist()
+    is_saved = any(target.name.endswith(pattern) for pattern in reading.saved)
+    if is_saved or (len(changed) > MOST_ROWS * size and not has_lora):
+        tensors[f"{target.name}.weight"] = whole
+        changed = []
+    # litft's own new tokens, which are rows of a whole table beside LoRA or a trained table
+    recorded = reading.config.get("litft", {}).get("new_tokens", [])
+    tokens = {*changed, *recorded, *range(size, width)}
+    rows = table
+    if has_lora:
+        a = tensors[factors["a"]]
+        b = tensors[factors["b"]]
+        update = (b @ a).mT if target.embedding else b @ a  # (W, C)
+        rows = table + _scale(reading.config, target.config_name, a.size(0)) * update
+        tensors[factors[leaf]] = _resized(tensors[factors[leaf]], size, dim)
+    return {token: rows[token : token + 1] for token in sorted(tokens)}
+
+
+def _factor_keys(tensors: dict[str, Tensor], module: str) -> dict[str, str]:
+    """Return the keys of a module's LoRA tensors by kind: a, b or m."""
     keys = {}
     for key in tensors:
         owner, leaf = _split_key(key)
         if owner == module and leaf:
             keys[leaf] = key
-    if table is not None and (table.dim() != 2 or table.size(1) != model.config.dim):
-        raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {module} has shape {tuple(table.shape)}; pass --base_dir")
-    leaf = "a" if target.embedding else "b"  # the factor with a column, or a row, for each token
-    dim = 1 if target.embedding else 0
-    width = size if table is None else table.size(0)
-    if leaf in keys:
-        width = tensors[keys[leaf]].size(dim)
-    if width != size and (table is None or len(table) != width or "m" in keys):
-        kind = "DoRA's magnitudes" if "m" in keys else "no rows of the new tokens"
-        reason = f"{module} is resized from {size} to {width} rows, with {kind}"
-        raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {reason}; merge it in PEFT, or save it with its embedding layers")
-    if table is None:
-        return {}
-    base = read_base(_table_of(name, model)).float()
-    whole = torch.cat((table[:size], base[width:]))
-    recorded = config.get("litft", {}).get("new_tokens", [])  # litft's, which are rows of the whole table here
-    changed = (whole != base).any(1).nonzero().flatten().tolist()
-    if is_saved or (len(changed) > MOST_ROWS * size and leaf not in keys):
-        tensors[f"{module}.weight"] = whole
-        changed = []
-    tokens = {*changed, *recorded, *range(size, width)}
-    rows = table
-    if leaf in keys:
-        a, b = tensors[keys["a"]], tensors[keys["b"]]
-        update = (b @ a).mT if target.embedding else b @ a  # (W, C)
-        rows = table + _scale(config, target.config_name, a.size(0)) * update
-        tensors[keys[leaf]] = _resized(tensors[keys[leaf]], size, dim)
-    return {token: rows[token : token + 1] for token in sorted(tokens)}
+    return keys
+
+
+def _check_table(table: Tensor | None, width: int, has_magnitudes: bool, target: PeftTarget, reading: _Reading) -> None:
+    """Raise ValueError if a table does not fit the network, or a resized one lacks what its rows are made of."""
+    dim = reading.model.config.dim
+    size = reading.model.config.vocab_size
+    if table is not None and (table.dim() != 2 or table.size(1) != dim):
+        raise ValueError(f"{reading.path}: {target.name} has shape {tuple(table.shape)}; pass --base_dir with its base")
+    if width == size:
+        return
+    what = f"{target.name} is resized from {size} to {width} rows"
+    remedy = "merge the adapter in PEFT, or save it with save_embedding_layers=True"
+    if table is None or len(table) != width:
+        raise ValueError(f"{reading.path}: {what}, but the file has no table with them; {remedy}")
+    if has_magnitudes:
+        raise ValueError(f"{reading.path}: {what}, with DoRA's magnitudes over all of them; {remedy}")
 
 
 def _resized(tensor: Tensor, size: int, dim: int) -> Tensor:
@@ -242,12 +289,11 @@ class _Parts:
     base: dict[str, Tensor] = field(default_factory=dict)  # trained parameters of the base, by their names in it
 
 
-def _sort_tensors(
-    tensors: dict[str, Tensor], config: dict[str, Any], targets: dict[str, PeftTarget], rules: list[Rule], folder: Path
-) -> _Parts:
+def _sort_tensors(tensors: dict[str, Tensor], reading: _Reading) -> _Parts:
     """Sort tensors by the unit that they adapt; raise ValueError for one that matches no module of the base."""
     parts = _Parts()
-    stacked = [text_name(name) for name in config.get("target_parameters") or []]
+    targets = reading.targets
+    stacked = [text_name(name) for name in reading.config.get("target_parameters") or []]
     parameter_keys = _expert_keys(stacked, targets.values())
     for key, tensor in tensors.items():
         module, leaf = _split_key(key)
@@ -259,10 +305,10 @@ def _sort_tensors(
         if module in parameter_keys:
             parts.targets.setdefault(parameter_keys[module], {})[leaf] = tensor
             continue
-        mappings = mappings_from_hf(rules, [f"{module}.weight"])[0]
+        mappings = mappings_from_hf(reading.rules, [f"{module}.weight"])[0]
         if not mappings:
             reason = f"{PREFIX}{key} matches no module of the base"
-            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {reason}; pass --base_dir with another base")
+            raise ValueError(f"{reading.path}: {reason}; pass --base_dir with another base")
         name = mappings[0].targets[0].removesuffix(".weight")
         if targets[name].experts:
             expert = mappings[0].sources.index(f"{module}.weight")
@@ -272,28 +318,25 @@ def _sort_tensors(
     return parts
 
 
-def _weights(
-    target: PeftTarget,
-    parts: dict[str, Tensor],
-    config: dict[str, Any],
-    init: str | None,
-    read_base: ReadBase,
-    folder: Path,
-) -> LoraWeights:
+def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: _Reading) -> LoraWeights:
     """Return the update of a target. One that began as a part of the base's weight has that part subtracted from it.
 
-    PEFT subtracts it from the base when it opens the adapter.
+    PEFT subtracts it from the base when it opens the adapter. Raises ValueError if the tensors do not fit.
     """
+    problem = _problem(target, parts, reading.model)
+    if problem:
+        raise ValueError(f"{reading.path}: the adapter does not fit its base model: {target.name} {problem}")
     a = parts["a"]
     b = parts["b"]
+    init = reading.init
     rank = a.size(0) // max(target.experts, 1)
-    scale = _scale(config, target.config_name, rank)
+    scale = _scale(reading.config, target.config_name, rank)
     if init is None or target.embedding:
         return LoraWeights(a, b, scale, parts.get("m"))
     if target.experts or (init == "olora" and target.rule.transposed):
-        reason = f"init_lora_weights {init!r} of {target.name}"
-        raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {reason} is not supported; merge the adapter in PEFT")
-    weights = [read_base(f"{name}.weight").float() for name in target.linears]
+        reason = f"init_lora_weights {init!r} of {target.name} is not supported"
+        raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
+    weights = [reading.read_base(f"{name}.weight").float() for name in target.linears]
     weight = target.rule.join_rows(weights)  # (out, in)
     a0, b0 = _initial_factors(weight, rank, scale, init)
     return LoraWeights(torch.cat((a, a0)), torch.cat((b, -b0), dim=1), scale, parts.get("m"))
@@ -317,44 +360,37 @@ def _split_key(key: str) -> tuple[str, str | None]:
     return key, None
 
 
-def _trained_parameters(
-    base_tensors: dict[str, Tensor], model: nn.Module, rules: list[Rule], folder: Path
-) -> dict[str, Tensor]:
+def _trained_parameters(base_tensors: dict[str, Tensor], reading: _Reading) -> dict[str, Tensor]:
     """Return the base model's parameters among the adapter's tensors, by litft name."""
-    expected, parameters = dict(model.named_parameters(remove_duplicate=False)), {}
-    mappings, unknown = mappings_from_hf(rules, base_tensors)
+    remedy = "pass --base_dir with the base it was trained on"
+    expected = dict(reading.model.named_parameters(remove_duplicate=False))
+    parameters = {}
+    mappings, unknown = mappings_from_hf(reading.rules, base_tensors)
     for mapping in mappings:
-        if any(name not in base_tensors for name in mapping.sources) or any(
-            name not in expected for name in mapping.targets
-        ):
+        is_complete = all(name in base_tensors for name in mapping.sources)
+        if not (is_complete and all(name in expected for name in mapping.targets)):
             unknown += mapping.sources
             continue
-        converted = zip(mapping.targets, mapping.convert([base_tensors[name] for name in mapping.sources]), strict=True)
-        parameters |= dict(converted)
-    mismatches = [
-        name for name, tensor in parameters.items() if tensor.shape != expected[name].shape or not tensor.isfinite().all()
-    ]
-    if unknown or mismatches:
-        reason = (
-            f"{unknown[0]} is not in the base model"
-            if unknown
-            else f"{mismatches[0]} is not finite or does not fit the base"
-        )
-        raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {reason}; pass --base_dir with the base it was trained on")
+        converted = mapping.convert([base_tensors[name] for name in mapping.sources])
+        parameters |= zip(mapping.targets, converted, strict=True)
+    if unknown:
+        raise ValueError(f"{reading.path}: {unknown[0]} is not in the base model; {remedy}")
+    for name, tensor in parameters.items():
+        if tensor.shape != expected[name].shape or not tensor.isfinite().all():
+            raise ValueError(f"{reading.path}: {name} is not finite or does not fit the base; {remedy}")
     return parameters
 
 
-def _check_complete(
-    saved: list[str], factors: dict[str, LoraWeights], base_tensors: dict[str, Tensor], folder: Path
-) -> None:
-    """Raise ValueError if tensors are missing that `saved`, the modules_to_save, or the other tensors require."""
-    path = folder / ADAPTER_WEIGHTS
+def _check_complete(factors: dict[str, LoraWeights], base_tensors: dict[str, Tensor], reading: _Reading) -> None:
+    """Raise ValueError if tensors are missing that the config or the other tensors require."""
+    path = reading.path
     if not factors:
         raise ValueError(f"{path} contains no LoRA weights; copy the adapter again")
-    if len({lora.m is None for lora in factors.values()}) > 1:
-        name = next(name for name, lora in factors.items() if lora.m is None)
-        raise ValueError(f"{path}: DoRA needs a lora_magnitude_vector for every module, {name} has none; copy it again")
-    for module in saved:
+    without_magnitudes = [name for name, lora in factors.items() if lora.m is None]
+    if 0 < len(without_magnitudes) < len(factors):
+        reason = f"DoRA needs a lora_magnitude_vector for every module, {without_magnitudes[0]} has none"
+        raise ValueError(f"{path}: {reason}; copy it again")
+    for module in reading.saved:
         if not any(name.rpartition(".")[0].endswith(module) for name in base_tensors):
             raise ValueError(f"{path} lacks {module}, one of its modules_to_save; copy the adapter again")
 
@@ -365,21 +401,24 @@ def _scale(config: dict[str, Any], target: str, r: int) -> float:
     return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
 
 
-def _stack_experts(
-    linear: ExpertLinear, expert_parts: dict[tuple[int, str], dict[str, Tensor]], config: dict[str, Any], folder: Path
-) -> LoraWeights:
+def _stack_experts(name: str, expert_parts: dict[tuple[int, str], dict[str, Tensor]], reading: _Reading) -> LoraWeights:
     """Stack the LoRA weights of single experts; experts without an adapter get zeros."""
-    max_rank = max(parts["a"].size(0) if "a" in parts else 1 for parts in expert_parts.values())
-    a, b = torch.zeros(linear.count, max_rank, linear.in_features), torch.zeros(linear.count, linear.out_features, max_rank)
+    linear: ExpertLinear = reading.model.get_submodule(name)
+    ranks = [parts["a"].size(0) for parts in expert_parts.values() if "a" in parts]
+    max_rank = max(ranks, default=1)
+    a = torch.zeros(linear.count, max_rank, linear.in_features)
+    b = torch.zeros(linear.count, linear.out_features, max_rank)
     for (expert, module), parts in expert_parts.items():
         shapes = {leaf: tuple(tensor.shape) for leaf, tensor in parts.items()}
         rank = shapes.get("a", (0,))[0]
         if rank == 0 or shapes != {"a": (rank, linear.in_features), "b": (linear.out_features, rank)}:
-            reason = f"{module} should be (R, {linear.in_features}) and ({linear.out_features}, R), found {shapes}"
-            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: the adapter does not fit its base model: {reason}")
+            wanted = f"(R, {linear.in_features}) and ({linear.out_features}, R)"
+            reason = f"{module} should be {wanted}, found {shapes}"
+            raise ValueError(f"{reading.path}: the adapter does not fit its base model: {reason}")
         if not all(tensor.isfinite().all() for tensor in parts.values()):
-            raise ValueError(f"{folder / ADAPTER_WEIGHTS}: {module} contains NaN or infinity")
-        a[expert, :rank], b[expert, :, :rank] = parts["a"], parts["b"] * _scale(config, module, rank)
+            raise ValueError(f"{reading.path}: {module} contains NaN or infinity")
+        a[expert, :rank] = parts["a"]
+        b[expert, :, :rank] = parts["b"] * _scale(reading.config, module, rank)
     return LoraWeights(a, b, 1.0)
 
 

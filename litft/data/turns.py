@@ -401,22 +401,36 @@ def _generated_texts(render: Render, messages: list[Message], tools: list | None
     """
     texts = []
     for index, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        answer = ReasonedAnswer.read(message)
-        bare = _turn(TurnRendering(render, messages[:index], answer.without_reasoning(), tools), ends)
-        if not answer.reasoning.strip():
-            texts.append(RenderedTurns(bare.text, [bare]))
-            continue
-        prompts = [TurnRendering(render, messages[:index], message, tools).prompt(**on) for on in ({}, *THINKING_ON)]
-        prompt = next((prompt for prompt in prompts if prompt and ENDS_IN_OPEN_THOUGHT.search(prompt)), None)
-        if prompt is None or not prompt.rstrip().endswith("<think>"):
-            raise ValueError(f"the chat template leaves out the assistant's reasoning; {OTHER_TEMPLATE}")
-        closing = answer.closing if prompt.endswith("\n") or answer.spelling == INLINE else "</think>"
-        thought = answer.reasoning + closing
-        text = prompt + thought + bare.text[bare.answer :]
-        shift = len(prompt) + len(thought) - bare.answer
-        start = len(prompt)
-        turn = Turn(index, text, start, start + len(thought), bare.end + shift)
-        texts.append(RenderedTurns(text, [turn]))
+        if message["role"] == "assistant":
+            turn = _generated_turn(TurnRendering(render, messages[:index], message, tools), ends)
+            texts.append(RenderedTurns(turn.text, [turn]))
     return texts
+
+
+def _generated_turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
+    """Return a turn of its prompt, which opens a thought, the reasoning, and what the template renders without it."""
+    answer = rendering.answer
+    bare = _turn(replace(rendering, message=answer.without_reasoning()), ends)
+    if not answer.reasoning.strip():
+        return bare
+    prompt = _thinking_prompt(rendering)
+    closes_line = prompt.endswith("\n") or answer.spelling == INLINE
+    thought = answer.reasoning + (answer.closing if closes_line else "</think>")
+    start = len(prompt)
+    answer_start = start + len(thought)
+    return Turn(
+        message=bare.message,
+        text=prompt + thought + bare.text[bare.answer :],
+        start=start,
+        answer=answer_start,
+        end=answer_start + bare.end - bare.answer,
+    )
+
+
+def _thinking_prompt(rendering: TurnRendering) -> str:
+    """Return the generation prompt that ends with <think>; raise ValueError if there is none."""
+    for switch in ({}, *THINKING_ON):
+        prompt = rendering.prompt(**switch)
+        if prompt is not None and prompt.rstrip().endswith("<think>"):
+            return prompt
+    raise ValueError(f"the chat template leaves out the assistant's reasoning; {OTHER_TEMPLATE}")
