@@ -98,6 +98,14 @@ QUIRKS = {
         "{%- elif m.role == 'tool' %}{{ '[RESULT]' + m.content + '[/RESULT]' }}"
         "{%- else %}" + _BODY + "{{ eos_token }}{% endif %}{%- endfor %}"
     ),
+    # as Mistral 7B v0.3: the same, and a space before the answer that its prompt lacks
+    "the system prompt comes last, a space": (
+        "{%- set ns = namespace(system='') %}{{ bos_token }}{%- for m in messages %}"
+        "{%- if m.role == 'system' %}{%- set ns.system = m.content + '\n' %}"
+        "{%- elif m.role == 'user' %}{{ '[INST] ' + (ns.system if loop.last else '') + m.content + '[/INST]' }}"
+        "{%- elif m.role == 'tool' %}{{ '[RESULT]' + m.content + '[/RESULT]' }}"
+        "{%- else %}{{ ' ' }}" + _BODY + "{{ eos_token }}{% endif %}{%- endfor %}"
+    ),
     # as Command-R+: instructions after the last message, whatever it is; a call has no end token
     "instructions come last": _template(_HEAD + _BODY + "{%- if not m.tool_calls %}" + _END + "{% endif %}").replace(
         "{%- if add_generation_prompt %}",

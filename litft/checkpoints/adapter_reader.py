@@ -105,6 +105,9 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
     ]
     if not (isinstance(target_parameters, list) and all(isinstance(name, str) for name in target_parameters)):
         invalid.append(f"target_parameters {target_parameters!r}")
+    saved = config.get("modules_to_save")
+    if saved is not None and not (isinstance(saved, list) and all(isinstance(name, str) for name in saved)):
+        invalid.append(f"modules_to_save {saved!r}")
     for key in alpha_pattern:
         try:
             re.compile(key)

@@ -163,24 +163,39 @@ def _take_vocabulary(tensors: dict[str, Tensor], reading: _Reading) -> _Vocabula
         rows = dict(own[name])
         if given[name] is not None:
             rows |= zip(given_ids, given[name].split(1), strict=False)
-        _add_base_rows(rows, name, vocabulary.ids, reading)
+        _add_other_rows(rows, name, vocabulary.ids, tensors, reading)
         _check_rows(rows, vocabulary.ids, reading)
         vocabulary.rows[f"{name}.token_rows"] = torch.cat([rows[token] for token in vocabulary.ids])
     return vocabulary
 
 
-def _add_base_rows(rows: dict[int, Tensor], name: str, ids: list[int], reading: _Reading) -> None:
-    """Add the base's rows (1, C) of those tokens that a table does not train."""
+def _add_other_rows(
+    rows: dict[int, Tensor], name: str, ids: list[int], tensors: dict[str, Tensor], reading: _Reading
+) -> None:
+    """Add the rows (1, C) of those tokens that a table does not train alone: as it has them with the rest of the adapter."""
     missing = [token for token in ids if token not in rows and token < reading.model.config.vocab_size]
-    if missing:
+    if not missing:
+        return
+    target = reading.targets[name]
+    table = tensors.get(f"{target.name}.weight")  # trained in full
+    if table is None:
         table = reading.read_base(_table_of(name, reading.model)).float()
-        for token in missing:
-            rows[token] = table[token : token + 1]
+    factors = _factor_keys(tensors, target.name)
+    if _are_factors(tensors, factors):
+        if "m" in factors or (reading.init and not target.embedding):
+            reason = f"{target.name} has LoRA that changes all rows, beside trained rows of the other table"
+            raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
+        a = tensors[factors["a"]]
+        b = tensors[factors["b"]]
+        update = (b @ a).mT if target.embedding else b @ a  # (V, C)
+        table = table + _scale(reading.config, target.config_name, a.size(0)) * update
+    for token in missing:
+        rows[token] = table[token : token + 1]
 
 
 def _table_of(name: str, model: nn.Module) -> str:
-    """Return the litft name of the tensor that the embedding or the head has in the base."""
-    return "embed.weight" if model.config.tied else f"{name}.weight"
+    """Return the litft name of the tensor that a module has in the base, which may be the embedding's for the head."""
+    return "embed.weight" if model.config.tied and name == "lm_head" else f"{name}.weight"
 
 
 def _check_rows(rows: dict[int, Tensor], ids: list[int], reading: _Reading) -> None:
@@ -215,7 +230,9 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: _Reading) -> dict
     factors = _factor_keys(tensors, target.name)
     # the factor with a column, or a row, for each token
     leaf, dim = ("a", 1) if target.embedding else ("b", 0)
-    has_lora = leaf in factors
+    has_lora = _are_factors(tensors, factors)
+    if leaf in factors and not has_lora:
+        return {}  # `_problem` says what is wrong with them
     size = reading.model.config.vocab_size
     width = size if table is None else table.size(0)
     if has_lora:
@@ -223,6 +240,11 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: _Reading) -> dict
     _check_table(table, width, "m" in factors, target, reading)
     if table is None:
         return {}
+    if reading.init and has_lora and not target.embedding:
+        if width != size:
+            reason = f"{target.name} is resized from {size} to {width} rows, with init_lora_weights {reading.init!r}"
+            raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
+        return {}  # the table is what is left of the base's after the initial update
     base = reading.read_base(_table_of(name, reading.model)).float()
     whole = torch.cat((table[:size], base[width:]))
     changed = (whole != base).any(1).nonzero().flatten().tolist()
@@ -251,6 +273,15 @@ def _factor_keys(tensors: dict[str, Tensor], module: str) -> dict[str, str]:
         if owner == module and leaf:
             keys[leaf] = key
     return keys
+
+
+def _are_factors(tensors: dict[str, Tensor], factors: dict[str, str]) -> bool:
+    """Return whether a module has two matrices that can be multiplied."""
+    if not {"a", "b"} <= factors.keys():
+        return False
+    a = tensors[factors["a"]]
+    b = tensors[factors["b"]]
+    return a.dim() == b.dim() == 2 and a.size(0) == b.size(1)
 
 
 def _check_table(table: Tensor | None, width: int, has_magnitudes: bool, target: PeftTarget, reading: _Reading) -> None:
@@ -310,6 +341,9 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: _Reading) -> _Parts:
             reason = f"{PREFIX}{key} matches no module of the base"
             raise ValueError(f"{reading.path}: {reason}; pass --base_dir with another base")
         name = mappings[0].targets[0].removesuffix(".weight")
+        if name not in targets:  # a block that the base does not have
+            reason = f"{PREFIX}{key} matches no module of the base"
+            raise ValueError(f"{reading.path}: {reason}; pass --base_dir with another base")
         if targets[name].experts:
             expert = mappings[0].sources.index(f"{module}.weight")
             parts.experts.setdefault(name, {}).setdefault((expert, module), {})[leaf] = tensor
@@ -333,7 +367,9 @@ def _weights(target: PeftTarget, parts: dict[str, Tensor], reading: _Reading) ->
     scale = _scale(reading.config, target.config_name, rank)
     if init is None or target.embedding:
         return LoraWeights(a, b, scale, parts.get("m"))
-    if target.experts or (init == "olora" and target.rule.transposed):
+    # PEFT subtracts from a tied head's weight, which is the embedding, too
+    changes_embedding = reading.model.config.tied and target.linears == ("lm_head",)
+    if target.experts or changes_embedding or (init == "olora" and target.rule.transposed):
         reason = f"init_lora_weights {init!r} of {target.name} is not supported"
         raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
     weights = [reading.read_base(f"{name}.weight").float() for name in target.linears]

@@ -73,7 +73,8 @@ def render(
     or rejects the messages, as some reject a system turn.
     """
     today = datetime.date.fromisoformat(day) if day else datetime.date.today()
-    context = dict(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt, documents=None, **variables)
+    context = {"documents": None, **variables}
+    context |= dict(messages=messages, tools=tools, add_generation_prompt=add_generation_prompt)
     try:
         return _compile(source).render(strftime_now=today.strftime, **context)
     except _TEMPLATE_ERRORS as error:

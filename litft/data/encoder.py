@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -15,6 +16,7 @@ from litft.data.chat_template import Message
 from litft.data.formats import (
     COMMON_FIELDS,
     FORMATS,
+    TEMPLATE_ARGS,
     Example,
     Record,
     detect_format,
@@ -211,7 +213,7 @@ class Encoder:
         if not supervised:
             encoded.notes += [] if EMPTY in encoded.notes else [MASKED]
             return None
-        self._note_lost_tools(messages, example, encoded)
+        self._note_unused(messages, example, encoded)
         *_, (ids, turns) = self._tokenize(messages, example)
         stored = np.array(ids, np.uint32)
         for turn in turns:
@@ -254,7 +256,7 @@ class Encoder:
             return
         messages, supervised = self._select_turns(example, encoded)
         self._note_controls([message["content"] for message in messages], encoded)
-        self._note_lost_tools(messages, example, encoded)
+        self._note_unused(messages, example, encoded)
         was_cut, previous_ids = False, []
         for ids, turns in self._tokenize(messages, example):
             sample = np.array(ids, np.uint32)
@@ -302,8 +304,12 @@ class Encoder:
         if self.tokenizer.control_text and any(map(self.tokenizer.control_text.search, texts)):
             encoded.notes.append(CONTROL)
 
-    def _note_lost_tools(self, messages: list[Message], example: Example, encoded: Encoded) -> None:
-        """Note that the template shows the model nothing of the tools it may call."""
+    def _note_unused(self, messages: list[Message], example: Example, encoded: Encoded) -> None:
+        """Note variables that the template does not have, and that it shows the model nothing of the tools it may call."""
+        source = self.tokenizer.template_for(example.tools)
+        for name in example.template_args:
+            if not re.search(rf"\b{name}\b", source):
+                encoded.unused.append(f"{TEMPLATE_ARGS}.{name}")
         if not example.tools:
             return
         first = next(n for n, message in enumerate(messages) if message["role"] == "assistant")
@@ -408,13 +414,18 @@ def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:
     if not parts:
         return []
     starts = []
-    position = turn.start
-    for part in parts:
+    position = turn.answer  # the reasoning belongs to the first part
+    for number, part in enumerate(parts):
         text = part["text"].strip()
+        if not text and number and not parts[number - 1]["text"].strip():
+            raise ValueError("the calls of one turn have different weights; give them the same one")
         found = turn.text.find(text, position, turn.end)
+        if found < 0:  # an end token that the file has after it was removed
+            text = strip_end_token(text).strip()
+            found = turn.text.find(text, position, turn.end)
         if found < 0:
             raise ValueError("the chat template changes an answer of which a part is not learned; give it one weight")
-        starts.append(turn.start if not starts else found)
+        starts.append(found if number else turn.start)
         position = found + len(text)
     ends = [*starts[1:], turn.end]
     return [(start, end) for part, start, end in zip(parts, starts, ends, strict=True) if not part["train"]]

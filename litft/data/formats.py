@@ -19,6 +19,7 @@ from litft.data.messages import (
     read_tools,
     sharegpt_turn,
     text_field,
+    text_fields,
 )
 from litft.data.reasoning import REASONING_FIELDS
 
@@ -27,6 +28,8 @@ LONG_TEXT = 65_536  # characters of text above which a record is divided between
 # fields that records of several formats may have
 TEMPLATE_ARGS = "chat_template_kwargs"
 COMMON_FIELDS = ("system", "tools", TEMPLATE_ARGS)
+# variables of a template that are the conversation, or what renders it
+RESERVED_VARIABLES = ("messages", "tools", "add_generation_prompt", "self", "source", "day")
 EMPTY_VALUES = (None, "", [], {})
 # accepted labels of an answer, as text, and whether they mean that the answer is desirable
 LABELS = {"true": True, "1": True, "desirable": True, "false": False, "0": False, "-1": False, "undesirable": False}
@@ -85,6 +88,9 @@ def read_template_args(record: Record, where: str) -> dict[str, Any]:
         return {}
     if not isinstance(variables, dict):
         raise ValueError(f"{where}: {TEMPLATE_ARGS} must be an object, found {json_type(variables)}")
+    reserved = [name for name in variables if name in RESERVED_VARIABLES or not name.isidentifier()]
+    if reserved:
+        raise ValueError(f"{where}: {TEMPLATE_ARGS} cannot set {reserved[0]!r}; give it as a field of the record")
     # data sets with columns write null for a variable that a record does not set
     return {name: value for name, value in variables.items() if value is not None}
 
@@ -199,9 +205,8 @@ def _single_turn(question_field: str, answer_field: str, context_field: str | No
             text = user_content(text, text_field(record, context_field, where), template)
         messages = [*system_message(record, where), *_history(record, where), {"role": "user", "content": text}]
         reply = {"role": "assistant", "content": text_field(record, answer_field, where)}
-        for name in REASONING_FIELDS:
-            if isinstance(record.get(name), str) and name not in (question_field, answer_field):
-                reply[name] = record[name]
+        reasoning = {name: record[name] for name in REASONING_FIELDS if name in record and name != answer_field}
+        reply |= text_fields(reasoning, where)
         return Example([*messages, reply], tools)
 
     return convert

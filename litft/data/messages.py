@@ -61,15 +61,31 @@ def _message(message: Any, where: str) -> Message:
         content = "".join(_part(part, where) for part in content if _thought(part) is None)
     if not isinstance(content, str):
         raise ValueError(f"{where} must have text as its 'content'")
-    checked = {"role": message["role"], "content": content}
-    checked |= {name: message[name] for name in TEXT_FIELDS if isinstance(message.get(name), str)}
+    checked = {"role": message["role"], "content": content} | text_fields(message, where)
     if thoughts:
+        if any(name in checked for name in REASONING_FIELDS) or _thought(message["content"][0]) is None:
+            raise ValueError(f"{where} has reasoning in several places; give it once, before the text")
         checked["reasoning_content"] = "\n".join(thoughts)
     if calls:
         checked["tool_calls"] = calls
     if not _is_supervised(message, where):
         checked["train"] = False
     return checked
+
+
+def text_fields(message: Message, where: str) -> Message:
+    """Return the fields with text that templates may show. Blank reasoning is none."""
+    found = {}
+    for name in TEXT_FIELDS:
+        value = message.get(name)
+        if name in REASONING_FIELDS and value is not None and not isinstance(value, str):
+            raise ValueError(f"{where}: {name} must be text, found {json_type(value)}")
+        if isinstance(value, str) and (value.strip() or name not in REASONING_FIELDS):
+            found[name] = value
+    thoughts = {found[name] for name in REASONING_FIELDS if name in found}
+    if len(thoughts) > 1:
+        raise ValueError(f"{where} has different reasoning in two fields; give one of {', '.join(REASONING_FIELDS)}")
+    return found
 
 
 def _thought(part: Any) -> str | None:
@@ -117,6 +133,8 @@ def _call(call: Any, where: str) -> dict:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}: a tool call needs a name and arguments, found {str(call)[:80]!r}")
     arguments = function.get("arguments", {})
+    if arguments == "":  # OpenAI's form of a call without any
+        arguments = {}
     if isinstance(arguments, str):
         arguments = parse_json(arguments, f"{where}: the arguments of {function['name']}")
     call_id = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
@@ -180,7 +198,7 @@ def sharegpt_turn(turn: Any, where: str) -> Message:
         message = {"role": SHAREGPT_ROLES[speaker], "content": value}
     else:
         raise ValueError(f"{where} must have text as its 'value', found {json_type(value)}")
-    message |= {name: turn[name] for name in TEXT_FIELDS if isinstance(turn.get(name), str)}
+    message |= text_fields(turn, where)
     if turn.get("tool_calls") and message["role"] == "assistant":
         message["tool_calls"] = _calls(turn["tool_calls"], where)
     return message if _is_supervised(turn, where) else message | {"train": False}

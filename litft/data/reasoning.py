@@ -41,7 +41,12 @@ ENDS_IN_OPEN_THOUGHT = re.compile(rf"{_OPEN}\s*\Z")
 ENDS_IN_EMPTY_THOUGHT = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*\Z")
 OPENS_THOUGHT = re.compile(rf"\s*{_OPEN}")
 CLOSES_THOUGHT = re.compile(_CLOSE)
-_INLINE = re.compile(r"(?P<open>\s*(?:<think>)?\s*)(?P<reasoning>.*?)(?P<close>\s*</think>\s*)", re.DOTALL)
+# a thought that is opened, or one whose closing mark has a line of its own: elsewhere </think> is a part of the answer
+_INLINE = re.compile(
+    r"(?P<open>\s*<think>\s*)(?P<reasoning>.*?)(?P<close>\s*</think>\s*)"
+    r"|(?P<unopened>.*?)(?P<close_line>\s*^[ \t]*</think>[ \t]*$\s*)",
+    re.DOTALL | re.MULTILINE,
+)
 
 
 @dataclass(frozen=True)
@@ -69,14 +74,10 @@ class ReasonedAnswer:
         thought = _INLINE.match(content)
         if thought is None:
             return cls(rest, "", content, REASONING_FIELDS[0])
-        return cls(
-            rest,
-            thought["reasoning"],
-            content[thought.end() :],
-            INLINE,
-            thought["open"],
-            thought["close"],
-        )
+        answer = content[thought.end() :]
+        if thought["open"] is None:
+            return cls(rest, thought["unopened"], answer, INLINE, "", thought["close_line"])
+        return cls(rest, thought["reasoning"], answer, INLINE, thought["open"], thought["close"])
 
     def write(self) -> Message:
         """Return the message in its spelling."""
@@ -97,9 +98,9 @@ class ReasonedAnswer:
             return self
         return replace(self, spelling=spelling, reasoning=self.reasoning.strip())
 
-    def without_reasoning(self) -> Message:
-        """Return the message without its reasoning."""
-        return {**self.message, "content": self.answer}
+    def bare(self) -> "ReasonedAnswer":
+        """Return the answer without its reasoning, whatever its text is."""
+        return ReasonedAnswer(self.message, "", self.answer, REASONING_FIELDS[0])
 
 
 def drop_reasoning(messages: list[Message]) -> list[Message]:
@@ -107,7 +108,7 @@ def drop_reasoning(messages: list[Message]) -> list[Message]:
     dropped = []
     for message in messages:
         if message["role"] == "assistant":
-            message = ReasonedAnswer.read(message).without_reasoning()
+            message = ReasonedAnswer.read(message).bare().write()
         dropped.append(message)
     return dropped
 

@@ -187,9 +187,8 @@ class Tokenizer:
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **variables: Any
     ) -> str:
         """Render a conversation to the text the model reads; encode it with `bos=False`. variables: of the template."""
-        return render(
-            self.template_for(tools), messages, tools, add_generation_prompt, self.day, **self.special, **variables
-        )
+        variables = self.special | variables
+        return render(self.template_for(tools), messages, tools, add_generation_prompt, self.day, **variables)
 
     def template_for(self, tools: list | None) -> str:
         """Return the template that renders a conversation with these tools."""

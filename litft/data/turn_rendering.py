@@ -13,7 +13,7 @@ REASONING_MARK = "qzxreasoningxzq"
 CONTENT_MARK = "qzxcontentxzq"
 ARGUMENT_MARK = "qzxargumentxzq"
 
-OTHER_TEMPLATE = "pass another --data.template"
+OTHER_TEMPLATE = "pass another --data.template, such as a Jinja file of a model that has it"
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,13 @@ class TurnRendering:
     message: Message
     tools: list | None
     following: list[Message] = field(default_factory=list)
+    split: ReasonedAnswer | None = None  # the message taken apart, if it is not to be read anew
 
     @property
     def answer(self) -> ReasonedAnswer:
+        """The reasoning and the answer of the message."""
+        if self.split is not None:
+            return self.split
         return ReasonedAnswer.read(self.message) if self.content_is_text else _read_parts(self.message)
 
     @property
@@ -65,6 +69,11 @@ class TurnRendering:
         except ValueError:
             return ""
 
+    def without_reasoning(self) -> "TurnRendering":
+        """Return the rendering of the message without its reasoning."""
+        bare = self.answer.bare()
+        return replace(self, message=bare.write(), split=bare)
+
     def followed(self) -> "TurnRendering":
         """Return the rendering in which another message follows."""
         return replace(self, following=[self.next_message])
@@ -83,11 +92,12 @@ def _read_parts(message: Message) -> ReasonedAnswer:
 class Places:
     """Where a rendered text has what the model produces: the first of it begins at `first`; `tail` follows the last.
 
-    tail: None if the last is not found.
+    tail: None if the last is not found. has_reasoning: whether the reasoning is rendered; None if that cannot be told.
     """
 
     first: int
     tail: str | None
+    has_reasoning: bool | None = None
 
 
 def places_of(rendering: TurnRendering, text: str) -> Places:
@@ -108,7 +118,8 @@ def places_of(rendering: TurnRendering, text: str) -> Places:
         after = marked[max(marked.rindex(mark) + len(mark) for mark in found) :]
         # shorter than what follows the mark if that depends on the value: a number has no quotation marks
         length = common_length(after[::-1], text[::-1])
-        return Places(common_length(marked[:first], text), text[len(text) - length :])
+        has_reasoning = REASONING_MARK in found if with_texts else None
+        return Places(common_length(marked[:first], text), text[len(text) - length :], has_reasoning)
     return Places(len(text), None)
 
 
@@ -131,15 +142,15 @@ def _marked(rendering: TurnRendering, with_texts: bool, with_calls: bool) -> Mes
     return marked
 
 
-def check_complete(rendering: TurnRendering, span: str) -> None:
-    """Raise ValueError if a turn lacks content, reasoning or a tool call."""
+def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | None) -> None:
+    """Raise ValueError if a turn lacks content, reasoning or a tool call; has_reasoning: as in `Places`."""
     answer = rendering.answer
     if answer.answer.strip() not in span:
         raise ValueError(f"the chat template leaves out the assistant's content; {OTHER_TEMPLATE}")
     reasoning = answer.reasoning.strip()
     # a template that does not know parts may print them as data
     printed = not rendering.content_is_text and ('"thinking"' in span or "'thinking'" in span)
-    if reasoning and (reasoning not in span or printed):
+    if reasoning and (reasoning not in span or printed or has_reasoning is False):
         name = answer.spelling if answer.spelling != INLINE else "reasoning"
         raise ValueError(f"the chat template leaves out the assistant's {name}; {OTHER_TEMPLATE}, or --data.reasoning drop")
     rest = span

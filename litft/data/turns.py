@@ -23,7 +23,14 @@ from litft.data.reasoning import (
     has_reasoning,
     spellings,
 )
-from litft.data.turn_rendering import OTHER_TEMPLATE, TurnRendering, check_complete, common_length, places_of
+from litft.data.turn_rendering import (
+    CONTENT_MARK,
+    OTHER_TEMPLATE,
+    TurnRendering,
+    check_complete,
+    common_length,
+    places_of,
+)
 
 # variables with which templates switch thinking on and off
 THINKING_ON = ({"enable_thinking": True}, {"thinking": True})
@@ -83,7 +90,7 @@ def assistant_turns(
     """
     reasons = any(has_reasoning(message) for message in messages)
     inline = any(ReasonedAnswer.read(message).spelling == INLINE for message in _answers(messages))
-    spells_inline = reasons and _writes_think_tags(render, messages, tools)
+    spells_inline = reasons and _writes_think_tags(render, tools)
     first_error = None
     plain = None  # the turns of the conversation as it is, if its reasoning is inline
     for spelled in _variants(messages, spells_inline):
@@ -132,10 +139,9 @@ def _answers(messages: list[Message]) -> Iterator[Message]:
     return (message for message in messages if message["role"] == "assistant")
 
 
-def _writes_think_tags(render: Render, messages: list[Message], tools: list | None) -> bool:
-    """Return whether the template's generation prompt has <think> in it, with or without thinking."""
-    first = next(number for number, message in enumerate(messages) if message["role"] == "assistant")
-    rendering = TurnRendering(render, messages[:first], messages[first], tools)
+def _writes_think_tags(render: Render, tools: list | None) -> bool:
+    """Return whether a prompt of the template has <think>, or a system prompt that asks for it, in any mode."""
+    rendering = TurnRendering(render, [{"role": "user", "content": "a"}], {"role": "assistant", "content": "b"}, tools)
     prompts = [rendering.prompt(**switch) for switch in ({}, *THINKING_ON, *THINKING_OFF)]
     return any(prompt is not None and "<think>" in prompt for prompt in prompts)
 
@@ -193,11 +199,12 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     start = _turn_start(rendering, text, places.first)
     if start is None:
         prompt = rendering.prompt()
-        if not _ends_alike(prompt, text[: places.first]):
+        before = next((part for part in _before(text, places.first) if _ends_alike(prompt, part)), None)
+        if before is None:
             raise ValueError(f"the chat template renders a turn differently from its prompt; {OTHER_TEMPLATE}")
-        text = prompt + text[places.first :]
+        text = prompt + text[len(before) :]
         start = len(prompt)
-        places = replace(places, first=start)
+        places = replace(places, first=places.first + start - len(before))
     has_thought = bool(rendering.answer.reasoning.strip())
     opened = ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and not CLOSES_THOUGHT.search(text, start)
     if opened and not has_thought and not rendering.following and not rendering.calls:
@@ -206,7 +213,7 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     if opened and not has_thought:
         raise ValueError(f"the chat template renders the answer inside a thought that is never closed; {OTHER_TEMPLATE}")
     text, end = _turn_end(rendering, text, places.tail, ends)
-    check_complete(rendering, text[start:end])
+    check_complete(rendering, text[start:end], places.has_reasoning)
     empty = EMPTY_THOUGHT.match(text, start, end)
     if empty and empty.end() > places.first:
         empty = None
@@ -221,7 +228,8 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
         raise ValueError(f"the chat template opens a thought twice; {OTHER_TEMPLATE}")
     index = len(rendering.earlier)
     if has_thought:
-        return Turn(index, text, start, min(_answer_start(rendering, text, start, ends), end), end)
+        answer = _answer_start(rendering, text, max(start, places.first), ends)
+        return Turn(index, text, start, min(answer, end), end)
     return Turn(index, text, start, min(answer, end), end, empty_thought=bool(empty))
 
 
@@ -236,6 +244,11 @@ def _after_empty_thought(rendering: TurnRendering, text: str, start: int, end: i
             return len(prompt)
     has_content = rendering.answer.answer.strip()
     return end if has_content else start + len(text[start:end].rstrip())
+
+
+def _before(text: str, first: int) -> tuple[str, str]:
+    """Return what precedes an answer, with and without the spaces that may be the answer's own."""
+    return text[:first], text[:first].rstrip()
 
 
 def _ends_alike(prompt: str, before: str) -> bool:
@@ -268,16 +281,28 @@ def _turn_start(rendering: TurnRendering, text: str, first: int) -> int | None:
     # find the end of the prompt's own text, or of its beginning
     before = rendering.before()
     opening = prompt[common_length(before, prompt) :]
-    last_content = rendering.earlier[-1].get("content") if rendering.earlier else ""
-    floor = 0
-    if isinstance(last_content, str) and last_content.strip() in text[:first]:
-        floor = text.rindex(last_content.strip(), 0, first) + len(last_content.strip())
+    floor = _end_of_earlier(rendering, text, first)
     for beginning in _beginnings(opening):
         position = text.rfind(beginning, floor, first)
         if position >= 0:
             return position + len(beginning)
     common = _outside_tag(text, common_length(prompt, text[:first]))
     return common if common >= floor else None
+
+
+def _end_of_earlier(rendering: TurnRendering, text: str, first: int) -> int:
+    """Return where the content of the last earlier message ends in a text; 0 if it is not found."""
+    if not rendering.earlier or not isinstance(rendering.earlier[-1].get("content"), str):
+        return 0
+    *earlier, last = rendering.earlier
+    marked_last = {**last, "content": CONTENT_MARK}
+    try:
+        marked = replace(rendering, earlier=[*earlier, marked_last]).text()
+    except ValueError:
+        return 0
+    position = common_length(marked.partition(CONTENT_MARK)[0], text[:first])
+    content = last["content"].strip()
+    return position + len(content) if text.startswith(content, position) else position
 
 
 def _beginnings(opening: str) -> Iterator[str]:
@@ -377,19 +402,21 @@ def _later_tail(rendering: TurnRendering) -> str:
         return ""
 
 
-def _answer_start(rendering: TurnRendering, text: str, start: int, ends: EndTokens) -> int:
-    """Return where the answer begins after its reasoning: with what the template writes before an answer without any."""
-    bare = replace(rendering, message=rendering.answer.without_reasoning())
+def _answer_start(rendering: TurnRendering, text: str, first: int, ends: EndTokens) -> int:
+    """Return where the answer begins after its reasoning: with what the template writes before an answer without any.
+
+    first: where the reasoning begins.
+    """
     reasoning = rendering.answer.reasoning.strip()
-    after_reasoning = text.index(reasoning, start) + len(reasoning)
+    found = text.find(reasoning, first)
+    after_reasoning = first if found < 0 else found + len(reasoning)
     close = CLOSES_THOUGHT.search(text, after_reasoning)
     fallback = close.end() if close else after_reasoning
     try:
-        bare_turn = _turn(bare, ends)
+        bare = _turn(rendering.without_reasoning(), ends)
     except ValueError:
         return fallback
-    answer = bare_turn.text[bare_turn.answer : bare_turn.end]
-    position = text.rfind(answer, after_reasoning)
+    position = text.rfind(bare.text[bare.answer : bare.end], after_reasoning)
     return position if position >= 0 else fallback
 
 
@@ -410,7 +437,7 @@ def _generated_texts(render: Render, messages: list[Message], tools: list | None
 def _generated_turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     """Return a turn of its prompt, which opens a thought, the reasoning, and what the template renders without it."""
     answer = rendering.answer
-    bare = _turn(replace(rendering, message=answer.without_reasoning()), ends)
+    bare = _turn(rendering.without_reasoning(), ends)
     if not answer.reasoning.strip():
         return bare
     prompt = _thinking_prompt(rendering)

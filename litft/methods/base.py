@@ -143,6 +143,9 @@ class Method:
     def update_args(self, args: Any) -> None:
         """Take the `changeable` flags from a command that continues training an adapter."""
 
+    def check_tokens(self) -> None:
+        """Raise ValueError if the method cannot train new tokens beside what it changes in embedding and head."""
+
     def unties_head(self) -> bool:
         """Return whether an embedding and a head that are tied in the base are two tensors in the merged model."""
         return False

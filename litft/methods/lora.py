@@ -191,6 +191,13 @@ class LoRA(Method):
             weight = weight.mT if transposed else weight
         return self.add_token_rows(name, weight, values)
 
+    def check_tokens(self) -> None:
+        """Raise ValueError for DoRA of a table: its magnitudes are norms over the rows of new tokens, too."""
+        tables = [name for name in ("embed", "lm_head") if name in self.specs]
+        if self.args.dora and self.tokens and tables:
+            reason = f"--data.new_tokens with --lora.dora: no other program opens DoRA of {' and '.join(tables)} with them"
+            raise ValueError(f"{reason}; leave embed_tokens and lm_head out of --lora.targets")
+
     def unties_head(self) -> bool:
         """Return whether the embedding or the head is changed without the other."""
         return self.untied or "embed" in self.specs or "lm_head" in self.specs

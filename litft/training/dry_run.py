@@ -80,7 +80,12 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
         yield f"{name}: {file_line(report)}"
     yield f"the chat template is {data.template}"
     if any(report.empty_thoughts for report in data.reports.values()) and SWITCH in tokenizer.chat_template:
-        yield f"note: prompts of the result ask for a thought; --data.template_args {SWITCH}=false makes them ask for none"
+        yield (
+            "note: these answers follow an empty thought, which the prompt of the template does not have; ask the result "
+            f"with {SWITCH}=false, or make that its default with --data.template_args {SWITCH}=false"
+        )
+    if tokenizer.own_template and not any(report.has_conversations for report in data.reports.values()):
+        yield "note: the result keeps the template of its base; generate/base.py --template none continues a text as trained"
     is_weighted = any(weight != 1 for weight in data.weights)
     yield (
         f"{len(data.train):,} training and {len(data.val):,} validation examples; {_count(schedule.steps, 'step')} of "

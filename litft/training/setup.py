@@ -91,6 +91,7 @@ class Setup:
         texts = self.args.data.new_tokens
         if self.initial_values is None:
             self.method.tokens = self.tokenizer.add_tokens(texts)
+            self.method.check_tokens()
         elif missing := [text for text in texts if self.tokenizer.token_id(text) not in self.method.tokens]:
             reason = "an adapter goes on with the tokens that it has"
             raise ValueError(f"--data.new_tokens {missing[0]!r}: {reason}; merge it first to add others")

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from parity import relative
+from safetensors.torch import load_file, save_file
 
 import litft
 from litft.args import LoRAFinetuneArgs, MergeArgs
@@ -84,6 +85,16 @@ KINDS = {
     "gpt2": kind("gpt2", targets=["c_attn"], fan_in_fan_out=True),
     "gpt2 dora": kind("gpt2", targets=["c_attn", "c_proj", "c_fc"], fan_in_fan_out=True, use_dora=True),
     "gpt2 embedding": kind("gpt2", targets=["c_attn", "wte"], fan_in_fan_out=True),
+    "tokens of the embedding, saved head": kind(
+        "untied", trainable_token_indices={"embed_tokens": [5, 9]}, modules_to_save=["lm_head"]
+    ),
+    "tokens of the embedding, lora of the head": kind(
+        "untied", targets=[*QV, "lm_head"], trainable_token_indices={"embed_tokens": [5, 9]}
+    ),
+    "more rows, tokens of the embedding, saved head": kind(
+        "untied", 4, trainable_token_indices=[5, 9], modules_to_save=["lm_head"]
+    ),
+    "pissa of tables": kind("untied", targets=ALL, init_lora_weights="pissa"),
     **{f"sum by {how}": kind("untied", weighted=how) for how in ("cat", "linear", "svd")},
 }
 for base in ("tied", "untied"):
@@ -180,6 +191,8 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
     args = parse(LoRAFinetuneArgs, ["--checkpoint_dir", str(folder), "--data.path", "x.jsonl", "--precision", "fp32"])
     source = resolve(folder, base)
     setup = Setup(args, source)
+    if item.resized <= 0 and "trainable_token_indices" not in item.settings:
+        assert not setup.method.tokens
     model, parameters = setup.build("fp32", torch.device("cpu"))
     logits = model(tokens)
     assert error(logits.detach()) <= 1e-5
@@ -225,6 +238,48 @@ def test_another_variant_is_refused(bases, tmp_path, setting):
     path.write_text(json.dumps(json.loads(path.read_text()) | setting))
     with pytest.raises(ValueError, match=f"{next(iter(setting))} .* is not supported"):
         litft.load(tmp_path, base_dir=bases["untied"])
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"lm_head.lora_B.weight": torch.ones(3)}, "lm_head should have two matrices"),
+        ({"lm_head.lora_B.weight": None}, "lm_head lacks lora_B"),
+        ({"lm_head.lora_A.weight": torch.ones(3, 64)}, "lm_head should be"),
+        ({"model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)}, "matches no module of the base"),
+    ],
+)
+def test_files_that_do_not_fit_are_refused(bases, tmp_path, changes, message):
+    write_with_peft(bases["untied"], tmp_path, KINDS["lora of lm_head, untied"])
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path) | {f"base_model.model.{name}": value for name, value in changes.items()}
+    save_file({name: value for name, value in tensors.items() if value is not None}, path)
+    with pytest.raises(ValueError, match=message):
+        litft.load(tmp_path, base_dir=bases["untied"])
+
+
+def test_pissa_of_a_tied_head_is_refused(bases, tmp_path):
+    """PEFT then subtracts from the embedding, too."""
+    item = kind("tied", targets=[*QV, "lm_head"], init_lora_weights="pissa")
+    write_with_peft(bases["tied"], tmp_path, item)
+    with pytest.raises(ValueError, match="'pissa' of lm_head is not supported"):
+        litft.load(tmp_path, base_dir=bases["tied"])
+
+
+@pytest.mark.parametrize("saved", [5, [5], "lm_head"])
+def test_invalid_modules_to_save_are_refused(bases, tmp_path, saved):
+    write_with_peft(bases["untied"], tmp_path, KINDS["ranks"])
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"modules_to_save": saved}))
+    with pytest.raises(ValueError, match=r"modules_to_save .* is not valid"):
+        litft.load(tmp_path, base_dir=bases["untied"])
+
+
+def test_dora_of_a_table_with_new_tokens_is_refused_before_training(bases):
+    flags = ["--data.path", "x.jsonl", "--data.new_tokens", "<x1>,<x2>", "--lora.dora", "true"]
+    args = parse(LoRAFinetuneArgs, ["--checkpoint_dir", "x", *flags, "--lora.targets", "q_proj,embed_tokens"])
+    with pytest.raises(ValueError, match=r"leave embed_tokens and lm_head out of --lora\.targets"):
+        Setup(args, resolve(bases["untied"]))
 
 
 def test_a_parameter_without_a_value_from_the_files_is_an_error(bases):

@@ -151,3 +151,47 @@ def test_tools_that_the_template_leaves_out_are_noted(tokenizer):
     assert learned(tokenizer, chat() | {"tools": [TOOL]})[1].notes == []
     tokenizer.use_template("{%- for m in messages %}{{ m.role + m.content + '<|end|>' }}{%- endfor %}")
     assert TOOLS_LOST in learned(tokenizer, chat() | {"tools": [TOOL]})[1].notes
+
+
+@pytest.mark.parametrize("reasoning", ["", " \n"])
+def test_blank_reasoning_is_none(tokenizer, reasoning):
+    text, encoded = learned(tokenizer, chat(reasoning_content=reasoning))
+    assert text == "Warm.<|end|>" and encoded.empty_thoughts == 1
+
+
+@pytest.mark.parametrize(
+    "fields, message",
+    [
+        ({"reasoning_content": ["step"]}, "reasoning_content must be text, found an array"),
+        ({"reasoning": "a", "thinking": "b"}, "different reasoning in two fields"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "thinking", "thinking": "b"}]}, "reasoning in several places"),
+    ],
+)
+def test_reasoning_that_cannot_be_read_is_an_error(tokenizer, fields, message):
+    assert message in Encoder(tokenizer, 500)("here", chat(**fields)).error
+
+
+@pytest.mark.parametrize("name", ["messages", "self", "day", "tools"])
+def test_reserved_variables_are_an_error_of_the_record(tokenizer, name):
+    assert "cannot set" in Encoder(tokenizer, 500)("here", chat() | {"chat_template_kwargs": {name: []}}).error
+
+
+def test_variables_that_the_template_does_not_have_are_named(tokenizer):
+    record = chat() | {"chat_template_kwargs": {"enable_thinkin": False, "documents": [], "enable_thinking": True}}
+    assert learned(tokenizer, record)[1].unused == [
+        f"chat_template_kwargs.{name}" for name in ("enable_thinkin", "documents")
+    ]
+
+
+def test_a_joined_answer_is_found_after_its_reasoning(tokenizer):
+    turns = [
+        {"from": "human", "value": "a"},
+        {"from": "gpt", "value": "Yes</s>", "reasoning_content": "Yes, and More", "weight": 0},
+        {"from": "gpt", "value": "More</s>"},
+    ]
+    assert learned(tokenizer, {"conversations": turns})[0] == "More<|end|>"
+    call = json.dumps({"name": "weather", "arguments": ""})
+    calls = [{"from": "function_call", "value": call, "weight": weight} for weight in (1, 0)]
+    tokenizer.use_template(QUIRKS["plain"])
+    record = {"conversations": [turns[0], {"from": "gpt", "value": "b", "weight": 0}, *calls], "tools": [TOOL]}
+    assert "the calls of one turn have different weights" in Encoder(tokenizer, 500)("here", record).error

@@ -6,6 +6,7 @@ import pytest
 from learned_spans import (
     AGAIN,
     ANSWER,
+    ANSWERS,
     FIRST,
     LAST,
     QUESTION,
@@ -117,6 +118,7 @@ LEARNED = {
     "arguments as text": {"call": [f"{CALL}<|end|>"]},
     "content or calls": {"call": [f"{CALL}<|end|>"], "text and call": "leaves out the assistant's content"},
     "the system prompt comes last": {"system": [f"{ANSWER}</s>"]},
+    "the system prompt comes last, a space": {"system": [f" {ANSWER}</s>"], "plain": [f" {ANSWER}</s>"]},
     "instructions come last": {"plain, later": [f"{ANSWER}<|end|>", f"{LAST}<|end|>"], "call": [CALL]},
     "content alone": {"call": "leaves out a tool call", "reasoning": "leaves out the assistant's reasoning"},
 }
@@ -199,3 +201,51 @@ def test_calls_and_their_values_may_be_anything():
     names_only = QUIRKS["plain"].replace(" + c.function.arguments | tojson", " + '{}'")
     with pytest.raises(ValueError, match="leaves out a tool call"):
         turns_of(names_only, [QUESTION, message], TOOLS)
+
+
+def texts_of(source: str, messages: list[dict], tools: list | None = None) -> list[tuple[str, str]]:
+    """Return the reasoning and the answer of each turn."""
+    turns = turns_of(source, messages, tools)
+    return [(turn.text[turn.start : turn.answer], turn.text[turn.answer : turn.end]) for turn in turns]
+
+
+def test_a_conversation_may_begin_with_the_assistant():
+    source = "{%- for m in messages %}{%- if loop.first %}{{ '<|turn|>system\\nBe kind.<|end|>\\n' }}{% endif %}"
+    source += "{{ '<|turn|>' + m.role + '\\n' + m.content + '<|end|>\\n' }}{%- endfor %}"
+    source += "{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}"
+    assert texts_of(source, [answer(), AGAIN, answer(LAST)]) == [("", f"{ANSWER}<|end|>"), ("", f"{LAST}<|end|>")]
+
+
+@pytest.mark.parametrize("reasoning", ["42", "a", "assistant", "The answer is 42."])
+def test_reasoning_that_is_a_part_of_the_answer_is_found(reasoning):
+    messages = [QUESTION, answer("The answer is 42.", reasoning_content=reasoning)]
+    thought = f"<think>\n{reasoning}\n</think>\n\n"
+    assert texts_of(QUIRKS["an empty thought"], messages) == [(thought, "The answer is 42.<|end|>")]
+    ((before, after),) = texts_of(QUIRKS["channels"], messages)
+    assert reasoning in before and after == "<|channel|>final\nThe answer is 42.<|return|>"
+    with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
+        turns_of(QUIRKS["plain"], messages)
+
+
+@pytest.mark.parametrize("name", ["plain", "an empty thought", "a closed thought", "channels"])
+def test_a_mark_inside_an_answer_is_a_part_of_it(name):
+    text = "Use `</think>` to close, then <think> to open."
+    ((before, after),) = texts_of(QUIRKS[name], [QUESTION, answer(text)])
+    assert text in after and "think" not in before.replace("<think>\n\n</think>", "").replace("</think>", "")
+    if name != "plain":
+        for text in (text, "a\n</think>\nb"):
+            ((before, after),) = texts_of(QUIRKS[name], [QUESTION, answer(text, reasoning_content="So.")])
+            assert text in after and "So." in before
+
+
+@pytest.mark.parametrize("question", ["weather", "a", "assistant", "\n", "call"])
+def test_a_question_may_be_a_word_of_what_follows(question):
+    messages = [{"role": "user", "content": question}, ANSWERS["call"], {"role": "tool", "content": question}, answer()]
+    for name in ("an empty thought", "a thought in the prompt", "calls before the content", "instructions come last"):
+        learned = texts_of(QUIRKS[name], messages, TOOLS)
+        assert [CALL in learned[0][1], ANSWER in learned[1][1]] == [True, True], name
+
+
+def test_a_template_is_not_taken_for_one_that_thinks_because_of_a_question():
+    with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
+        turns_of(QUIRKS["plain"], [{"role": "user", "content": "<think> x"}, answer(reasoning_content=REASONING)])
