@@ -186,7 +186,7 @@ def test_variables_that_the_template_does_not_have_are_named(tokenizer):
 def test_a_joined_answer_is_found_after_its_reasoning(tokenizer):
     turns = [
         {"from": "human", "value": "a"},
-        {"from": "gpt", "value": "Yes</s>", "reasoning_content": "Yes, and More", "weight": 0},
+        {"from": "gpt", "value": "Yes", "reasoning_content": "Yes, and More", "weight": 0},
         {"from": "gpt", "value": "More</s>"},
     ]
     assert learned(tokenizer, {"conversations": turns})[0] == "More<|end|>"

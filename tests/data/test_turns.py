@@ -233,9 +233,9 @@ def test_a_mark_inside_an_answer_is_a_part_of_it(name):
     ((before, after),) = texts_of(QUIRKS[name], [QUESTION, answer(text)])
     assert text in after and "think" not in before.replace("<think>\n\n</think>", "").replace("</think>", "")
     if name != "plain":
-        for text in (text, "a\n</think>\nb"):
-            ((before, after),) = texts_of(QUIRKS[name], [QUESTION, answer(text, reasoning_content="So.")])
-            assert text in after and "So." in before
+        for other in (text, "a\n</think>\nb"):
+            ((before, after),) = texts_of(QUIRKS[name], [QUESTION, answer(other, reasoning_content="So.")])
+            assert other in after and "So." in before
 
 
 @pytest.mark.parametrize("question", ["weather", "a", "assistant", "\n", "call"])
