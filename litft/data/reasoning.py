@@ -71,7 +71,7 @@ class ReasonedAnswer:
         field = next((name for name in REASONING_FIELDS if message.get(name)), None)
         if field is not None:
             return cls(rest, message[field], content, field)
-        thought = _INLINE.match(content)
+        thought = _INLINE.match(content) if "</think>" in content else None
         if thought is None:
             return cls(rest, "", content, REASONING_FIELDS[0])
         answer = content[thought.end() :]

@@ -13,7 +13,7 @@ REASONING_MARK = "qzxreasoningxzq"
 CONTENT_MARK = "qzxcontentxzq"
 ARGUMENT_MARK = "qzxargumentxzq"
 
-OTHER_TEMPLATE = "pass another --data.template, such as a Jinja file of a model that has it"
+OTHER_TEMPLATE = "pass another --data.template, such as the chat_template.jinja of a model that supports it"
 
 
 @dataclass(frozen=True)

@@ -217,20 +217,38 @@ def _turn(rendering: TurnRendering, ends: EndTokens) -> Turn:
     empty = EMPTY_THOUGHT.match(text, start, end)
     if empty and empty.end() > places.first:
         empty = None
-    if empty and (has_thought or EMPTY_THOUGHT.match(text, empty.end(), end)):
+    if empty and EMPTY_THOUGHT.match(text, empty.end(), end):
         raise ValueError(f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}")
-    answer = _after_empty_thought(rendering, text, start, empty.end()) if empty else start
-    if rendering.answer.spelling == INLINE and not has_thought and CLOSES_THOUGHT.search(text, answer, places.first):
-        raise ValueError(f"the chat template writes an empty thought as a part of the answer; {OTHER_TEMPLATE}")
-    if has_thought and ENDS_IN_EMPTY_THOUGHT.search(text, max(start - 2 * MARK_LENGTH, 0), start):
+    if has_thought:
+        _check_single_thought(text, start, has_empty=bool(empty))
+        answer = _answer_start(rendering, text, max(start, places.first), ends)
+        empty = None
+    else:
+        answer = _after_empty_thought(rendering, text, start, empty.end()) if empty else start
+        is_inline = rendering.answer.spelling == INLINE
+        if is_inline and CLOSES_THOUGHT.search(text, answer, places.first):
+            raise ValueError(f"the chat template writes an empty thought as a part of the answer; {OTHER_TEMPLATE}")
+    return Turn(
+        message=len(rendering.earlier),
+        text=text,
+        start=start,
+        answer=min(answer, end),
+        end=end,
+        empty_thought=bool(empty),
+    )
+
+
+def _check_single_thought(text: str, start: int, has_empty: bool) -> None:
+    """Raise ValueError if a turn with reasoning has another thought before it, or an opening mark twice.
+
+    Templates with marks of their own take inline reasoning for a part of the answer.
+    """
+    if has_empty:
+        raise ValueError(f"the chat template writes an empty thought of its own; {OTHER_TEMPLATE}")
+    if ENDS_IN_EMPTY_THOUGHT.search(text, max(start - 2 * MARK_LENGTH, 0), start):
         raise ValueError(f"the prompt of the chat template has an empty thought before the reasoning; {OTHER_TEMPLATE}")
     if ENDS_IN_OPEN_THOUGHT.search(text, 0, start) and OPENS_THOUGHT.match(text, start):
         raise ValueError(f"the chat template opens a thought twice; {OTHER_TEMPLATE}")
-    index = len(rendering.earlier)
-    if has_thought:
-        answer = _answer_start(rendering, text, max(start, places.first), ends)
-        return Turn(index, text, start, min(answer, end), end)
-    return Turn(index, text, start, min(answer, end), end, empty_thought=bool(empty))
 
 
 def _after_empty_thought(rendering: TurnRendering, text: str, start: int, end: int) -> int:
