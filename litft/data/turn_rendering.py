@@ -152,7 +152,8 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
     printed = not rendering.content_is_text and ('"thinking"' in span or "'thinking'" in span)
     if reasoning and (reasoning not in span or printed or has_reasoning is False):
         name = answer.spelling if answer.spelling != INLINE else "reasoning"
-        raise ValueError(f"the chat template leaves out the assistant's {name}; {OTHER_TEMPLATE}, or --data.reasoning drop")
+        reason = f"the chat template leaves out the assistant's {name}"
+        raise ValueError(f"{reason}; train without it (--data.reasoning drop), or {OTHER_TEMPLATE}")
     rest = span
     for number, call in enumerate(rendering.calls):
         position = rest.find(call["function"]["name"])
