@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config, read_tensors
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config, tensor_names
 from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
 from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from litft.checkpoints.peft_names import missing_modules
@@ -164,7 +164,7 @@ def check_written(folder: Path, source: PretrainedFolder) -> None:
         resolve(folder).check()
         return
     if read_adapter_config(folder).get("peft_type") == "LORA":
-        missing = missing_modules(read_tensors(folder), source.checkpoint.names, source.adapter_names)
+        missing = missing_modules(tensor_names(folder), source.checkpoint.names, source.adapter_names)
         if missing:
             raise RuntimeError(f"{folder}: {missing[0]} is not in the base model, as it is opened elsewhere; {fault}")
     method, values = read_method(folder, source)

@@ -2,10 +2,12 @@
 
 import hashlib
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -119,9 +121,22 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
 
 def read_tensors(folder: Path) -> dict[str, Tensor]:
     """Return the tensors of an adapter folder, by the names in its file."""
+    with _named_errors(folder):
+        return load_file(folder / ADAPTER_WEIGHTS)
+
+
+def tensor_names(folder: Path) -> list[str]:
+    """Return the names of the tensors in an adapter folder's file; only its header is read."""
+    with _named_errors(folder), safe_open(folder / ADAPTER_WEIGHTS, "pt") as file:
+        return list(file.keys())
+
+
+@contextmanager
+def _named_errors(folder: Path) -> Iterator[None]:
+    """Raise ValueError for an adapter's file of tensors that is not there or not readable."""
     path = folder / ADAPTER_WEIGHTS
     try:
-        return load_file(path)
+        yield
     except (FileNotFoundError, IsADirectoryError):
         raise ValueError(f"{folder} lacks {ADAPTER_WEIGHTS}; copy it next to {ADAPTER_CONFIG}") from None
     except SafetensorError as error:

@@ -25,6 +25,9 @@ TOKEN_ROWS = "token_adapter.trainable_tokens_delta"  # key of new tokens: rows, 
 
 # Dimensions: E experts, R rank, N new tokens, C hidden dim
 
+TABLES = ("embed", "lm_head")  # the modules with one row per token
+ReadBase = Callable[[str], Tensor]  # returns a tensor of the base model by its litft name
+
 
 @dataclass
 class LoraAdapter:
@@ -45,7 +48,7 @@ def write_adapter(
     rules: list[Rule],
     adapter: LoraAdapter,
     settings: dict[str, Any],
-    read_base: Callable[[str], Tensor],
+    read_base: ReadBase,
     names: ModuleNames = TEXT_NAMES,
 ) -> None:
     """Write adapter_config.json and adapter_model.safetensors; `settings` adds or overrides fields of the config.
@@ -80,7 +83,7 @@ def write_adapter(
 
 
 @dataclass
-class _Vocabulary:
+class _WrittenVocabulary:
     """What an adapter has of embedding and head, as PEFT opens it."""
 
     factors: dict[str, LoraWeights]
@@ -90,19 +93,18 @@ class _Vocabulary:
 
 
 def _vocabulary(
-    adapter: LoraAdapter, model: nn.Module, targets: dict[str, PeftTarget], read_base: Callable[[str], Tensor]
-) -> _Vocabulary:
+    adapter: LoraAdapter, model: nn.Module, targets: dict[str, PeftTarget], read_base: ReadBase
+) -> _WrittenVocabulary:
     """Return the rows of new tokens as PEFT's trainable tokens, or in whole tables beside LoRA or trained tables.
 
     PEFT has no trainable tokens in a module that it adapts in another way, or whose tied module it does.
     """
-    names = ("embed", "lm_head")
-    plain = _Vocabulary(adapter.factors, adapter.trained, adapter.token_rows)
-    others = [name for name in names if name in adapter.factors or f"{name}.weight" in adapter.trained]
+    plain = _WrittenVocabulary(adapter.factors, adapter.trained, adapter.token_rows)
+    others = [name for name in TABLES if name in adapter.factors or f"{name}.weight" in adapter.trained]
     if not (adapter.tokens and others):
         return plain
-    written = _Vocabulary(dict(adapter.factors), dict(adapter.trained), {})
-    for name in names:
+    written = _WrittenVocabulary(dict(adapter.factors), dict(adapter.trained), {})
+    for name in TABLES:
         rows = adapter.token_rows.get(f"{name}.token_rows", adapter.token_rows["embed.token_rows"])
         weight = f"{name}.weight"
         if weight in written.trained:
@@ -110,7 +112,7 @@ def _vocabulary(
             continue
         if name == "lm_head" and model.config.tied and not adapter.untied and "embed.weight" in written.trained:
             continue  # it is a copy of the trained embedding
-        base = read_base("embed.weight" if model.config.tied else weight).float()
+        base = read_base(base_table(name, model)).float()
         table = _with_rows(base, adapter.tokens, rows)
         if name not in written.factors:
             written.tables[f"{targets[name].name}.weight"] = table
@@ -123,6 +125,11 @@ def _vocabulary(
         else:
             written.factors[name] = lora._replace(b=_with_rows(lora.b, adapter.tokens, zeros))
     return written
+
+
+def base_table(name: str, model: nn.Module) -> str:
+    """Return the litft name of the tensor that a module has in the base; a tied head has the embedding's."""
+    return "embed.weight" if model.config.tied and name == "lm_head" else f"{name}.weight"
 
 
 def _with_rows(table: Tensor, ids: list[int], rows: Tensor) -> Tensor:

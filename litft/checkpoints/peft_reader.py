@@ -5,7 +5,7 @@ An adapter for a resized vocabulary has its tables of all rows: its new rows bec
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from litft.checkpoints.adapter_reader import (
     read_token_ids,
 )
 from litft.checkpoints.conversion import mappings_from_hf
-from litft.checkpoints.peft_format import TOKEN_ROWS, LoraAdapter, peft_keys
+from litft.checkpoints.peft_format import TABLES, TOKEN_ROWS, LoraAdapter, ReadBase, base_table, peft_keys
 from litft.checkpoints.peft_names import PREFIX, all_names, text_name
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.rules import Drop, Rule
@@ -42,9 +42,6 @@ MOST_ROWS = 0.1  # the share of a table's rows from which on the table was train
 _SAVED_TABLE = "modules_to_save.weight"
 
 # Dimensions: E experts, R rank, N new tokens, C hidden dim, V vocabulary of the base, W that of the adapter
-
-TABLES = ("embed", "lm_head")
-ReadBase = Callable[[str], Tensor]  # returns a tensor of the base model by its litft name
 
 
 @dataclass
@@ -179,23 +176,15 @@ def _add_other_rows(
     target = reading.targets[name]
     table = tensors.get(f"{target.name}.weight")  # trained in full
     if table is None:
-        table = reading.read_base(_table_of(name, reading.model)).float()
+        table = reading.read_base(base_table(name, reading.model)).float()
     factors = _factor_keys(tensors, target.name)
     if _are_factors(tensors, factors):
         if "m" in factors or (reading.init and not target.embedding):
             reason = f"{target.name} has LoRA that changes all rows, beside trained rows of the other table"
             raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
-        a = tensors[factors["a"]]
-        b = tensors[factors["b"]]
-        update = (b @ a).mT if target.embedding else b @ a  # (V, C)
-        table = table + _scale(reading.config, target.config_name, a.size(0)) * update
+        table = _with_update(table, target, tensors, reading)
     for token in missing:
         rows[token] = table[token : token + 1]
-
-
-def _table_of(name: str, model: nn.Module) -> str:
-    """Return the litft name of the tensor that a module has in the base, which may be the embedding's for the head."""
-    return "embed.weight" if model.config.tied and name == "lm_head" else f"{name}.weight"
 
 
 def _check_rows(rows: dict[int, Tensor], ids: list[int], reading: _Reading) -> None:
@@ -245,7 +234,7 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: _Reading) -> dict
             reason = f"{target.name} is resized from {size} to {width} rows, with init_lora_weights {reading.init!r}"
             raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
         return {}  # the table is what is left of the base's after the initial update
-    base = reading.read_base(_table_of(name, reading.model)).float()
+    base = reading.read_base(base_table(name, reading.model)).float()
     whole = torch.cat((table[:size], base[width:]))
     changed = (whole != base).any(1).nonzero().flatten().tolist()
     is_saved = any(target.name.endswith(pattern) for pattern in reading.saved)
@@ -257,12 +246,18 @@ def _fit_table(name: str, tensors: dict[str, Tensor], reading: _Reading) -> dict
     tokens = {*changed, *recorded, *range(size, width)}
     rows = table
     if has_lora:
-        a = tensors[factors["a"]]
-        b = tensors[factors["b"]]
-        update = (b @ a).mT if target.embedding else b @ a  # (W, C)
-        rows = table + _scale(reading.config, target.config_name, a.size(0)) * update
+        rows = _with_update(table, target, tensors, reading)
         tensors[factors[leaf]] = _resized(tensors[factors[leaf]], size, dim)
     return {token: rows[token : token + 1] for token in sorted(tokens)}
+
+
+def _with_update(table: Tensor, target: PeftTarget, tensors: dict[str, Tensor], reading: _Reading) -> Tensor:
+    """Return a table (V, C) with the LoRA update of its module added."""
+    factors = _factor_keys(tensors, target.name)
+    a = tensors[factors["a"]]
+    b = tensors[factors["b"]]
+    update = (b @ a).mT if target.embedding else b @ a  # (V, C)
+    return table + _scale(reading.config, target.config_name, a.size(0)) * update
 
 
 def _factor_keys(tensors: dict[str, Tensor], module: str) -> dict[str, str]:
@@ -337,11 +332,8 @@ def _sort_tensors(tensors: dict[str, Tensor], reading: _Reading) -> _Parts:
             parts.targets.setdefault(parameter_keys[module], {})[leaf] = tensor
             continue
         mappings = mappings_from_hf(reading.rules, [f"{module}.weight"])[0]
-        if not mappings:
-            reason = f"{PREFIX}{key} matches no module of the base"
-            raise ValueError(f"{reading.path}: {reason}; pass --base_dir with another base")
-        name = mappings[0].targets[0].removesuffix(".weight")
-        if name not in targets:  # a block that the base does not have
+        name = mappings[0].targets[0].removesuffix(".weight") if mappings else None
+        if name not in targets:  # an unknown module, or a block that the base does not have
             reason = f"{PREFIX}{key} matches no module of the base"
             raise ValueError(f"{reading.path}: {reason}; pass --base_dir with another base")
         if targets[name].experts:

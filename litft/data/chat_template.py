@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 from collections.abc import Callable
 from functools import lru_cache
 from itertools import takewhile
@@ -88,6 +89,11 @@ def user_content(instruction: str, context: str, source: str) -> str:
     if not context:
         return instruction
     return f"{instruction}\n\n### Input:\n{context}" if "### Response:" in source else f"{instruction}\n\n{context}"
+
+
+def mentions_variable(source: str, name: str) -> bool:
+    """Return whether the source of a template mentions a variable anywhere, as a whole word."""
+    return re.search(rf"\b{name}\b", source) is not None
 
 
 def last_user_message(prompt: str, render: Callable[[list[Message]], str]) -> str:

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import math
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import date
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from litft.args import DataArgs
-from litft.data.chat_template import STYLES
+from litft.data.chat_template import STYLES, mentions_variable
 from litft.data.encoder import BLANK, CUT_AWAY, EMPTY, MASKED, WITHOUT, Encoder
 from litft.data.formats import FORMATS
 from litft.data.preferences import EQUAL, FIELDS
@@ -238,9 +237,11 @@ def choose_template(choice: str, tokenizer: Tokenizer) -> str:
 def _set_arguments(tokenizer: Tokenizer, items: list[str]) -> None:
     """Set other defaults for variables of all templates of a tokenizer."""
     tokenizer.chat_template = with_arguments(tokenizer.chat_template, items)
+    templates = {}
     for name, source in tokenizer.named_templates.items():
-        known = [item for item in items if re.search(rf"\b{item.partition('=')[0]}\b", source)]
-        tokenizer.named_templates = tokenizer.named_templates | {name: with_arguments(source, known)}
+        known = [item for item in items if mentions_variable(source, item.partition("=")[0])]
+        templates[name] = with_arguments(source, known)
+    tokenizer.named_templates = templates
 
 
 def with_arguments(source: str, items: list[str]) -> str:
@@ -252,7 +253,7 @@ def with_arguments(source: str, items: list[str]) -> str:
     defaults = ""
     for item in items:
         name, _, value = item.partition("=")
-        if not re.search(rf"\b{name}\b", source):
+        if not mentions_variable(source, name):
             raise ValueError(f"--data.template_args {item}: the chat template has no variable {name}; check the spelling")
         try:
             literal = "none" if json.loads(value) is None else json.dumps(json.loads(value))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -12,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from litft.data.chat_template import Message
+from litft.data.chat_template import Message, mentions_variable
 from litft.data.formats import (
     COMMON_FIELDS,
     FORMATS,
@@ -25,6 +24,7 @@ from litft.data.formats import (
     to_example,
     unused_fields,
 )
+from litft.data.messages import LEARNED_ENTRIES
 from litft.data.preferences import EQUAL, FIELDS, PROMPT_CUT, cut_together, to_preferences
 from litft.data.reasoning import drop_reasoning
 from litft.data.tokenizer import Tokenizer
@@ -308,7 +308,7 @@ class Encoder:
         """Note variables that the template does not have, and that it shows the model nothing of the tools it may call."""
         source = self.tokenizer.template_for(example.tools)
         for name in example.template_args:
-            if not re.search(rf"\b{name}\b", source):
+            if not mentions_variable(source, name):
                 encoded.unused.append(f"{TEMPLATE_ARGS}.{name}")
         if not example.tools:
             return
@@ -356,7 +356,7 @@ class Encoder:
             encoded.notes.append(EMPTY_PROMPT)
         messages, template = [], self.tokenizer.chat_template
         for message in example.messages[: turns[-1] + 1]:
-            clean = {name: value for name, value in message.items() if name not in ("train", "parts")}
+            clean = {name: value for name, value in message.items() if name not in LEARNED_ENTRIES}
             if message["role"] == "developer" and "developer" not in template:
                 clean["role"] = "system"  # "developer" is OpenAI's newer name for it
             if message["role"] == "assistant" and (content := strip_end_token(message["content"])) != message["content"]:
@@ -444,7 +444,7 @@ def unit_hash(example: Example) -> int:
         return hash64(json.dumps(example.token_ids))
     messages = []
     for message in example.messages:
-        messages.append({name: value for name, value in message.items() if name not in ("train", "parts")})
+        messages.append({name: value for name, value in message.items() if name not in LEARNED_ENTRIES})
     return hash64(json.dumps([messages, example.tools], sort_keys=True))
 
 

@@ -100,12 +100,16 @@ def unused_fields(record: Record, read: Collection[str]) -> list[str]:
     unused = {}  # a dict keeps the order
     for name, value in record.items():
         if name not in read:
-            unused |= {name: None} if value not in EMPTY_VALUES else {}
-        elif isinstance(value, list):
-            for turn in value:
-                for key, inner in turn.items() if isinstance(turn, dict) and turn.keys() & {"role", "from"} else ():
-                    if key not in MESSAGE_FIELDS and inner not in EMPTY_VALUES:
-                        unused[f"{name}[].{key}"] = None
+            if value not in EMPTY_VALUES:
+                unused[name] = None
+            continue
+        turns = value if isinstance(value, list) else []
+        for turn in turns:
+            if not isinstance(turn, dict) or not turn.keys() & {"role", "from"}:
+                continue
+            for key, inner in turn.items():
+                if key not in MESSAGE_FIELDS and inner not in EMPTY_VALUES:
+                    unused[f"{name}[].{key}"] = None
     return list(unused)
 
 

@@ -18,6 +18,9 @@ TEXT_FIELDS = ("name", "tool_call_id", *REASONING_FIELDS)  # of a message, which
 # fields of a message that are read in one form or another
 MESSAGE_FIELDS = {"role", "content", "from", "value", "tool_calls", "function_call", *TEXT_FIELDS, *LOSS_FIELDS}
 
+# entries of a message that say what is learned of it; no template sees them
+LEARNED_ENTRIES = ("train", "parts")
+
 
 def json_type(value: Any) -> str:
     """Return the name of a value's JSON type, for messages."""

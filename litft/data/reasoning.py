@@ -7,9 +7,8 @@ reads one of these. A `ReasonedAnswer` holds reasoning and answer apart and writ
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
-Message = dict[str, Any]
+from litft.data.chat_template import Message
 
 # fields of a message that hold its reasoning, the usual one first
 REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")

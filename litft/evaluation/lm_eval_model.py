@@ -46,7 +46,7 @@ class HarnessModel(TemplateLM):
     @property
     def eot_token_id(self) -> int:
         """The end-of-text token."""
-        return self._tokenizer.eos_id if self._tokenizer.eos_id is not None else self._tokenizer.stop_ids[0]
+        return self._tokenizer.end_id
 
     @property
     def prefix_token_id(self) -> int:

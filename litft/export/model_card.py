@@ -11,7 +11,7 @@ import yaml
 
 from litft import __version__, run_dir
 from litft.args import FinetuneArgs
-from litft.checkpoints.adapter_reader import read_tensors
+from litft.checkpoints.adapter_reader import tensor_names
 from litft.checkpoints.hub import HubId, fetch, hub_id
 from litft.data.sources import hub_dataset
 from litft.pretrained import PretrainedFolder, resolve
@@ -234,7 +234,7 @@ def _auto_class(info: CardInfo) -> str:
     if info.source.adapter is None:
         is_wrapper = info.source.multimodal is not None
     else:
-        is_wrapper = any("language_model." in key for key in read_tensors(info.source.adapter))
+        is_wrapper = any("language_model." in key for key in tensor_names(info.source.adapter))
     return "AutoModelForImageTextToText" if is_wrapper else "AutoModelForCausalLM"
 
 

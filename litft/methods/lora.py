@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from litft.args import LoRAArgs
 from litft.checkpoints.conversion import hf_module_name, rule_of
-from litft.checkpoints.peft_format import LoraAdapter, write_adapter
+from litft.checkpoints.peft_format import TABLES, LoraAdapter, write_adapter
 from litft.checkpoints.peft_reader import read_adapter
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, adaptable_modules, peft_targets
 from litft.checkpoints.rules import Rule
@@ -145,10 +145,11 @@ class LoRA(Method):
     def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
         """Write PEFT's two files, adapter_config.json and adapter_model.safetensors."""
         values = {name: value.cpu() for name, value in values.items()}
-        model, factors = source.meta_model(), {name: self.factors(name, values) for name in self.specs}
+        model = source.meta_model()
+        factors = {name: self.factors(name, values) for name in self.specs}
         if self.args.dora:
-            targets, run_record = peft_targets(model, source.adapter_rules).values(), record.get("litft", {})
-            factors |= _unadapted_linears(factors, targets, source, run_record)
+            targets = peft_targets(model, source.adapter_rules).values()
+            factors |= _unadapted_linears(factors, targets, source, record.get("litft", {}))
         rows = {name: values[name] for name in ROWS if name in values}
         trained = {name: values[name] for name in self.trained}
         adapter = LoraAdapter(factors, trained, list(self.tokens), rows, untied=self.untied)
@@ -193,7 +194,7 @@ class LoRA(Method):
 
     def check_tokens(self) -> None:
         """Raise ValueError for DoRA of a table: its magnitudes are norms over the rows of new tokens, too."""
-        tables = [name for name in ("embed", "lm_head") if name in self.specs]
+        tables = [name for name in TABLES if name in self.specs]
         if self.args.dora and self.tokens and tables:
             reason = f"--data.new_tokens with --lora.dora: no other program opens DoRA of {' and '.join(tables)} with them"
             raise ValueError(f"{reason}; leave embed_tokens and lm_head out of --lora.targets")
