@@ -85,18 +85,23 @@ def _numbers_by_form(names: Iterable[str]) -> dict[str, list[str]]:
 def missing_modules(keys: Iterable[str], base_names: Iterable[str], names: ModuleNames) -> list[str]:
     """Return the keys of an adapter file whose block is not in the base model, in the class that opens the folder.
 
-    base_names: of the tensors in the base's files, whose wrapper may have an older spelling.
+    base_names: of the tensors in the base's files, whose wrapper may have an older spelling. A text model may have
+    another name in its files (`backbone.layers.3`) than in its class: only `layers.3` is compared then.
     """
-    blocks = set()
     is_wrapper = any("language_model." in name for name in base_names)
+    blocks = set()
     for name in base_names:
         block = _block(text_name(name))
         if block is not None:
-            blocks.add((names if is_wrapper else TEXT_NAMES).of(block))
+            blocks.add(names.of(block) if is_wrapper else _without_model_name(block))
     missing = []
     for key in keys:
         block = _block(key.removeprefix(PREFIX))
-        if block is not None and block not in blocks:
+        if block is None:
+            continue
+        if not is_wrapper:
+            block = _without_model_name(block)
+        if block not in blocks:
             missing.append(key)
     return missing
 
@@ -105,3 +110,8 @@ def _block(name: str) -> str | None:
     """Return the beginning of a name up to its layer number: model.layers.3."""
     number = _NUMBER.search(name)
     return name[: number.end()] if number else None
+
+
+def _without_model_name(block: str) -> str:
+    """Return the last two parts of a block's name: layers.3 of model.layers.3."""
+    return ".".join(block.split(".")[-2:])
