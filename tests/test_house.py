@@ -37,11 +37,12 @@ model: config_file rope_config config linear norm device_type loss rope position
  quantization
 checkpoints: rules conversion stored_formats weight_files adapter_reader peft_targets peft_names peft_format peft_reader hub
 methods: mixins new_tokens base full llama_adapter lora_modules lora
-data: chat_template reasoning messages turn_rendering turns digests tokenizer_backends tokenizer formats readers
- in_memory preferences encoder sources token_store token_cache packing sampler dataset
+data: chat_template reasoning messages turn_rendering turns tool_calls answer_parser answer_format digests
+ tokenizer_backends tokenizer formats readers in_memory preferences encoder sources token_store
+ token_cache packing sampler dataset
 distributed: devices process_group fsdp tensor_parallel device_map
-inference: sampling state_snapshots decoder fused_linears speculative tp_decoding generation streaming terminal session
- chat generate
+inference: sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding generation chat_answers
+ streaming terminal session chat generate
 training: residence flops metrics loggers html_report screen adafactor optimizers activation_checkpointing compile
  cpu_offload objectives setup run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule
  references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune

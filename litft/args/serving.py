@@ -1,5 +1,6 @@
 """The flags of `serve`."""
 
+import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -19,6 +20,12 @@ class ServeArgs(ModelArgs):
     """Maximum length of an answer in tokens, which requests can only lower. Default: limited by --max_seq_length only."""
     host: str = "127.0.0.1"
     """The address to listen on. The default accepts connections from this machine only; 0.0.0.0: from all networks."""
+    allow_host: list[str] = field(default_factory=list)
+    """Host names by which clients reach this server, besides localhost: those of a proxy or tunnel in front of it. Other
+    names are refused while --host is a local address, which protects against DNS rebinding; '*' allows all."""
+    cors_origin: list[str] = field(default_factory=list)
+    """Web pages that may call this API from a browser, as origins: https://app.example or http://localhost:3000; '*' allows
+    all. Default: only the server's own chat page."""
     port: int = 8000
     """The port to listen on. 0: any free port, which is printed."""
     model_name: str | None = None
@@ -48,6 +55,12 @@ class ServeArgs(ModelArgs):
         problems += below_minimum(self, "", 0, "max_waiting")
         if self.batch_size > MAX_BATCH_SIZE:
             problems.append(f"--batch_size {self.batch_size}: must be at most {MAX_BATCH_SIZE}")
+        for origin in self.cors_origin:
+            if origin != "*" and not re.fullmatch(r"https?://[^/\s]+", origin):
+                problems.append(f"--cors_origin {origin}: expected an origin such as https://app.example, or *")
+        for host in self.allow_host:
+            if not re.fullmatch(r"\*|(\*\.)?[\w.\-]+", host):
+                problems.append(f"--allow_host {host}: expected a host name without scheme and port, or *")
         if not 0 <= self.port < 65536:
             problems.append(f"--port {self.port}: must lie in [0, 65535]")
         if self.max_body_mb <= 0:

@@ -275,8 +275,10 @@ class Encoder:
             previous_ids = ids
             if len(ids) > self.limit + 1:
                 was_cut, sample = True, sample[: self.limit + 1]
-            elif supervised:
-                encoded.ends.add(ids[turns[-1].end - 1])
+            # a call may end with another token than the last answer
+            for turn in turns:
+                if turn.message in supervised and turn.end <= self.limit + 1:
+                    encoded.ends.add(ids[turn.end - 1])
             if (sample[1:] & SUPERVISED).any():
                 encoded.samples.append(sample)
                 encoded.turns.append(2 * last_complete + is_partial)

@@ -48,6 +48,22 @@ _INLINE = re.compile(
 )
 
 
+def is_thought_mark(text: str) -> bool:
+    """Return whether a token's text opens or closes reasoning in any template."""
+    return re.fullmatch(f"{_OPEN}|{_CLOSE}", text) is not None
+
+
+def thought_marks(template: str) -> tuple[tuple[str, str], ...]:
+    """Return the pairs of texts around reasoning that a template mentions; always <think> and </think>."""
+    pairs = [("<think>", "</think>")]
+    for opening, closing in zip(_OPENING_MARKS, _CLOSING_MARKS, strict=True):
+        openings = re.findall(opening, template)
+        closings = re.findall(closing, template)
+        if openings and closings:
+            pairs.append((openings[0], closings[0]))
+    return tuple(dict.fromkeys(pairs))
+
+
 @dataclass(frozen=True)
 class ReasonedAnswer:
     """An assistant message with its reasoning and the rest of its text apart.

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from litft.data.answer_format import answer_format, is_structure
+from litft.data.answer_parser import AnswerFormat
 from litft.data.chat_template import ALPACA, Message, render
 from litft.data.tokenizer_backends import FastBackend, SentencePieceBackend, read_json
 from litft.data.turns import EndTokens
@@ -16,8 +18,10 @@ TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder, as in transformers
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 
-# matches control tokens of chat templates
-CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>")
+# matches control tokens of chat templates: <|im_end|>, <start_of_turn>, Gemma 4's <|turn> and <turn|>
+CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>|<\|[^|<>\s]+>|<[^|<>\s]+\|>")
+# and Mistral's [TOOL_CALLS], which other tokenizers have as plain text
+NEW_CONTROL = re.compile(rf"{CONTROL.pattern}|\[/?[A-Z][A-Z_]+\]")
 
 
 class Tokenizer:
@@ -90,7 +94,26 @@ class Tokenizer:
     @cached_property
     def special_texts(self) -> tuple[str, ...]:
         """The special tokens as text."""
-        return tuple(filter(None, (self.decode([i], skip_special=False).strip() for i in sorted(self.special_ids))))
+        return tuple(filter(None, (self.special_text(i) for i in sorted(self.special_ids))))
+
+    def special_text(self, token_id: int) -> str:
+        """Return the text of a special token."""
+        return self._special_text_by_id.get(token_id) or self.decode([token_id], skip_special=False).strip()
+
+    @cached_property
+    def _special_text_by_id(self) -> dict[int, str]:
+        return {i: self.decode([i], skip_special=False).strip() for i in self.special_ids}
+
+    @cached_property
+    def structure_ids(self) -> frozenset[int]:
+        """The special tokens that mark the reasoning and tool calls of an answer: parts of its text."""
+        ends = {self.bos_id, self.eos_id}
+        return frozenset(i for i, text in self._special_text_by_id.items() if is_structure(text) and i not in ends)
+
+    @property
+    def answer_format(self) -> AnswerFormat:
+        """How the chat template writes answers."""
+        return answer_format(self.template_for([{}]), self.special, self.end_tokens)
 
     @property
     def end_tokens(self) -> EndTokens:
@@ -136,6 +159,11 @@ class Tokenizer:
         """Return the file name, tokenizer.json or tokenizer.model, and its content."""
         return self._backend.serialized()
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token of a tokenizer.model adds to a text."""
+        assert isinstance(self._backend, SentencePieceBackend)
+        return self._backend.token_bytes(token_id)
+
     def add_tokens(self, texts: list[str]) -> dict[int, list[int]]:
         """Make each text a single token; return {its new id: the ids of the text before}.
 
@@ -152,10 +180,10 @@ class Tokenizer:
                     f"{text!r} is the tokenizer's internal spelling of a token, not its text; choose another token"
                 )
         if new := [text for text in texts if self.token_id(text) is None]:
-            special = set(filter(CONTROL.fullmatch, new))
+            special = set(filter(NEW_CONTROL.fullmatch, new))
             self._backend.add(new, special)
             self.special_ids |= {self.token_id(text) for text in special}
-            for name in ("special_texts", "control_text"):
+            for name in ("special_texts", "control_text", "structure_ids", "_special_text_by_id"):
                 self.__dict__.pop(name, None)
             self._has_new_tokens = True
         return {self.token_id(text): before for text, before in zip(texts, pieces, strict=True)}
@@ -183,12 +211,35 @@ class Tokenizer:
         """Return the text of token ids; incomplete UTF-8 sequences become U+FFFD."""
         return self._backend.decode([int(i) for i in ids if not (skip_special and int(i) in self.special_ids)], skip_special)
 
+    def decode_answer(self, ids: list[int]) -> str:
+        """Return the text of an answer's tokens, with the special tokens that mark its reasoning and tool calls."""
+        shown = [i for i in map(int, ids) if i not in self.special_ids or i in self.structure_ids]
+        if shown and ids[-1] in self.stop_ids and shown[-1] == int(ids[-1]):  # a call may end at a mark
+            shown.pop()
+        return self._backend.decode(shown, skip_special=False)
+
     def apply_chat_template(
         self, messages: list[Message], tools: list | None = None, add_generation_prompt: bool = False, **variables: Any
     ) -> str:
         """Render a conversation to the text the model reads; encode it with `bos=False`. variables: of the template."""
         variables = self.special | variables
         return render(self.template_for(tools), messages, tools, add_generation_prompt, self.day, **variables)
+
+    def continued_chat(self, messages: list[Message], tools: list | None = None, **variables: Any) -> str:
+        """Render a conversation whose last message is to be continued: up to the end of its content, as transformers.
+
+        Raises ValueError if the template changes the content or writes it elsewhere.
+        """
+        content = str(messages[-1].get("content") or "")
+        text = self.apply_chat_template(messages, tools, **variables)
+        kept = content.strip()
+        position = text.rfind(kept)
+        if not kept or position < 0:
+            raise ValueError("the last message has no content that the chat template renders; add some to continue")
+        # some templates strip the content
+        if text[position:].startswith(content.lstrip()):
+            kept = content.lstrip()
+        return text[: position + len(kept)]
 
     def template_for(self, tools: list | None) -> str:
         """Return the template that renders a conversation with these tools."""

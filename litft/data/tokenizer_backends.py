@@ -150,6 +150,17 @@ class SentencePieceBackend:
                 pending.append(i)
         return text
 
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return what a token adds to a text; nothing for an id without a token."""
+        names = {i: token for token, i in {**self.special, **self.added}.items()}
+        if token_id in names:
+            return names[token_id].encode()
+        if token_id >= self.backend.get_piece_size():
+            return b""
+        piece = self.backend.id_to_piece(token_id)
+        byte = _BYTE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace("▁", " ").encode()
+
     def vocabulary(self) -> dict[str, int]:
         return {self.backend.id_to_piece(i): i for i in range(self.backend.get_piece_size())} | self.special | self.added
 

@@ -158,17 +158,17 @@ def _score_examples(
 
 def _example(name: Name, sample: Sample, tokenizer: Tokenizer) -> EvalExample:
     prompt, expected = (ids.tolist() for ids in sample.answer)
-    return EvalExample(name, prompt, tokenizer.decode(expected).strip(), len(expected))
+    return EvalExample(name, prompt, tokenizer.decode_answer(expected).strip(), len(expected))
 
 
 def _texts(sample: Sample, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the prompt of an example and its answers, by what they are."""
     prompt, answer = (ids.tolist() for ids in sample.answer)
     title = {True: "desirable", False: "undesirable", None: "chosen" if sample.documents else "expected"}[sample.desirable]
-    texts = {"prompt": tokenizer.decode(prompt, skip_special=False), title: tokenizer.decode(answer).strip()}
+    texts = {"prompt": tokenizer.decode(prompt, skip_special=False), title: tokenizer.decode_answer(answer).strip()}
     if sample.documents:
         rejected = sample.split()[1].targets
-        texts["rejected"] = tokenizer.decode(rejected[rejected != IGNORED].tolist()).strip()
+        texts["rejected"] = tokenizer.decode_answer(rejected[rejected != IGNORED].tolist()).strip()
     return texts
 
 

@@ -4,24 +4,33 @@ import json
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 from litft.args import NUMBERS, ChatArgs
 from litft.atomic import atomic_write
+from litft.data.answer_parser import AnswerPart, ParsedAnswer
 from litft.data.chat_template import Message
 from litft.data.messages import check_messages
 from litft.data.tokenizer import check_text
+from litft.inference.chat_answers import answer_message, answer_parser
 from litft.inference.generation import GenerationChunk, generate_batch
 from litft.inference.session import Session, make_drafter, open_session
 from litft.inference.speculative import Drafter
-from litft.inference.streaming import prompt_ids
-from litft.inference.terminal import THINK_TAGS, Screen, make_screen
+from litft.inference.terminal import Screen, make_screen
 from litft.methods.mixins import mixins
 from litft.signals import Signals
 
 INITIAL_CAPACITY = 2048  # initial cache capacity in tokens
+
+
+@dataclass(frozen=True)
+class AnswerStep:
+    """What an answer gained by a chunk of its text."""
+
+    parts: list[AnswerPart]
+    chunk: GenerationChunk
 
 
 class Conversation:
@@ -72,13 +81,13 @@ class Conversation:
                 return question
         return None
 
-    def answer(self, question: str, notice: Callable[[str], None]) -> Iterator[GenerationChunk]:
+    def answer(self, question: str, notice: Callable[[str], None]) -> Iterator[AnswerStep]:
         """Stream the answer to a question. Afterwards, or if the caller stops early, both are added to the messages.
 
         notice: called with a text if old turns are dropped. Raises ValueError if the question is too long; the messages
         are then unchanged.
         """
-        original_messages, text = list(self.messages), ""
+        original_messages = list(self.messages)
         self.messages.append({"role": "user", "content": question})
         try:
             request = self.session.request(self._prompt_ids(notice), self.num_questions)
@@ -87,18 +96,27 @@ class Conversation:
             raise
         self.decoder.reserve(len(request.ids) + request.max_new_tokens)
         request = replace(request, max_length=self.decoder.capacity)  # as in earlier turns: their cached keys stay valid
-        tokens, self.num_questions = [], self.num_questions + 1
+        self.num_questions += 1
+        tokens: list[int] = []
+        parser = answer_parser(self.tokenizer, self.prompt_text)
+        parsed = ParsedAnswer()
         try:
-            chunks = (chunk for _, chunk in generate_batch(self.decoder, self.tokenizer, [request], self.drafter))
-            for chunk in chunks:
+            for _, chunk in generate_batch(self.decoder, self.tokenizer, [request], self.drafter):
                 tokens += chunk.tokens
-                text, self.last_chunk = text + chunk, chunk
-                yield chunk
+                self.last_chunk = chunk
+                parts = parser.push(chunk)
+                parsed.add(parts)
+                yield AnswerStep(parts, chunk)
+            parts = parser.finish()
+            parsed.add(parts)
+            yield AnswerStep(parts, chunk)
         except ValueError:
             self.messages = original_messages
             raise
         finally:
-            self.messages += [] if self.messages is original_messages else [{"role": "assistant", "content": text}]
+            if self.messages is not original_messages:
+                parsed.add(parser.finish())  # nothing, unless the caller has stopped early
+                self.messages.append(answer_message(parsed))
             self.output_text = self.tokenizer.decode(tokens, skip_special=False)
             complete = bool(tokens) and tokens[-1] in self.tokenizer.special_ids
             self.history = (self.prompt_text + self.output_text, [*request.ids, *tokens]) if complete else ("", [])
@@ -131,14 +149,18 @@ class Conversation:
             return [*ids, *self.tokenizer.encode(self.prompt_text[len(text) :], bos=False)]
         return self.tokenizer.encode(self.prompt_text, bos=False)
 
-    def base_answer(self, question: str) -> Iterator[GenerationChunk]:
+    def base_answer(self, question: str) -> Iterator[AnswerStep]:
         """Stream the answer of the model without its adapter; the messages stay unchanged."""
         decoder = self.session.decoder(1, INITIAL_CAPACITY, compiled=False)
         messages = [*self.messages, {"role": "user", "content": question}]
-        request = self.session.request(prompt_ids(self.tokenizer, messages), self.num_questions)
+        text = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        request = self.session.request(self.tokenizer.encode(text, bos=False), self.num_questions)
         decoder.reserve(len(request.ids) + request.max_new_tokens)
+        parser = answer_parser(self.tokenizer, text)
         with self.session.as_base():
-            yield from (chunk for _, chunk in generate_batch(decoder, self.tokenizer, [request]))
+            for _, chunk in generate_batch(decoder, self.tokenizer, [request]):
+                yield AnswerStep(parser.push(chunk), chunk)
+        yield AnswerStep(parser.finish(), chunk)
 
 
 class Chat:
@@ -194,17 +216,18 @@ class Chat:
             self.screen.notice(f"--- the model reads\n{conversation.prompt_text}\n---")
             self.screen.notice(f"--- the model says\n{conversation.output_text}\n---")
 
-    def _show(self, chunks: Iterator[GenerationChunk]) -> None:
+    def _show(self, steps: Iterator[AnswerStep]) -> None:
         """Show an answer as it is generated, then its stats; Ctrl-C stops it."""
         signals_to_catch = (signal.SIGINT,) if self.screen.is_terminal else ()
-        with closing(chunks), Signals(signals_to_catch, notice=None) as signals:
-            first_chunk = next(chunks)  # errors are raised before anything is shown
-            with self.screen.answering(self.conversation.prompt_text.rstrip().endswith(THINK_TAGS[0])) as show:
-                for chunk in chain([first_chunk], chunks):
-                    show(chunk)
+        with closing(steps), Signals(signals_to_catch, notice=None) as signals:
+            first_step = next(steps)  # errors are raised before anything is shown
+            with self.screen.answering() as show:
+                for step in chain([first_step], steps):
+                    for part in step.parts:
+                        show(part)
                     if signals.caught:
                         break
-        self.screen.notice(f"{'stopped: ' if signals.caught else ''}{chunk.stats}", terminal_only=True)
+        self.screen.notice(f"{'stopped: ' if signals.caught else ''}{step.chunk.stats}", terminal_only=True)
 
     # commands: /help prints the docstrings
 

@@ -6,16 +6,56 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from litft.args import GenerateArgs
-from litft.data.messages import check_messages
+from litft.data.answer_parser import AnswerFormat, AnswerParser, ParsedAnswer, make_parser
+from litft.data.messages import check_messages, read_tools
 from litft.data.readers import read_records
+from litft.data.tokenizer import Tokenizer
+from litft.inference.chat_answers import answer_parser, call_entry
 from litft.inference.decoder import check_prompt
-from litft.inference.generation import GenerationChunk, GenerationStats, generate_batch
+from litft.inference.generation import GenerationChunk, GenerationStats, Request, generate_batch
 from litft.inference.session import Session, make_drafter, open_session
-from litft.inference.streaming import prompt_ids
+
+# of an output line, beside the completion
+EXTRA_FIELDS = ("reasoning_content", "tool_calls")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A tokenized prompt: text to continue, or a conversation in the chat template."""
+
+    ids: list[int]
+    text: str = ""  # of a conversation, as rendered
+    tools: list[dict[str, Any]] | None = None
+    is_chat: bool = False
+
+    def parser(self, tokenizer: Tokenizer) -> AnswerParser:
+        """Return what takes an answer apart; a continued text is content as it is."""
+        if self.is_chat:
+            return answer_parser(tokenizer, self.text, self.tools)
+        return make_parser(AnswerFormat(thoughts=()))
+
+
+@dataclass(frozen=True)
+class FinishedAnswer:
+    """A complete answer to one of several requests."""
+
+    number: int
+    parsed: ParsedAnswer
+    stats: GenerationStats
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of an output line."""
+        fields: dict[str, Any] = {"completion": self.parsed.content}
+        if self.parsed.reasoning:
+            fields["reasoning_content"] = self.parsed.reasoning
+        if self.parsed.calls:
+            fields["tool_calls"] = [call_entry(call) for call in self.parsed.calls]
+        return fields
 
 
 def generate(args: GenerateArgs) -> None:
@@ -31,60 +71,99 @@ def generate(args: GenerateArgs) -> None:
     tokenizer = session.tokenizer
     in_template = args.template == "auto" and bool(tokenizer.own_template)
     prompts = [_encode_prompt(session, where, record, in_template) for where, record in located_records]
-    capacity = max(map(len, prompts)) + session.max_new_tokens
+    capacity = max(len(prompt.ids) for prompt in prompts) + session.max_new_tokens
     drafter = make_drafter(args, session, capacity)
     numbers = range(num_done * args.num_samples, len(records) * args.num_samples)
     rows = 1 if drafter else max(1, min(args.batch_size, len(numbers)))
     session.limit_threads(rows)
     decoder = session.decoder(rows, capacity)
-    strip_leading = [in_template or bool(record.get("messages")) for record in records]
-    numbered_prompts = ((number, number // args.num_samples) for number in numbers)
-    requests = (session.request(prompts[index], number, strip_leading[index]) for number, index in numbered_prompts)
-    chunks = generate_batch(decoder, tokenizer, requests, drafter)
-    if args.prompts:
-        _write_all(args, records[num_done:], chunks)
-    else:
-        _print_all(args.num_samples, chunks)
-
-
-def _print_all(num_samples: int, chunks: Iterator[tuple[int, GenerationChunk]]) -> None:
-    """Print a single answer as it is generated, or several answers one by one as they complete."""
-    if num_samples == 1:
-        stats = None
-        for _, chunk in chunks:
-            stats = chunk.stats
-            print(chunk, end="", flush=True)
-        print(flush=True)
-        print(stats, file=sys.stderr)
+    chunks = generate_batch(decoder, tokenizer, _requests(session, prompts, numbers, args.num_samples), drafter)
+    if not args.prompts and args.num_samples == 1:
+        _print_one(tokenizer, prompts[0], chunks)
         return
-    for number, text, stats in _completed_in_order(chunks):
-        print(f"--- {number + 1} of {num_samples}: {stats}", file=sys.stderr, flush=True)
-        print(text, flush=True)
+    answers = _completed_in_order(tokenizer, prompts[num_done:], chunks, args.num_samples)
+    if args.prompts:
+        _write_all(args, records[num_done:], answers)
+    else:
+        _print_all(args.num_samples, answers)
 
 
-def _write_all(args: GenerateArgs, records: list[dict[str, Any]], chunks: Iterator[tuple[int, GenerationChunk]]) -> None:
+def _requests(session: Session, prompts: list[Prompt], numbers: range, num_samples: int) -> Iterator[Request]:
+    """Yield the request of each answer."""
+    for number in numbers:
+        prompt = prompts[number // num_samples]
+        yield session.request(prompt.ids, number, is_chat=prompt.is_chat)
+
+
+def _print_one(tokenizer: Tokenizer, prompt: Prompt, chunks: Iterator[tuple[int, GenerationChunk]]) -> None:
+    """Print an answer as it is generated: the content on stdout, the reasoning on stderr."""
+    parser = prompt.parser(tokenizer)
+    stats = None
+    for _, chunk in chunks:
+        stats = chunk.stats
+        parts = parser.push(chunk)
+        if chunk.finish_reason:
+            parts += parser.finish()
+        for part in parts:
+            stream = sys.stderr if part.kind == "reasoning" else sys.stdout
+            text = part.text if part.call is None else json.dumps(call_entry(part.call), ensure_ascii=False) + "\n"
+            print(text, end="", file=stream, flush=True)
+    print(flush=True)
+    print(stats, file=sys.stderr)
+
+
+def _print_all(num_samples: int, answers: Iterator[FinishedAnswer]) -> None:
+    """Print several answers one by one as they complete."""
+    for answer in answers:
+        print(f"--- {answer.number + 1} of {num_samples}: {answer.stats}", file=sys.stderr, flush=True)
+        if answer.parsed.reasoning:
+            print(answer.parsed.reasoning, file=sys.stderr, flush=True)
+        calls = [json.dumps(call_entry(call), ensure_ascii=False) for call in answer.parsed.calls]
+        print("\n".join(filter(None, [answer.parsed.content, *calls])), flush=True)
+
+
+def _write_all(args: GenerateArgs, records: list[dict[str, Any]], answers: Iterator[FinishedAnswer]) -> None:
     """Write the records with their answers, one JSON line each, in order; each line as soon as it is complete."""
-    start, tokens, num_samples = time.perf_counter(), 0, args.num_samples
+    start = time.perf_counter()
+    tokens = 0
     mode = "a" if args.resume else "w"
     with open(args.out, mode, encoding="utf-8") if args.out else nullcontext(sys.stdout) as out:
-        texts: list[str] = []
-        for number, text, stats in _completed_in_order(chunks):
-            texts.append(text)
-            tokens += stats.new_tokens
-            if len(texts) == num_samples:
-                if sys.stderr.isatty():
-                    print(f"\r{number // num_samples + 1} of {len(records)}", end="", file=sys.stderr, flush=True)
-                answers = {"completion": texts[0]} if num_samples == 1 else {"completions": texts}
-                print(json.dumps(records[number // num_samples] | answers, ensure_ascii=False), file=out, flush=True)
-                texts = []
+        fields: list[dict[str, Any]] = []
+        for answer in answers:
+            fields.append(answer.fields())
+            tokens += answer.stats.new_tokens
+            if len(fields) < args.num_samples:
+                continue
+            index = answer.number // args.num_samples
+            if sys.stderr.isatty():
+                print(f"\r{index + 1} of {len(records)}", end="", file=sys.stderr, flush=True)
+            line = records[index] | _answer_fields(fields)
+            print(json.dumps(line, ensure_ascii=False), file=out, flush=True)
+            fields = []
     seconds = time.perf_counter() - start
     if sys.stderr.isatty():
         print("\r", end="", file=sys.stderr)
     print(f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.1f} tokens/s", file=sys.stderr)
 
 
-def _completed_in_order(chunks: Iterator[tuple[int, GenerationChunk]]) -> Iterator[tuple[int, str, GenerationStats]]:
-    """Yield complete answers in the order of their requests: index, text, stats."""
+def _answer_fields(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the fields of an output line. Those of several answers are lists; reasoning and calls only where there are."""
+    if len(answers) == 1:
+        return answers[0]
+    fields: dict[str, Any] = {"completions": [answer["completion"] for answer in answers]}
+    for name in EXTRA_FIELDS:
+        if any(name in answer for answer in answers):
+            fields[name] = [answer.get(name) for answer in answers]
+    return fields
+
+
+def _completed_in_order(
+    tokenizer: Tokenizer,
+    prompts: list[Prompt],
+    chunks: Iterator[tuple[int, GenerationChunk]],
+    num_samples: int,
+) -> Iterator[FinishedAnswer]:
+    """Yield complete answers in the order of their requests."""
     texts: dict[int, str] = {}
     done: dict[int, GenerationStats] = {}
     next_number = 0
@@ -93,7 +172,9 @@ def _completed_in_order(chunks: Iterator[tuple[int, GenerationChunk]]) -> Iterat
         if chunk.finish_reason:
             done[number] = chunk.stats
         while next_number in done:
-            yield next_number, texts.pop(next_number), done.pop(next_number)
+            parser = prompts[next_number // num_samples].parser(tokenizer)
+            parsed = parser.parse(texts.pop(next_number))
+            yield FinishedAnswer(next_number, parsed, done.pop(next_number))
             next_number += 1
 
 
@@ -119,6 +200,9 @@ def _is_answer(line: bytes, record: dict[str, Any], num_samples: int) -> bool:
     try:
         output_record = json.loads(line)
         texts = [output_record.pop("completion")] if num_samples == 1 else output_record.pop("completions")
+        for name in EXTRA_FIELDS:
+            if name not in record:
+                output_record.pop(name, None)
         return len(texts) == num_samples and output_record == record
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return False
@@ -149,14 +233,20 @@ def read_prompts(path: Path, out: str | None, key: str) -> list[tuple[str, dict[
     return records
 
 
-def _encode_prompt(session: Session, where: str, record: dict[str, Any], in_template: bool) -> list[int]:
+def _encode_prompt(session: Session, where: str, record: dict[str, Any], in_template: bool) -> Prompt:
     """Tokenize the prompt of a record. Raise ValueError with its location if the model cannot read it."""
-    prompt = record.get("messages") or record["prompt"]
-    if in_template and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
+    messages = record.get("messages")
+    if in_template and not messages:
+        messages = [{"role": "user", "content": record["prompt"]}]
+    tokenizer = session.tokenizer
     try:
-        ids = prompt_ids(session.tokenizer, prompt)
-        check_prompt(session.model, ids)
+        if messages:
+            tools = read_tools(record.get("tools"), where)
+            text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
+            prompt = Prompt(tokenizer.encode(text, bos=False), text, tools, is_chat=True)
+        else:
+            prompt = Prompt(tokenizer.encode(record["prompt"]))
+        check_prompt(session.model, prompt.ids)
     except ValueError as error:
         raise ValueError(f"{where}: {error}" if where else str(error)) from None
-    return ids
+    return prompt

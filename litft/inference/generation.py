@@ -9,10 +9,13 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from litft.data.answer_parser import first_mark, overlap
 from litft.data.tokenizer import Tokenizer
 from litft.inference.decoder import NOT_A_NUMBER, BrokenModel, Decoder
-from litft.inference.sampling import Sampler, Sampling
+from litft.inference.sampling import Constraint, Sampler, Sampling
 from litft.inference.speculative import Drafter, speculative_rounds
+
+REPLACEMENT = "\ufffd"  # what bytes decode to that are no complete character
 
 FinishReason = Literal["stop", "length", "context"]  # stop token or text; max_new_tokens; context full
 
@@ -28,6 +31,8 @@ class Request:
     stop: Sequence[str] = ()  # texts that end the answer and are not part of it
     top_logprobs: int = 0  # how many of the most likely tokens to report for each position
     strip_leading: bool = False  # remove leading whitespace, which some templates leave to the answer
+    shown_special_ids: frozenset[int] = frozenset()  # special tokens that are part of the text
+    constraint: Constraint | None = None  # which tokens may follow; of this answer alone
     max_length: int | None = None  # final length of the text, for some ropes; None: prompt plus max_new_tokens
 
 
@@ -81,16 +86,44 @@ class GenerationChunk(str):
         return chunk
 
 
+# how many tokens before the answer are decoded with it: as few as give whole characters
+WINDOW_LENGTHS = (4, 16, 64, 256, 1024)
+LONGEST_CHARACTER = 4  # bytes, each of which may be a token
+
+
 class Detokenizer:
     """Convert token ids to text incrementally, holding back the bytes of incomplete characters.
 
     A token's text depends on the tokens before it (the leading space of a word). So a window of ids is decoded with and
-    without the new ones, and the difference is returned.
+    without the new ones, and the difference is returned. A character that the prompt begins belongs to the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, before: Sequence[int]) -> None:
-        self.tokenizer, self.window = tokenizer, list(before[-4:])
-        self.start = len(self.window)
+        self.tokenizer = tokenizer
+        self.window, self.start = self._first_window(before)
+
+    def _first_window(self, before: Sequence[int]) -> tuple[list[int], int]:
+        """Return the end of the prompt, and how many of its tokens have whole characters.
+
+        The window must not begin within a character: some tokenizers decode a whole run of bytes to U+FFFD if any of its
+        characters is incomplete.
+        """
+        window = list(before[-WINDOW_LENGTHS[0] :])
+        if self._ends_in_replacement(before):
+            return window, len(window)
+        for length in (*WINDOW_LENGTHS, len(before)):
+            window = list(before[-length:])
+            for incomplete in range(min(LONGEST_CHARACTER, len(window) + 1)):
+                start = len(window) - incomplete
+                text = self.tokenizer.decode(window[:start])
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return window, start
+        return list(before[-WINDOW_LENGTHS[0] :]), min(len(before), WINDOW_LENGTHS[0])
+
+    def _ends_in_replacement(self, before: Sequence[int]) -> bool:
+        """Return whether the prompt itself ends in U+FFFD, which is a whole character then."""
+        written = self.tokenizer.encode(f"a{REPLACEMENT}", bos=False)[1:]
+        return bool(written) and list(before[-len(written) :]) == written
 
     def push(self, token: int, last: bool = False) -> str:
         """Add a token and return the text that is complete now."""
@@ -99,21 +132,55 @@ class Detokenizer:
 
     def rest(self, last: bool = True) -> str:
         """Return the text not returned yet; an incomplete character only if `last`."""
-        previous, text = self.tokenizer.decode(self.window[: self.start]), self.tokenizer.decode(self.window)
+        previous = self.tokenizer.decode(self.window[: self.start])
+        text = self.tokenizer.decode(self.window)
+        if last and text.endswith(REPLACEMENT):
+            # decoded together, an incomplete character might spoil the characters before it
+            return self._rest_by_character(previous)
         new = text[len(previous) :]
         # decoding may drop a leading space, so spaces stay in the window until a word follows
-        if not new or (not last and (not new.strip(" ") or text.endswith("\ufffd"))):
+        if not new or (not last and (not new.strip(" ") or text.endswith(REPLACEMENT))):
             return ""
-        self.window, self.start = self.window[self.start :], len(self.window) - self.start
+        self._advance(len(self.window))
         return new
+
+    def _rest_by_character(self, previous: str) -> str:
+        """Return the complete characters, and U+FFFD for the bytes of the last one."""
+        complete = self.tokenizer.decode(self.window).rstrip(REPLACEMENT)
+        for end in range(len(self.window) - 1, self.start - 1, -1):
+            text = self.tokenizer.decode(self.window[:end])
+            if not text.endswith(REPLACEMENT):
+                complete = max(complete, text, key=len)
+                break
+        self._advance(len(self.window))
+        return complete[len(previous) :] + REPLACEMENT
+
+    def _advance(self, end: int) -> None:
+        """Keep the tokens whose text was just returned as the context of the next ones."""
+        self.window = self.window[self.start :]
+        self.start = end - self.start
+
+
+class TextPiece(NamedTuple):
+    """A part of an answer's text, which may be a special token that is not shown."""
+
+    text: str
+    visible: bool
 
 
 class Answer:
-    """An answer in progress: turns tokens into chunks of text and decides when to stop."""
+    """An answer in progress: turns tokens into chunks of text and decides when to stop.
+
+    Stop texts are searched for in the text with special tokens, as in transformers.
+    """
 
     def __init__(self, request: Request, tokenizer: Tokenizer, max_tokens: int, start_time: float) -> None:
-        self.request, self.max_tokens, self.start_time = request, max_tokens, start_time
-        self.detokenizer, self.pending = Detokenizer(tokenizer, request.ids), ""  # text that may start a stop text
+        self.request = request
+        self.tokenizer = tokenizer
+        self.max_tokens = max_tokens
+        self.start_time = start_time
+        self.detokenizer = Detokenizer(tokenizer, request.ids)
+        self.pending: list[TextPiece] = []  # text that may start a stop text
         self.text_started = not request.strip_leading
         self.chosen: list[ChosenToken] = []  # since the last chunk
         self.finish_reason: FinishReason | None = None
@@ -127,19 +194,35 @@ class Answer:
         self.chosen.append(chosen._replace(top=chosen.top[: request.top_logprobs]))
         if token in request.stop_ids:
             self.finish_reason = "stop"
-            self.pending += self.detokenizer.rest()
+            self._add_text(self.detokenizer.rest())
+            return self._next_chunk()
+        if stats.new_tokens >= request.max_new_tokens:
+            self.finish_reason = "length"
+        elif stats.new_tokens >= self.max_tokens:
+            self.finish_reason = "context"
+        if token in self.tokenizer.special_ids:
+            self._add_text(self.detokenizer.rest())
+            visible = token in request.shown_special_ids
+            self.pending.append(TextPiece(self.tokenizer.special_text(token), visible))
         else:
-            full = stats.new_tokens >= request.max_new_tokens
-            self.finish_reason = "length" if full else "context" if stats.new_tokens >= self.max_tokens else None
-            self.pending += self.detokenizer.push(token, last=self.finish_reason is not None)
+            self._add_text(self.detokenizer.push(token, last=self.finish_reason is not None))
         return self._next_chunk()
 
+    def _add_text(self, text: str) -> None:
+        if text:
+            self.pending.append(TextPiece(text, visible=True))
+
     def _next_chunk(self) -> GenerationChunk | None:
-        ends = [end for stop in self.request.stop if (end := self.pending.find(stop)) >= 0]
-        if ends:
-            self.finish_reason, self.pending = "stop", self.pending[: min(ends)]
-        held_back = 0 if self.finish_reason else max((_overlap(self.pending, stop) for stop in self.request.stop), default=0)
-        text, self.pending = self.pending[: len(self.pending) - held_back], self.pending[len(self.pending) - held_back :]
+        text = "".join(piece.text for piece in self.pending)
+        end, stop = first_mark(text, self.request.stop)
+        if stop:
+            self.finish_reason = "stop"
+        elif self.finish_reason:
+            end = len(text)
+        else:
+            held_back = (overlap(text, stop_text) for stop_text in self.request.stop)
+            end = len(text) - max(held_back, default=0)
+        text = self._take(end)
         if not self.text_started:
             text = text.lstrip()
             self.text_started = bool(text)
@@ -148,10 +231,20 @@ class Answer:
         chunk, self.chosen = GenerationChunk(text, self.chosen, self.finish_reason, self.stats), []
         return chunk
 
-
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest suffix of `text` that is a proper prefix of `stop`."""
-    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if stop.startswith(text[-n:])), 0)
+    def _take(self, count: int) -> str:
+        """Remove the first `count` characters of the pending text and return those that are shown."""
+        shown = ""
+        rest = []
+        for piece in self.pending:
+            taken = piece.text[:count]
+            left = piece.text[count:]
+            count -= len(taken)
+            if piece.visible:
+                shown += taken
+            if left:
+                rest.append(piece._replace(text=left))
+        self.pending = rest
+        return shown
 
 
 def generate_batch(
@@ -260,7 +353,7 @@ class Batch:
             del self.prefilling[row]
             answer = Answer(request, self.tokenizer, self.decoder.capacity - size, prefill.start_time)
             answer.stats.prefill_tokens, self.logits[row] = prefill.num_computed, logits
-            self.sampler.begin(row, request.ids, request.sampling)
+            self.sampler.begin(row, request.ids, request.sampling, request.constraint)
             self.running[row] = prefill.number, answer
 
     def cancel(self, number: int) -> None:
@@ -272,6 +365,7 @@ class Batch:
 
     def _release(self, row: int) -> None:
         del self.running[row]
+        self.sampler.constraints[row] = None
         self.decoder.truncate(row, len(self.decoder.texts[row]))
 
     def step(self) -> Iterator[tuple[int, GenerationChunk | BrokenModel]]:
@@ -296,6 +390,8 @@ class Batch:
                 yield number, BrokenModel(NOT_A_NUMBER)
                 continue
             chunk = answer.add_token(chosen)
+            if answer.request.constraint is not None:
+                answer.request.constraint.advance(chosen.token)
             if answer.finish_reason:
                 self._release(row)
             if chunk is not None:

@@ -6,6 +6,7 @@ batch, and on every device up to the rounding of the logits.
 
 import random
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,16 @@ from torch import Tensor
 from litft.args import Sampling
 
 # B batch, V vocabulary
+
+
+class Constraint(Protocol):
+    """Decides which tokens may follow in one answer."""
+
+    def allowed(self) -> Tensor | None:
+        """Return which tokens may follow, (V,) bool on the CPU; None if all may."""
+
+    def advance(self, token: int) -> None:
+        """Take note of the next token of the answer."""
 
 
 class Sampler:
@@ -25,10 +36,18 @@ class Sampler:
         self.rows = slice(0, rows)  # the rows to sample for
         self.counts: Tensor | None = None  # (2, B, V): above 0 if prompt or answer has a token; its count in the answer
         self.bias: Tensor | None = None  # (B, V)
+        self.constraints: list[Constraint | None] = [None] * rows
         self._collect_settings()
 
-    def begin(self, row: int, prompt: Sequence[int], settings: Sampling) -> None:
+    def begin(
+        self,
+        row: int,
+        prompt: Sequence[int],
+        settings: Sampling,
+        constraint: Constraint | None = None,
+    ) -> None:
         """Start a new answer in a row."""
+        self.constraints[row] = constraint
         self.settings[row], self.generators[row] = settings, random.Random(settings.seed)
         self._collect_settings()
         shape = (len(self.settings), self.vocab_size)
@@ -100,6 +119,16 @@ class Sampler:
             logits = (
                 torch.where(in_text > 0, penalized, logits) - self.presence * (in_answer > 0) - self.frequency * in_answer
             )
+        return self._constrained(logits)
+
+    def _constrained(self, logits: Tensor) -> Tensor:
+        """Return logits (B, V) that are minus infinity for tokens that a row's constraint rules out."""
+        for index, constraint in enumerate(self.constraints[self.rows]):
+            allowed = constraint.allowed() if constraint is not None else None
+            if allowed is None:
+                continue
+            logits = logits.clone()  # the caller's logits give the log-probabilities
+            logits[index].masked_fill_(~allowed.to(self.device, non_blocking=True), -torch.inf)
         return logits
 
     def distribution(self, logits: Tensor) -> Tensor:

@@ -77,11 +77,21 @@ class Session(NamedTuple):
         with disabled(self.model) if self.tp_decoder is None else self.tp_decoder.disabled(self.model):
             yield
 
-    def request(self, ids: list[int], number: int = 0, strip_leading: bool = True) -> Request:
-        """Create a request for a prompt. number: added to the seed, so that prompts differ. strip_leading: see `Request`."""
+    def request(self, ids: list[int], number: int = 0, is_chat: bool = True) -> Request:
+        """Create a request for a prompt. number: added to the seed, so that prompts differ.
+
+        is_chat: the answer has no leading white space, and has the marks of reasoning and tool calls.
+        """
         seed = None if self.sampling.seed is None else self.sampling.seed + number
-        sampling = replace(self.sampling, seed=seed)
-        return Request(ids, self.max_new_tokens, sampling, self.tokenizer.stop_ids, self.stop, strip_leading=strip_leading)
+        return Request(
+            ids,
+            self.max_new_tokens,
+            sampling=replace(self.sampling, seed=seed),
+            stop_ids=self.tokenizer.stop_ids,
+            stop=self.stop,
+            strip_leading=is_chat,
+            shown_special_ids=self.tokenizer.structure_ids if is_chat else frozenset(),
+        )
 
 
 def open_session(args: ModelArgs) -> Session:

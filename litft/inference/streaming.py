@@ -4,8 +4,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from litft.args.sampling import USUAL
+from litft.data.answer_parser import ParsedAnswer
 from litft.data.chat_template import Message
+from litft.data.messages import read_tools
 from litft.data.tokenizer import Tokenizer
+from litft.inference.chat_answers import ChatAnswer, answer_parser
 from litft.inference.decoder import Decoder, check_prompt
 from litft.inference.generation import GenerationChunk, Request, generate_batch
 from litft.inference.sampling import Sampling
@@ -13,16 +16,32 @@ from litft.inference.speculative import Drafter
 from litft.model.transformer import GPT
 
 
-def generate(model: GPT, tokenizer: Tokenizer, prompt: str | list[Message], **settings: Any) -> str:
+def generate(
+    model: GPT,
+    tokenizer: Tokenizer,
+    prompt: str | list[Message],
+    *,
+    tools: list[dict[str, Any]] | None = None,
+    **settings: Any,
+) -> str:
     """Return the answer to a text or to chat messages, without white space at its ends.
 
     A text is a user message if the model has a chat template, as with `generate/base.py --prompt`; otherwise it is
-    continued, as by `stream`, and nothing is stripped. settings: those of `stream`.
+    continued, as by `stream`, and nothing is stripped. The answer to messages is a `ChatAnswer`: its content, a str, with
+    `reasoning_content`, `tool_calls` and `message`. What cannot be parsed stays in the content, with its marks.
+    tools: functions that the model may call, in OpenAI's form. settings: those of `stream`.
     """
     if isinstance(prompt, str) and not tokenizer.own_template:
         return "".join(stream(model, tokenizer, prompt, **settings))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    return "".join(stream(model, tokenizer, messages, **settings)).strip()
+    checked_tools = read_tools(tools, "tools")
+    text = tokenizer.apply_chat_template(messages, checked_tools, add_generation_prompt=True)
+    parser = answer_parser(tokenizer, text, checked_tools)
+    parsed = ParsedAnswer()
+    for chunk in stream(model, tokenizer, messages, tools=tools, **settings):
+        parsed.add(parser.push(chunk))
+    parsed.add(parser.finish())
+    return ChatAnswer(parsed)
 
 
 def stream(
@@ -32,28 +51,33 @@ def stream(
     *,
     max_new_tokens: int = 256,
     stop: Sequence[str] = (),
+    tools: list[dict[str, Any]] | None = None,
     drafter: Drafter | None = None,
     **sampling: Any,
 ) -> Iterator[GenerationChunk]:
     """Stream the continuation of a text prompt, or the answer to chat messages (rendered by the chat template).
 
+    The answer to messages has the marks around reasoning and tool calls; `generate` takes it apart.
     Each chunk is a str with `tokens`, `logprobs`, `finish_reason` (in the last: stop, length or context) and `stats`.
     sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-    frequency_penalty, logit_bias, seed). stop: texts that end the answer. Raises ValueError if a setting is invalid, or the
+    frequency_penalty, logit_bias, seed). stop: texts that end the answer, also special tokens. tools: functions that the
+    model may call, in OpenAI's form. Raises ValueError if a setting is invalid, or the
     prompt is empty, longer than the context or outside the vocabulary.
     """
     settings = Sampling(**USUAL | sampling)
     if problems := settings.problems():
         raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))
-    ids = prompt_ids(tokenizer, prompt)
+    ids = prompt_ids(tokenizer, prompt, read_tools(tools, "tools"))
     check_prompt(model, ids)
     decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
-    request = Request(ids, max_new_tokens, settings, tokenizer.stop_ids, stop)
+    shown = frozenset() if isinstance(prompt, str) else tokenizer.structure_ids
+    request = Request(ids, max_new_tokens, settings, tokenizer.stop_ids, stop, shown_special_ids=shown)
     yield from (chunk for _, chunk in generate_batch(decoder, tokenizer, [request], drafter))
 
 
-def prompt_ids(tokenizer: Tokenizer, prompt: str | list[Message]) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: str | list[Message], tools: list | None = None) -> list[int]:
     """Tokenize a prompt: text with the tokenizer's BOS, or messages rendered with the generation prompt."""
     if isinstance(prompt, str):
         return tokenizer.encode(prompt)
-    return tokenizer.encode(tokenizer.apply_chat_template(prompt, add_generation_prompt=True), bos=False)
+    text = tokenizer.apply_chat_template(prompt, tools, add_generation_prompt=True)
+    return tokenizer.encode(text, bos=False)

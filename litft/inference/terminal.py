@@ -1,5 +1,6 @@
 """Input and output of the chat: a terminal with line editing and Markdown, or plain lines without a terminal."""
 
+import json
 import os
 import sys
 import termios
@@ -8,7 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-THINK_TAGS = ("<think>", "</think>")  # around the thoughts of reasoning models (DeepSeek-R1, Qwen 3, QwQ)
+from litft.data.answer_parser import AnswerPart
+
+Show = Callable[[AnswerPart], None]
+
+
+def shown_text(part: AnswerPart) -> str:
+    """Return the text of a part; a call as its name and arguments."""
+    if part.call is None:
+        return part.text
+    return f"\n{part.call.name}({json.dumps(part.call.arguments, ensure_ascii=False)})\n"
 
 
 class Screen:
@@ -27,9 +37,14 @@ class Screen:
             print(text, file=sys.stderr, flush=True)
 
     @contextmanager
-    def answering(self, thinking: bool) -> Iterator[Callable[[str], None]]:
-        """Yield a function that shows an answer chunk by chunk. thinking: the answer starts inside a thought."""
-        yield lambda chunk: print(chunk, end="", flush=True)
+    def answering(self) -> Iterator[Show]:
+        """Yield a function that shows an answer part by part."""
+
+        def show(part: AnswerPart) -> None:
+            stream = sys.stderr if part.kind == "reasoning" else sys.stdout
+            print(shown_text(part), end="", file=stream, flush=True)
+
+        yield show
         print(flush=True)
 
 
@@ -73,16 +88,16 @@ class Terminal(Screen):
         self.console.print(text, style="dim", markup=False)
 
     @contextmanager
-    def answering(self, thinking: bool) -> Iterator[Callable[[str], None]]:
+    def answering(self) -> Iterator[Show]:
         """Print each Markdown block when it is complete, and redraw the last one as it grows."""
         from rich.live import Live
 
         live = Live(console=self.console, refresh_per_second=12, transient=True, vertical_overflow="crop")
         with no_echo(), live:
-            blocks = Blocks(thinking)
+            blocks = Blocks()
 
-            def show(chunk: str) -> None:
-                for block in blocks.push(chunk):
+            def show(part: AnswerPart) -> None:
+                for block in blocks.push(shown_text(part), is_thought=part.kind == "reasoning"):
                     self.console.print(render_block(block))
                 live.update(Tail(render_block(blocks.pending)))
 
@@ -108,35 +123,34 @@ def no_echo() -> Iterator[None]:
 
 
 class Blocks:
-    """Split streamed text into blocks: at empty lines outside code, and at the tags around thoughts."""
+    """Split streamed text into blocks: at empty lines outside code, and where reasoning ends."""
 
-    def __init__(self, thinking: bool) -> None:
-        self.thinking, self.text = thinking, ""
+    def __init__(self) -> None:
+        self.text = ""
+        self.is_thought = False
 
-    def push(self, text: str) -> Iterator[tuple[str, bool]]:
+    def push(self, text: str, is_thought: bool) -> Iterator[tuple[str, bool]]:
         """Add text and yield the blocks that are complete now, as (text, is a thought)."""
+        if is_thought != self.is_thought:
+            yield from self.rest()
+            self.text = ""
+            self.is_thought = is_thought
         self.text += text
-        while (cut := self._cut()) is not None:
-            end, next_start, thinking = cut
-            block, self.text = (self.text[:end], self.thinking), self.text[next_start:]
-            if block[0].strip():
-                yield block
-            self.thinking = thinking
-
-    def _cut(self) -> tuple[int, int, bool] | None:
-        """Return where the first block ends, where the next starts, and whether the next is a thought."""
-        tag, start = THINK_TAGS[self.thinking], 0
-        tag_start = self.text.find(tag)
-        while (end := self.text.find("\n\n", start, tag_start if tag_start >= 0 else None)) >= 0:
-            if self.text[:end].count("```") % 2 == 0:
-                return end, end + 2, self.thinking
-            start = end + 2
-        return (tag_start, tag_start + len(tag), not self.thinking) if tag_start >= 0 else None
+        start = 0
+        while (end := self.text.find("\n\n", start)) >= 0:
+            if self.text[:end].count("```") % 2:
+                start = end + 2
+                continue
+            block = self.text[:end]
+            self.text = self.text[end + 2 :]
+            start = 0
+            if block.strip():
+                yield block, is_thought
 
     @property
     def pending(self) -> tuple[str, bool]:
         """The last, incomplete block."""
-        return self.text, self.thinking
+        return self.text, self.is_thought
 
     def rest(self) -> Iterator[tuple[str, bool]]:
         """Yield the last block, unless it is empty."""

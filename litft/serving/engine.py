@@ -181,9 +181,11 @@ class Engine:
                 if isinstance(chunk, Exception):
                     self._finish(number, chunk)
                     continue
-                self._jobs[number].deliver(chunk)
+                deliver = self._jobs[number].deliver
+                # first: the client may send its next request as soon as it has the end of this answer
                 if chunk.finish_reason:
                     self._finish(number)
+                deliver(chunk)
         except Exception as error:  # out of memory, a failing device: later requests get a new batch
             traceback.print_exc()
             del self._batches[name]

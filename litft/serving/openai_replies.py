@@ -2,11 +2,13 @@
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 from uuid import uuid4
 
+from litft.data.answer_parser import AnswerParser, AnswerPart
 from litft.data.tokenizer import Tokenizer
+from litft.inference.chat_answers import api_call_entry
 from litft.inference.generation import GenerationChunk
 
 
@@ -45,8 +47,8 @@ class Reply:
         """Return a complete choice."""
         raise NotImplementedError
 
-    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any]:
-        """Return a choice with the text of one chunk."""
+    def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
+        """Return choices with the text of one chunk; none if the text is held back."""
         raise NotImplementedError
 
     def usage(self, last_chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
@@ -64,11 +66,20 @@ class Reply:
         return counts | {"prompt_tokens_details": {"cached_tokens": prompt_tokens - computed_tokens}}
 
     def token_logprobs(self, chunks: Sequence[GenerationChunk]) -> list[tuple[int, float, list[tuple[int, float]]]]:
-        """Return (token, log-probability, alternatives) of each token, without the stop token that ends an answer."""
-        stop_ids = set(self.tokenizer.stop_ids)
-        entries = [entry for chunk in chunks for entry in zip(chunk.tokens, chunk.logprobs, chunk.top, strict=True)]
-        entries = [(token, finite_logprob(p), [(other, finite_logprob(q)) for other, q in top]) for token, p, top in entries]
-        return entries[:-1] if entries and chunks[-1].finish_reason == "stop" and entries[-1][0] in stop_ids else entries
+        """Return (token, log-probability, alternatives) of each token, without the stop token that ends an answer.
+
+        The sampled token is among the alternatives, the last of them if it is not one of the likeliest.
+        """
+        entries = []
+        for chunk in chunks:
+            for token, logprob, top in zip(chunk.tokens, chunk.logprobs, chunk.top, strict=True):
+                alternatives = [(other, finite_logprob(value)) for other, value in top]
+                if top and token not in dict(top):
+                    alternatives.append((token, finite_logprob(logprob)))
+                entries.append((token, finite_logprob(logprob), alternatives))
+        if entries and chunks[-1].finish_reason == "stop" and entries[-1][0] in self.tokenizer.stop_ids:
+            entries.pop()
+        return entries
 
     def text_of(self, token: int) -> str:
         """Return the text of a single token; part of a character becomes U+FFFD."""
@@ -79,31 +90,77 @@ class Reply:
 
 
 class ChatReply(Reply):
-    """Formats answers of /v1/chat/completions."""
+    """Formats answers of /v1/chat/completions. make_parser: makes what takes one answer apart."""
 
     object_type, chunk_type, id_prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
+    def __init__(
+        self,
+        model: str,
+        tokenizer: Tokenizer,
+        num_choices: int,
+        with_logprobs: bool,
+        make_parser: Callable[[], AnswerParser],
+    ) -> None:
+        super().__init__(model, tokenizer, num_choices, with_logprobs)
+        self.make_parser = make_parser
+        self.parsers: dict[int, AnswerParser] = {}  # of streamed choices
+        self.num_calls: Counter[int] = Counter()  # of streamed choices
+
     def choice(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
-        message = {"role": "assistant", "content": "".join(chunks)}
-        return {"index": index, "message": message, **self._rest(chunks)}
+        parsed = self.make_parser().parse("".join(chunks))
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning:
+            message["reasoning_content"] = parsed.reasoning
+        if parsed.calls:
+            message["content"] = parsed.content or None
+            message["tool_calls"] = [api_call_entry(call) for call in parsed.calls]
+        reason = self._finish_reason(chunks[-1], has_calls=bool(parsed.calls))
+        return {"index": index, "message": message, "logprobs": self._logprobs(chunks), "finish_reason": reason}
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
-    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any]:
-        return {"index": index, "delta": {"content": str(chunk)} if chunk else {}, **self._rest([chunk])}
+    def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
+        parser = self.parsers.setdefault(index, self.make_parser())
+        parts = parser.push(chunk)
+        if chunk.finish_reason:
+            parts += parser.finish()
+        deltas = [self._delta(index, part) for part in parts]
+        if not deltas and (chunk.finish_reason or (self.with_logprobs and chunk.tokens)):
+            deltas = [{}]
+        choices = []
+        for number, delta in enumerate(deltas):
+            is_last = number == len(deltas) - 1
+            reason = self._finish_reason(chunk, has_calls=bool(self.num_calls[index])) if is_last else None
+            logprobs = self._logprobs([chunk]) if is_last else None
+            choices.append({"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+        return choices
 
-    def _rest(self, chunks: Sequence[GenerationChunk]) -> dict[str, Any]:
-        logprobs = (
-            {"content": [self._entry(*entry) for entry in self.token_logprobs(chunks)]} if self.with_logprobs else None
-        )
-        return {"logprobs": logprobs, "finish_reason": finish_reason(chunks[-1])}
+    def _delta(self, index: int, part: AnswerPart) -> dict[str, Any]:
+        """Return what one part adds to a streamed message. A call is complete at once."""
+        if part.call is None:
+            return {"reasoning_content" if part.kind == "reasoning" else "content": part.text}
+        number = self.num_calls[index]
+        self.num_calls[index] += 1
+        return {"tool_calls": [{"index": number, **api_call_entry(part.call)}]}
+
+    def _finish_reason(self, chunk: GenerationChunk, has_calls: bool) -> str | None:
+        reason = finish_reason(chunk)
+        return "tool_calls" if reason == "stop" and has_calls else reason
+
+    def _logprobs(self, chunks: Sequence[GenerationChunk]) -> dict[str, Any] | None:
+        if not self.with_logprobs:
+            return None
+        return {"content": [self._entry(*entry) for entry in self.token_logprobs(chunks)]}
 
     def _entry(self, token: int, logprob: float, top: list[tuple[int, float]] | None = None) -> dict[str, Any]:
         text = self.text_of(token)
         entry = {"token": text, "logprob": logprob, "bytes": None if "\ufffd" in text else list(text.encode())}
-        return entry if top is None else entry | {"top_logprobs": [self._entry(*alternative) for alternative in top]}
+        if top is None:
+            return entry
+        return entry | {"top_logprobs": [self._entry(*alternative) for alternative in top]}
 
 
 class CompletionReply(Reply):
@@ -119,8 +176,8 @@ class CompletionReply(Reply):
         logprobs = self._logprobs(index, chunks) if self.with_logprobs else None
         return {"index": index, "text": "".join(chunks), "logprobs": logprobs, "finish_reason": finish_reason(chunks[-1])}
 
-    def delta(self, index: int, chunk: GenerationChunk) -> dict[str, Any]:
-        return self.choice(index, [chunk])
+    def deltas(self, index: int, chunk: GenerationChunk) -> list[dict[str, Any]]:
+        return [self.choice(index, [chunk])]
 
     def _logprobs(self, index: int, chunks: Sequence[GenerationChunk]) -> dict[str, list]:
         entries = self.token_logprobs(chunks)

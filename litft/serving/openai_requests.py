@@ -5,20 +5,25 @@ Source: OpenAI's API reference, chat completions and completions; top_k, min_p a
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import lru_cache, partial
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError
 
 from litft.args import Sampling
+from litft.data.answer_format import end_of_thought, opens_thought
 from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
+from litft.inference.chat_answers import answer_parser
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import Request
+from litft.inference.sampling import Constraint
 from litft.inference.session import Session
 from litft.serving.openai_replies import ChatReply, CompletionReply, Reply
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
 MAX_STOPS, MAX_STOP_LENGTH = 32, 1000
+RESERVED_VARIABLES = {"source", "messages", "tools", "add_generation_prompt", "day"}  # set by other fields, or by litft
 DEFAULT_COMPLETION_TOKENS = 16  # for a completion without max_tokens, as in OpenAI's API
 
 
@@ -109,25 +114,43 @@ class ApiRequest(BaseModel):
             raise ApiError(400, f"{param}: {reason}", "unsupported_parameter", param)
         if (count := self.num_prompts * (self.n or 1)) > MAX_CHOICES:
             raise ApiError(400, f"{count} answers requested, at most {MAX_CHOICES} are allowed; send several requests")
-        sampling, stop = self._sampling(session), [self.stop] if isinstance(self.stop, str) else self.stop or []
+        sampling = self._sampling(session)
+        stop = self._stop_texts()
+        # Python's generator treats the seed -1 like 1
+        first_seed = None if sampling.seed is None else sampling.seed % 2**64
+        requests = []
+        for ids in self._checked_prompts(session, capacity):
+            max_tokens = min(filter(None, (capacity - len(ids), self.max_new_tokens, limit)))
+            for number in range(self.n or 1):
+                seed = None if first_seed is None else first_seed + number
+                request = Request(
+                    ids,
+                    max_tokens,
+                    sampling=replace(sampling, seed=seed),
+                    stop_ids=session.tokenizer.stop_ids,
+                    stop=[*session.stop, *stop],
+                    top_logprobs=self.num_top_logprobs or 0,
+                    strip_leading=self.uses_template,
+                    shown_special_ids=session.tokenizer.structure_ids if self.uses_template else frozenset(),
+                    constraint=self.constraint(session),
+                )
+                requests.append(request)
+        return requests
+
+    def _stop_texts(self) -> list[str]:
+        """Return the texts that end an answer. Raise ApiError if one is empty, or if they would take long to search."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if "" in stop:
             raise ApiError(400, "stop: an empty string occurs everywhere; leave it out", param="stop")
         # each is searched for after every token
         if len(stop) > MAX_STOPS or any(len(text) > MAX_STOP_LENGTH for text in stop):
             reason = f"stop: at most {MAX_STOPS} strings of at most {MAX_STOP_LENGTH} characters each are allowed"
             raise ApiError(400, reason, param="stop")
-        # Python's generator treats the seed -1 like 1
-        first_seed = None if sampling.seed is None else sampling.seed % 2**64
-        variants = [replace(sampling, seed=None if first_seed is None else first_seed + n) for n in range(self.n or 1)]
-        requests = []
-        for ids in self._checked_prompts(session, capacity):
-            max_tokens = min(filter(None, (capacity - len(ids), self.max_new_tokens, limit)))
-            stop_args = session.tokenizer.stop_ids, [*session.stop, *stop]
-            requests += [
-                Request(ids, max_tokens, variant, *stop_args, self.num_top_logprobs or 0, strip_leading=self.uses_template)
-                for variant in variants
-            ]
-        return requests
+        return stop
+
+    def constraint(self, session: Session) -> Constraint | None:
+        """Return what the text of one answer must follow; None: anything."""
+        return None
 
     def _checked_prompts(self, session: Session, capacity: int) -> list[list[int]]:
         try:
@@ -177,6 +200,13 @@ class ChatRequest(ApiRequest):
     response_format: dict[str, Any] | None = None
     functions: Any = None
     parallel_tool_calls: Any = None  # chat templates do not use it
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    _prompt: str = PrivateAttr("")  # as rendered
+    _tools: list[dict[str, Any]] | None = PrivateAttr(None)
 
     def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
         """Return the conversation in the model's chat template, up to the answer."""
@@ -184,8 +214,41 @@ class ChatRequest(ApiRequest):
         tools = None if self.tool_choice == "none" else read_tools(self.tools, "the request")
         if tools and "tools" not in tokenizer.template_for(tools):
             raise ValueError("the model's chat template does not support tools; leave them out")
-        text = tokenizer.apply_chat_template(messages, tools, add_generation_prompt=True)
-        return [tokenizer.encode(text, bos=False)]
+        variables = dict(self.chat_template_kwargs or {})
+        if reserved := RESERVED_VARIABLES & variables.keys():
+            raise ValueError(f"chat_template_kwargs: {sorted(reserved)[0]} is set by other fields; remove it")
+        if self.reasoning_effort is not None:
+            variables["reasoning_effort"] = self.reasoning_effort
+        if self.continue_final_message:
+            self._prompt = tokenizer.continued_chat(messages, tools, **variables)
+        else:
+            opens_answer = self.add_generation_prompt is not False
+            self._prompt = tokenizer.apply_chat_template(messages, tools, opens_answer, **variables)
+        self._tools = tools
+        return [tokenizer.encode(self._prompt, bos=False)]
+
+    def constraint(self, session: Session) -> Constraint | None:
+        """Return the constraint that response_format asks for."""
+        response_format = self.response_format or {}
+        if response_format.get("type") not in ("json_object", "json_schema"):
+            return None
+        schema: Any = {"type": "object"}
+        if response_format["type"] == "json_schema":
+            described = response_format.get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+        if not isinstance(schema, dict):
+            reason = "response_format: json_schema needs an object with name and schema"
+            raise ApiError(400, reason, param="response_format")
+        answer_format = session.tokenizer.answer_format
+        trigger = ""
+        if answer_format.channels:
+            trigger = "<|channel|>final<|message|>"
+        elif opens_thought(self._prompt):
+            trigger = end_of_thought(answer_format, self._prompt)
+        try:
+            return json_grammars(session).constraint(schema, trigger)
+        except ValueError as error:
+            raise ApiError(400, f"response_format: {error}", param="response_format") from None
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -198,15 +261,21 @@ class ChatRequest(ApiRequest):
     def unsupported(self) -> Iterator[tuple[str, str]]:
         if self.tool_choice not in (None, "none", "auto"):
             yield "tool_choice", "the model decides whether to call a tool; use auto or none"
-        if self.response_format and self.response_format.get("type") != "text":
-            yield "response_format", "only text is supported; leave it out"
+        kinds = ("text", "json_object", "json_schema")
+        if self.response_format and self.response_format.get("type") not in kinds:
+            yield "response_format", f"its type must be one of {', '.join(kinds)}"
+        if self.response_format and self.response_format.get("type") != "text" and self.tools:
+            yield "response_format", "the answer may be a tool call; leave out the tools, or the format"
+        if self.continue_final_message and self.add_generation_prompt:
+            yield "add_generation_prompt", "continue_final_message continues the last message; leave one of the two out"
         if self.functions:
             yield "functions", "it is deprecated; use tools"
         if self.top_logprobs and not self.logprobs:
             yield "top_logprobs", "it requires logprobs; set that to true"
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
-        return ChatReply(name, tokenizer, self.n or 1, self.num_top_logprobs is not None)
+        make_parser = partial(answer_parser, tokenizer, self._prompt, self._tools, reads_calls=bool(self._tools))
+        return ChatReply(name, tokenizer, self.n or 1, self.num_top_logprobs is not None, make_parser)
 
 
 class CompletionRequest(ApiRequest):
@@ -255,6 +324,18 @@ class CompletionRequest(ApiRequest):
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
         return CompletionReply(name, tokenizer, self.n or 1, self.num_top_logprobs is not None)
+
+
+def json_grammars(session: Session) -> Any:
+    """Return what makes the JSON constraints of a model's answers. Raises ValueError if the package is missing."""
+    return _json_grammars(session.tokenizer, session.model.config.vocab_size)
+
+
+@lru_cache(maxsize=8)
+def _json_grammars(tokenizer: Tokenizer, vocab_size: int) -> Any:
+    from litft.inference.json_grammar import JsonGrammars  # the package is optional
+
+    return JsonGrammars(tokenizer, vocab_size)
 
 
 def parse_request(request_type: type[ApiRequest], body: bytes) -> ApiRequest:

@@ -12,14 +12,16 @@ from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from litft.args import ServeArgs
 from litft.inference.decoder import BrokenModel
@@ -62,6 +64,8 @@ class Endpoint:
         self.engine, self.models, self.capacity = engine, engine.models, engine.capacity
         self.limit, self.max_bytes = args.max_new_tokens, round(args.max_body_mb * 1e6)
         self.key, self.is_local = required_key(args), args.host in LOCAL_HOSTS
+        self.allowed_hosts = args.allow_host
+        self.cors_origins = args.cors_origin
         self.created = int(time.time())  # a model's time of creation is a field of OpenAI's API; here: when it was loaded
         self.page_files = {path.name: path.read_bytes() for path in PAGE.rglob("*") if path.suffix in MEDIA_TYPES}
 
@@ -76,18 +80,34 @@ class Endpoint:
             Route("/v1/chat/completions", self.require_key(partial(self.answer, ChatRequest)), methods=["POST"]),
             Route("/v1/completions", self.require_key(partial(self.answer, CompletionRequest)), methods=["POST"]),
         ]
-        # protects against DNS rebinding: a web page that makes the browser send requests here under its own host name
-        hosts = Middleware(TrustedHostMiddleware, allowed_hosts=[*LOCAL_HOSTS[:2], "[::1]"], www_redirect=False)
         handlers = {HTTPException: _http_error, ApiError: _api_error, Exception: _unexpected}
-        return Starlette(routes=routes, middleware=[hosts] if self.is_local else [], exception_handlers=handlers)
+        return Starlette(routes=routes, middleware=self._middleware(), exception_handlers=handlers)
+
+    def _middleware(self) -> list[Middleware]:
+        """Return what requests pass before they reach a handler: the check of their host, and CORS headers."""
+        middleware = []
+        if self.is_local:
+            allowed = [*LOCAL_HOSTS[:2], "[::1]", *self.allowed_hosts]
+            middleware.append(Middleware(HostCheck, allowed_hosts=allowed))
+        if self.cors_origins:
+            cors = Middleware(
+                CORSMiddleware,
+                allow_origins=self.cors_origins,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+            )
+            middleware.append(cors)
+        return middleware
 
     def require_key(self, handler: Handler) -> Handler:
         """Return the handler, restricted to clients that send the key, if one is set."""
 
         async def checked(request: HttpRequest) -> Response:
-            sent_key = request.headers.get("authorization", "").removeprefix("Bearer ")
+            scheme, _, sent_key = request.headers.get("authorization", "").partition(" ")
+            if scheme.lower() != "bearer":  # the scheme has no case (RFC 7235)
+                sent_key = ""
             # constant-time comparison
-            if self.key is not None and not hmac.compare_digest(sent_key.encode(), self.key.encode()):
+            if self.key is not None and not hmac.compare_digest(sent_key.strip().encode(), self.key.encode()):
                 raise ApiError(401, "the bearer key is missing or wrong", "invalid_api_key")
             return await handler(request)
 
@@ -166,6 +186,34 @@ class Endpoint:
         return bytes(body)
 
 
+class HostCheck:
+    """Refuses requests to other host names, with an error in the API's format.
+
+    This protects against DNS rebinding: a web page that makes the browser send requests here under its own host name.
+    """
+
+    def __init__(self, app: ASGIApp, allowed_hosts: list[str]) -> None:
+        self.app = app
+        self.check = TrustedHostMiddleware(self._pass, allowed_hosts, www_redirect=False)
+
+    async def _pass(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope["litft.host_is_allowed"] = True
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on, or refuse it."""
+
+        async def drop(message: Message) -> None:
+            """Receive the plain text that starlette would answer."""
+
+        await self.check(scope, receive, drop)
+        if scope.get("litft.host_is_allowed"):
+            await self.app(scope, receive, send)
+            return
+        host = Headers(scope=scope).get("host", "")[:200]
+        reason = f"the host name {host!r} is not allowed; start the server with --allow_host {host.split(':')[0]}"
+        await JSONResponse(ApiError(400, reason, "invalid_host").body, 400)(scope, receive, send)
+
+
 class Choices:
     """The answers to one request, received from the engine's thread."""
 
@@ -242,7 +290,7 @@ async def _events(
             index, chunk = indexed_chunk
             opening = [] if index in last_chunks else reply.opening(index)
             last_chunks[index] = chunk
-            for choice in (*opening, reply.delta(index, chunk)):
+            for choice in (*opening, *reply.deltas(index, chunk)):
                 yield _event(reply.chunk([choice], **({"usage": None} if wants_usage else {})))
             if not choices.num_unfinished:
                 break

@@ -95,8 +95,13 @@ def validation_answers(
             with join_uneven(model, hosts):
                 answers = greedy_answers(model, tokenizer, prompts)
             for index, (prompt, expected), answer in zip(answered, questions, answers, strict=True):
-                texts = tokenizer.decode(prompt).strip(), answer.text.strip(), tokenizer.decode(expected).strip()
-                scored.append((index, ValidationAnswer(*texts, answer.ended)))
+                scored_answer = ValidationAnswer(
+                    prompt=tokenizer.decode(prompt).strip(),
+                    answer=answer.text.strip(),
+                    expected=tokenizer.decode_answer(expected).strip(),
+                    ended=answer.ended,
+                )
+                scored.append((index, scored_answer))
     of_all = [numbered for of_rank in hosts.all_gather(scored) for numbered in of_rank]
     return [answer for _, answer in sorted(of_all, key=lambda numbered: numbered[0])]
 
@@ -142,9 +147,8 @@ def _hard_example(sample: Sample, loss: float, tokenizer: Tokenizer) -> HardExam
     is_target = sample.targets != IGNORED
     first = int(is_target.nonzero()[0])
     prompt, answer = sample.tokens[: first + 1], sample.targets[is_target]
-    return HardExample(
-        question_text(tokenizer, prompt.tolist()), tokenizer.decode(answer.tolist()).strip(), loss, len(answer)
-    )
+    answer_text = tokenizer.decode_answer(answer.tolist()).strip()
+    return HardExample(question_text(tokenizer, prompt.tolist()), answer_text, loss, len(answer))
 
 
 def exact_match(answers: list[ValidationAnswer]) -> float:
@@ -190,4 +194,10 @@ def greedy_answers(model: GPT, tokenizer: Tokenizer, prompts: list[tuple[list[in
 
 def greedy_request(model: GPT, tokenizer: Tokenizer, prompt: list[int], max_new_tokens: int) -> Request:
     """Return a request for a greedy answer; only the end of a prompt longer than the context is used."""
-    return Request(prompt[-model.config.max_positions + 1 :], max_new_tokens, Sampling(temperature=0), tokenizer.stop_ids)
+    return Request(
+        prompt[-model.config.max_positions + 1 :],
+        max_new_tokens,
+        Sampling(temperature=0),
+        tokenizer.stop_ids,
+        shown_special_ids=tokenizer.structure_ids,
+    )

@@ -15,6 +15,7 @@ from litft.data.encoder import Sample
 from litft.data.packing import Layout
 from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
+from litft.inference.chat_answers import answer_parser
 from litft.inference.streaming import prompt_ids
 from litft.model.transformer import GPT, eval_mode
 from litft.training.metrics import Row
@@ -178,9 +179,19 @@ class Validation:
             self.before_batch()
             with eval_mode(self.model):
                 (completion,) = greedy_answers(self.model, self.tokenizer, [(ids, self.args.max_new_tokens)])
-            self.answers.append({"step": step, "prompt": text, "answer": completion.text.strip()})
+            self.answers.append({"step": step, "prompt": text, **self._shown(ids, completion.text)})
             yield self.answers[-1]
         self._write()
+
+    def _shown(self, prompt: list[int], text: str) -> dict[str, str]:
+        """Return an answer as people read it: the calls after the content, and the reasoning by itself."""
+        prompt_text = self.tokenizer.decode(prompt, skip_special=False)
+        parsed = answer_parser(self.tokenizer, prompt_text).parse(text)
+        calls = [f"{call.name}({json.dumps(call.arguments, ensure_ascii=False)})" for call in parsed.calls]
+        shown = {"answer": "\n".join([parsed.content, *calls]).strip()}
+        if parsed.reasoning:
+            shown["reasoning_content"] = parsed.reasoning
+        return shown
 
     def _write(self) -> None:
         if self.fabric.global_rank == 0 and (self.answers or self.path.is_file()):

@@ -44,7 +44,7 @@ def smol(checkpoints):
 
 
 def ask(conversation, question, notice=lambda text: None):
-    return "".join(conversation.answer(question, notice))
+    return "".join(part.text for step in conversation.answer(question, notice) for part in step.parts)
 
 
 def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
@@ -96,7 +96,7 @@ def test_an_answer_keeps_its_generated_tokens(smol):
     (letter,) = tokenizer.encode("a", bos=False)
     bias = {letter: 100.0} | dict.fromkeys(tokenizer.stop_ids, 110.0)
     conversation = Conversation(smol._replace(sampling=Sampling(8.0, logit_bias=bias, seed=2), max_new_tokens=60))
-    pieces = list(conversation.answer("Hello", print))
+    pieces = [step.chunk for step in conversation.answer("Hello", print)][:-1]
     tokens = [token for piece in pieces for token in piece.tokens]
     assert pieces[-1].finish_reason == "stop" and len(tokens) > len(tokenizer.encode(conversation.output_text, bos=False))
     cached_ids = list(conversation.decoder.texts[0])
@@ -120,9 +120,9 @@ def test_answers_equal_those_without_a_cache(smol):
 
 def test_an_interrupted_answer_keeps_its_partial_text(smol):
     conversation = Conversation(smol)
-    pieces = conversation.answer("Tell me a story.", print)
-    partial = next(pieces) + next(pieces)
-    pieces.close()
+    steps = conversation.answer("Tell me a story.", print)
+    partial = "".join(next(steps).chunk for _ in range(3))
+    steps.close()
     assert conversation.messages[-1] == {"role": "assistant", "content": partial}
     assert ask(conversation, "Go on") == ask_without_cache(smol, conversation.messages[:-1])
 
@@ -224,14 +224,16 @@ def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(checkp
 
 
 def test_blocks_end_at_empty_lines_outside_code_and_at_thoughts():
-    text = "<think>Let me\n\nsee</think>One *line*\n\n```py\na\n\nb\n```\n\nlast"
+    thought = "Let me\n\nsee"
+    content = "One *line*\n\n```py\na\n\nb\n```\n\nlast"
     expected = [("Let me", True), ("see", True), ("One *line*", False), ("```py\na\n\nb\n```", False), ("last", False)]
     for size in (1, 3, 1000):
-        blocks = Blocks(thinking=False)
-        actual = [b for i in range(0, len(text), size) for b in blocks.push(text[i : i + size])] + list(blocks.rest())
-        assert actual == expected
-    blocks = Blocks(thinking=True)
-    assert list(blocks.push("hm</think>ok")) == [("hm", True)] and list(blocks.rest()) == [("ok", False)]
+        blocks = Blocks()
+        found = []
+        for text, is_thought in ((thought, True), (content, False)):
+            for start in range(0, len(text), size):
+                found += blocks.push(text[start : start + size], is_thought)
+        assert found + list(blocks.rest()) == expected
 
 
 def test_thoughts_are_left_out_of_the_history_if_the_template_drops_them(checkpoints, shared):

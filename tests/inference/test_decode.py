@@ -212,11 +212,12 @@ class LetterTokenizer:
     """A tokenizer whose tokens are single letters."""
 
     stop_ids = ()
+    special_ids = structure_ids = frozenset()
 
     def __init__(self, ids=()):
         self.ids = ids
 
-    def encode(self, text):
+    def encode(self, text, bos=None):
         return self.ids
 
     def decode(self, ids, skip_special=True):

@@ -19,7 +19,8 @@ SIZES = {"wide": (1280, 800), "narrow": (360, 640)}
 ALLOWED_TAGS = {"a", "blockquote", "br", "button", "code", "del", "details", "em", "hr", "h1", "h2", "li", "ol", "p", "pre"}
 ALLOWED_TAGS |= {"strong", "summary", "table", "tbody", "td", "th", "thead", "tr", "ul"}
 ALLOWED_ATTRIBUTES = {"align", "href", "open", "rel", "start", "target", "title", "type"}
-MARKDOWN = """<think>I am *thinking*.</think># A title
+REASONING = "I am *thinking*."
+MARKDOWN = """# A title
 
 Some **bold** words and `code`, 1 < 2 & <b>no HTML</b>:
 
@@ -105,7 +106,7 @@ def answer_texts(page):
     texts = []
     for article in page.locator("article.assistant").all():
         article.locator("footer").get_by_role("button", name="Copy").click()
-        article.get_by_role("button", name="Copied").wait_for()
+        article.locator("footer").get_by_role("button", name="Copied").wait_for()
         texts.append(page.evaluate("navigator.clipboard.readText()"))
     return texts
 
@@ -280,9 +281,10 @@ def test_the_page_asks_for_the_api_key(browser, folders):
         page.close()
 
 
-def reply_with(page, text):
-    """Let the page receive `text` as the answer, in pieces of three characters."""
-    pieces = [{"content": text[start : start + 3]} for start in range(0, len(text), 3)]
+def reply_with(page, text, reasoning=""):
+    """Let the page receive `text` as the answer, in pieces of three characters, after `reasoning`."""
+    pieces = [{"reasoning_content": reasoning[start : start + 3]} for start in range(0, len(reasoning), 3)]
+    pieces += [{"content": text[start : start + 3]} for start in range(0, len(text), 3)]
     events = [{"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in pieces]
     body = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
     page.route("**/v1/chat/completions", lambda route: route.fulfill(body=body, content_type="text/event-stream"))
@@ -294,7 +296,7 @@ def reply_with(page, text):
 
 @pytest.mark.parametrize("page", SIZES, indirect=True)
 def test_markdown_is_formatted(page):
-    reply_with(page, MARKDOWN)
+    reply_with(page, MARKDOWN, REASONING)
     answer = answers(page)
     texts = {tag: answer.locator(tag).text_content() for tag in ("h1", "strong", "p code", "blockquote a", "details pre")}
     assert texts == {
@@ -313,7 +315,7 @@ def test_markdown_is_formatted(page):
     assert (link.get_attribute("target"), link.get_attribute("rel")) == ("_blank", "noopener noreferrer")
     assert not answer.locator("details pre").is_visible()  # folded until it is opened
     answer.locator("pre").get_by_role("button", name="Copy").click()
-    answer.get_by_role("button", name="Copied").wait_for()
+    answer.locator("pre").get_by_role("button", name="Copied").wait_for()
     assert page.evaluate("navigator.clipboard.readText()") == 'def f(x):\n    return "<i>"\n'
     assert answer_texts(page) == [MARKDOWN]
     assert not page.problems
@@ -327,7 +329,7 @@ def test_an_answer_cannot_inject_scripts(page, escapes_html):
         unsafe = "{ html: ({ text }) => text, image: ({ href }) => `<img src='${href}'>` }"
         page.evaluate(f"marked.use({{ renderer: {unsafe} }}), 0")
     for text in INJECTIONS:
-        reply_with(page, text)
+        reply_with(page, text, reasoning=text)
     for link in page.locator("article a").all():
         link.dispatch_event("mouseover")
     page.wait_for_timeout(200)

@@ -284,7 +284,10 @@ INVALID_REQUESTS = [
     (dict(logprobs=True, top_logprobs=50), 400, "top_logprobs", "20"),
     (dict(tools=[TOOL], tool_choice="required"), 400, "tool_choice", "auto"),
     (dict(tools=[5]), 400, "tools", "object"),
-    (dict(response_format={"type": "json_object"}), 400, "response_format", "text"),
+    (dict(response_format={"type": "xml"}), 400, "response_format", "json_schema"),
+    (dict(response_format={"type": "json_schema"}), 400, "response_format", "schema"),
+    (dict(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}), 400, "response_format", "x"),
+    (dict(chat_template_kwargs={"messages": []}), 400, "messages", "remove it"),
     (dict(messages=[{"role": "user", "content": "\ud800"}]), 400, None, ""),
     (dict(temperature=math.nan), 400, "temperature", "nan"),
 ]

@@ -14,7 +14,7 @@ export async function listModels(key) {
   return (await response.json()).data;
 }
 
-// Yields { text, tokens, reason } for each event of an answer; tokens and reason come with the last ones.
+// Yields { text, reasoning, tokens, reason } for each event of an answer; tokens and reason come with the last ones.
 export async function* streamAnswer(request, key, signal) {
   const body = JSON.stringify({ ...request, stream: true, stream_options: { include_usage: true } });
   const response = await fetch("v1/chat/completions", { method: "POST", headers: headers(key), body, signal });
@@ -22,7 +22,12 @@ export async function* streamAnswer(request, key, signal) {
   for await (const event of events(response)) {
     if (event.error) throw new RequestError(event.error.message);
     const choice = event.choices[0];
-    yield { text: choice?.delta.content ?? "", tokens: event.usage?.completion_tokens, reason: choice?.finish_reason };
+    yield {
+      text: choice?.delta.content ?? "",
+      reasoning: choice?.delta.reasoning_content ?? "",
+      tokens: event.usage?.completion_tokens,
+      reason: choice?.finish_reason,
+    };
   }
 }
 

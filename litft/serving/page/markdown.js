@@ -24,13 +24,11 @@ const ALLOWED = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-// Shows Markdown in an element, with the thinking before </think> folded away.
-export function showMarkdown(element, text) {
+// Shows Markdown in an element, with the reasoning before it folded away.
+export function showMarkdown(element, text, reasoning) {
   const isOpen = element.querySelector("details")?.open ?? false;
-  const end = text.indexOf("</think>"), thinks = end >= 0 || /^\s*<think>/.test(text);
-  const thinking = thinks ? text.slice(0, end < 0 ? text.length : end).replace(/^\s*<think>/, "").trim() : "";
-  const answer = !thinks ? text : end < 0 ? "" : text.slice(end + "</think>".length);
-  element.replaceChildren(...(thinking ? [folded(thinking, isOpen)] : []), rendered(answer));
+  const parts = reasoning ? [folded(reasoning, isOpen)] : [];
+  element.replaceChildren(...parts, rendered(text));
 }
 
 function folded(text, open) {

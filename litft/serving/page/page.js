@@ -9,7 +9,7 @@ const MEASURABLE = 10;  // tokens; the speed of shorter answers says nothing
 const NUMBERS = ["temperature", "top_p", "max_tokens"];
 
 let models = [];   // as listed by the server
-let turns = [];    // the conversation: { text, answers: [{ model, text }], section }; one answer per column
+let turns = [];    // the conversation: { text, answers: [{ model, text, reasoning }], section }; one answer per column
 let running = null;  // the AbortController of the answers being generated
 
 // ---- models and settings
@@ -90,7 +90,7 @@ async function generate(turn, which) {
 }
 
 async function generateAnswer(turn, column) {
-  const answer = { model: columns()[column] ?? turn.answers[column].model, text: "" };
+  const answer = { model: columns()[column] ?? turn.answers[column].model, text: "", reasoning: "" };
   const article = answerArticle(turn, column, answer);
   const body = article.querySelector(".text"), note = article.querySelector(".note"), start = performance.now();
   turn.answers[column] = answer;
@@ -98,7 +98,7 @@ async function generateAnswer(turn, column) {
   const render = () => {
     scheduled = 0;
     const follows = isAtEnd();
-    showMarkdown(body, answer.text);
+    showMarkdown(body, answer.text, answer.reasoning);
     const seconds = (performance.now() - (first || start)) / 1000, count = tokens ?? pieces;
     const speed = count >= MEASURABLE && seconds > 0 ? `, ${((count - 1) / seconds).toFixed(1)} tokens/s` : "";
     note.textContent = `${count} token${count === 1 ? "" : "s"}${speed}${ending}`;
@@ -109,10 +109,11 @@ async function generateAnswer(turn, column) {
     for await (const chunk of streamAnswer(request, key.value, running.signal)) {
       tokens = chunk.tokens ?? tokens;
       reason = chunk.reason ?? reason;
-      if (!chunk.text) continue;
+      if (!chunk.text && !chunk.reasoning) continue;
       first ||= performance.now();
       pieces += 1;
       answer.text += chunk.text;
+      answer.reasoning += chunk.reasoning;
       scheduled ||= requestAnimationFrame(render);
     }
     if (reason === "length") ending = ", cut off at the maximum length";

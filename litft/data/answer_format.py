@@ -1,0 +1,97 @@
+"""Find how a chat template writes reasoning and tool calls, by what it renders for an example of each."""
+
+import json
+from collections.abc import Iterator
+from functools import lru_cache, partial
+
+from litft.data.answer_parser import AnswerFormat, parse_answer
+from litft.data.chat_template import Message, Render, render
+from litft.data.reasoning import ENDS_IN_OPEN_THOUGHT, is_thought_mark, thought_marks
+from litft.data.tool_calls import CALL_MARKS, ToolCall, call_texts
+from litft.data.turns import EndTokens, assistant_turns
+
+CHANNEL_MARKS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+
+_CONTENT = "It is warm."
+_CALL = ToolCall("weather", {"town": "Oslo", "days": 3})
+_TOOL = {
+    "type": "function",
+    "function": {
+        "name": _CALL.name,
+        "description": "Return the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "town": {"type": "string", "description": "the town"},
+                "days": {"type": "integer", "description": "the days"},
+            },
+            "required": ["town"],
+        },
+    },
+}
+
+
+@lru_cache(maxsize=32)
+def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
+    thoughts = thought_marks(template)
+    if "<|channel|>" in template and "<|message|>" in template:
+        return AnswerFormat(thoughts, channels=True)
+    write = partial(render, template, day="2026-01-01", **json.loads(variables))
+    written = list(_written_calls(write, ends)) if "tool" in template else []
+    for marks in CALL_MARKS:
+        found = AnswerFormat(thoughts, marks)
+        if any(marks.opening in text and _reads(found, text) for text in written):
+            return found
+    return AnswerFormat(thoughts)
+
+
+def answer_format(template: str, special: dict[str, str], ends: EndTokens) -> AnswerFormat:
+    """Return how a template writes answers. special: bos_token and other variables of the template."""
+    return _format_of(template, ends, json.dumps(special, sort_keys=True))
+
+
+def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
+    """Yield what the template renders for a call after some content, and for a call alone."""
+    function = {"name": _CALL.name, "arguments": _CALL.arguments}
+    call = {"type": "function", "id": "a1b2c3d40", "function": function}
+    question = {"role": "user", "content": "How warm is it?"}
+    for content in (_CONTENT, ""):
+        answer: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
+        try:
+            turn = assistant_turns(write, [question, answer], [_TOOL], ends)[0].turns[0]
+        except ValueError:
+            continue
+        text = turn.text[turn.start : turn.end]
+        for token in ends.special:
+            text = text.removesuffix(token)
+        yield text
+
+
+def _reads(answer_format: AnswerFormat, written: str) -> bool:
+    """Return whether the call is read back from what the template has written."""
+    in_thought = any(closing in written and opening not in written for opening, closing in answer_format.thoughts)
+    parsed = parse_answer(answer_format, written, in_thought, [_TOOL])
+    return parsed.calls == [_CALL] and _CALL.name not in parsed.content
+
+
+def opens_thought(prompt: str) -> bool:
+    """Return whether a prompt ends in reasoning that is not closed."""
+    return ENDS_IN_OPEN_THOUGHT.search(prompt) is not None
+
+
+def end_of_thought(answer_format: AnswerFormat, prompt: str) -> str:
+    """Return the text that ends the reasoning which a prompt has opened."""
+    for opening, closing in reversed(answer_format.thoughts):
+        if prompt.rstrip().endswith(opening):
+            return closing
+    return answer_format.thoughts[0][1]
+
+
+@lru_cache(maxsize=1)
+def _structure_texts() -> frozenset[str]:
+    return frozenset((*call_texts(), *CHANNEL_MARKS))
+
+
+def is_structure(text: str) -> bool:
+    """Return whether a special token marks reasoning or calls, in any template."""
+    return text in _structure_texts() or is_thought_mark(text)

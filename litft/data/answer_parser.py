@@ -1,0 +1,326 @@
+"""Take an answer apart while it is generated: reasoning, content and tool calls, by the marks of its chat template.
+
+Text that does not parse stays content, with its marks.
+"""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from litft.data.tool_calls import BARE_PREFIXES, CallMarks, ToolCall, read_calls, tool_names
+
+PartKind = Literal["content", "reasoning", "call"]
+
+
+@dataclass(frozen=True)
+class AnswerFormat:
+    """How a template writes answers.
+
+    thoughts: pairs of texts around the reasoning. calls: the marks of tool calls; None if the template writes none.
+    channels: whether answers are messages in channels (gpt-oss).
+    """
+
+    thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
+    calls: CallMarks | None = None
+    channels: bool = False
+
+
+@dataclass(frozen=True)
+class AnswerPart:
+    """A piece of reasoning or content, or a complete tool call."""
+
+    kind: PartKind
+    text: str = ""
+    call: ToolCall | None = None
+
+
+@dataclass
+class ParsedAnswer:
+    """An answer taken apart."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+
+    def add(self, parts: list[AnswerPart]) -> None:
+        """Append parts."""
+        for part in parts:
+            if part.call is not None:
+                self.calls.append(part.call)
+            elif part.kind == "reasoning":
+                self.reasoning += part.text
+            else:
+                self.content += part.text
+
+
+class AnswerParser:
+    """Takes one answer apart, chunk by chunk.
+
+    in_thought: the prompt has opened the reasoning. tools: the functions that the model may call; None: unknown. Calls
+    that have no opening mark are looked for only with tools, since they look like any JSON.
+    """
+
+    def __init__(
+        self,
+        answer_format: AnswerFormat,
+        in_thought: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> None:
+        self.format = answer_format
+        self.tools = tools
+        self.buffer = ""
+        self.state = "thought" if in_thought else "start"
+        self.closing_marks = tuple(closing for _, closing in answer_format.thoughts)
+        self.spaces = ""  # white space at the end of what was returned, which only counts if more text follows
+        self.started: set[str] = set()  # the kinds of text returned so far
+        self.has_calls = False
+
+    def push(self, text: str) -> list[AnswerPart]:
+        """Add text; return what is complete now."""
+        self.buffer += text
+        return list(self._parts(is_last=False))
+
+    def finish(self) -> list[AnswerPart]:
+        """Return the rest, at the end of the answer."""
+        parts = list(self._parts(is_last=True))
+        if self.spaces and not self.has_calls and self.state == "content":
+            parts.append(AnswerPart("content", self.spaces))
+        self.spaces = ""
+        return parts
+
+    def parse(self, text: str) -> ParsedAnswer:
+        """Take a complete answer apart."""
+        parsed = ParsedAnswer()
+        parsed.add(self.push(text))
+        parsed.add(self.finish())
+        return parsed
+
+    def _parts(self, is_last: bool) -> Iterator[AnswerPart]:
+        """Advance from state to state as far as the buffer decides."""
+        while True:
+            before = (self.state, len(self.buffer))
+            yield from getattr(self, f"_in_{self.state}")(is_last)
+            if (self.state, len(self.buffer)) == before:
+                return
+
+    def _in_start(self, is_last: bool) -> Iterator[AnswerPart]:
+        """Decide whether the answer begins with reasoning, with a bare call or with content."""
+        text = self.buffer.lstrip()
+        for opening, closing in self.format.thoughts:
+            if text.startswith(opening):
+                self.buffer = text.removeprefix(opening)
+                self.closing_marks = (closing,)
+                self.state = "thought"
+                return
+            if text.startswith(closing):  # an empty thought that the prompt has opened
+                self.buffer = text.removeprefix(closing)
+                self.state = "after_thought"
+                return
+            if not is_last and (opening.startswith(text) or closing.startswith(text)):
+                return
+        if self._takes_bare_calls():
+            for prefix in BARE_PREFIXES:
+                if prefix.startswith(text) and not is_last:
+                    return
+            if text.startswith(("{", *BARE_PREFIXES)):
+                self.state = "call"
+                return
+        self.state = "content"
+        yield from ()
+
+    def _takes_bare_calls(self) -> bool:
+        calls = self.format.calls
+        return calls is not None and not calls.opening and bool(self.tools)
+
+    def _in_thought(self, is_last: bool) -> Iterator[AnswerPart]:
+        """Return reasoning up to its closing mark."""
+        end, mark = first_mark(self.buffer, self.closing_marks)
+        if mark:
+            yield from self._text("reasoning", self.buffer[:end])
+            self.buffer = self.buffer[end + len(mark) :].lstrip()
+            self.spaces = ""
+            self.state = "after_thought"
+            return
+        yield from self._safe_text("reasoning", self.closing_marks, is_last)
+
+    def _in_after_thought(self, is_last: bool) -> Iterator[AnswerPart]:
+        """Skip the white space after the reasoning."""
+        self.buffer = self.buffer.lstrip()
+        if self.buffer:
+            bare = self._takes_bare_calls() and self.buffer.startswith(("{", *BARE_PREFIXES))
+            self.state = "call" if bare else "content"
+        yield from ()
+
+    def _in_content(self, is_last: bool) -> Iterator[AnswerPart]:
+        """Return content up to the mark that opens calls."""
+        calls = self.format.calls
+        marks = (calls.opening,) if calls is not None and calls.opening else ()
+        start, mark = first_mark(self.buffer, marks)
+        if mark:
+            yield from self._text("content", self.buffer[:start])
+            self.buffer = self.buffer[start:]
+            self.state = "call"
+            return
+        yield from self._safe_text("content", marks, is_last)
+
+    def _in_call(self, is_last: bool) -> Iterator[AnswerPart]:
+        """Read calls once they are complete. The buffer begins with the opening mark."""
+        marks = self.format.calls
+        end = self.buffer.find(marks.closing, len(marks.opening)) if marks.closing else -1
+        if end < 0 and not is_last:
+            return
+        body_end = end if end >= 0 else len(self.buffer)
+        region_end = body_end + (len(marks.closing) if end >= 0 else 0)
+        # an opening mark such as <function= is a part of the syntax of its calls
+        body = self.buffer[:body_end]
+        if not marks.opening.startswith("<function"):
+            body = body.removeprefix(marks.opening).lstrip()
+        if not marks.opening:
+            body = _without_prefixes(body)
+        region = self.buffer[:region_end]
+        self.buffer = self.buffer[region_end:]
+        self.state = "content"
+        try:
+            calls = read_calls(body, self.tools)
+        except ValueError:
+            calls = []
+        # without a mark, JSON is a call only if it names a function
+        if not marks.opening and not all(call.name in tool_names(self.tools) for call in calls):
+            calls = []
+        if not calls:
+            yield from self._text("content", region)
+            return
+        self.has_calls = True
+        self.spaces = ""
+        for call in calls:
+            yield AnswerPart("call", call=call)
+
+    def _safe_text(self, kind: PartKind, marks: tuple[str, ...], is_last: bool) -> Iterator[AnswerPart]:
+        """Return the buffer but for an end that may be the beginning of a mark."""
+        held_back = 0
+        if not is_last:
+            held_back = max((overlap(self.buffer, mark) for mark in marks), default=0)
+        end = len(self.buffer) - held_back
+        text = self.buffer[:end]
+        self.buffer = self.buffer[end:]
+        yield from self._text(kind, text)
+
+    def _text(self, kind: PartKind, text: str) -> Iterator[AnswerPart]:
+        """Return text without the white space around reasoning and between content and calls."""
+        text = self.spaces + text
+        if kind not in self.started and (kind == "reasoning" or self.has_calls):
+            text = text.lstrip()
+        stripped = text.rstrip()
+        self.spaces = text[len(stripped) :]
+        if stripped:
+            self.started.add(kind)
+            yield AnswerPart(kind, stripped)
+
+
+_RECIPIENT = re.compile(r"to=functions\.(?P<name>[\w.\-]+)")
+
+
+class ChannelParser(AnswerParser):
+    """Takes apart the answers of gpt-oss: messages in the channels analysis, commentary and final.
+
+    Source: OpenAI's harmony format. A message is HEADER<|message|>TEXT<|end|>; its header names the channel and, for a
+    call, the recipient.
+    """
+
+    ENDS = ("<|end|>", "<|call|>", "<|return|>")
+
+    def __init__(self, answer_format: AnswerFormat, in_thought: bool = False, tools: list | None = None) -> None:
+        super().__init__(answer_format, in_thought, tools)
+        self.state = "header"
+        self.header = ""
+
+    def _in_header(self, is_last: bool) -> Iterator[AnswerPart]:
+        """Read up to the text of a message."""
+        header, mark, rest = self.buffer.partition("<|message|>")
+        if mark:
+            self.header = header
+            self.buffer = rest
+            self.state = "message"
+        elif header and (is_last or not _may_be_header(header)):
+            self.state = "content"
+        yield from ()
+
+    def _in_message(self, is_last: bool) -> Iterator[AnswerPart]:
+        """Return the text of a message, or its call once it is complete."""
+        recipient = _RECIPIENT.search(self.header)
+        end, mark = first_mark(self.buffer, self.ENDS)
+        if recipient is not None:
+            if not mark and not is_last:
+                return
+            text = self.buffer[:end] if mark else self.buffer
+            yield from self._call(recipient["name"], text)
+            self._next_message(len(text) + len(mark))
+            return
+        kind: PartKind = "reasoning" if "analysis" in self.header else "content"
+        if not mark:
+            yield from self._safe_text(kind, self.ENDS, is_last)
+            return
+        yield from self._text(kind, self.buffer[:end])
+        self._next_message(end + len(mark))
+
+    def _next_message(self, length: int) -> None:
+        """Go on to the next message, after the first `length` characters of the buffer."""
+        self.buffer = self.buffer[length:]
+        self.state = "header"
+
+    def _call(self, name: str, text: str) -> Iterator[AnswerPart]:
+        try:
+            call = read_calls(f'{{"name": "{name}", "arguments": {text.strip() or "{}"}}}')[0]
+        except ValueError:
+            yield from self._text("content", f"{self.header}<|message|>{text}")
+            return
+        self.has_calls = True
+        self.spaces = ""
+        yield AnswerPart("call", call=call)
+
+
+def _may_be_header(text: str) -> bool:
+    """Return whether a text may become the header of a message."""
+    text = text.lstrip()
+    beginnings = ("<|channel|>", "<|start|>", "to=")
+    return not text or any(text.startswith(start) or start.startswith(text) for start in beginnings)
+
+
+def make_parser(answer_format: AnswerFormat, prompt_opens_thought: bool = False, tools: list | None = None) -> AnswerParser:
+    """Return a parser for one answer."""
+    parser = ChannelParser if answer_format.channels else AnswerParser
+    return parser(answer_format, prompt_opens_thought, tools)
+
+
+def parse_answer(
+    answer_format: AnswerFormat, text: str, prompt_opens_thought: bool = False, tools: list | None = None
+) -> ParsedAnswer:
+    """Take a complete answer apart."""
+    return make_parser(answer_format, prompt_opens_thought, tools).parse(text)
+
+
+def _without_prefixes(text: str) -> str:
+    """Return a bare call without the special tokens before it."""
+    while text.startswith(BARE_PREFIXES):
+        for prefix in BARE_PREFIXES:
+            text = text.removeprefix(prefix)
+    return text
+
+
+def first_mark(text: str, marks: Sequence[str]) -> tuple[int, str]:
+    """Return the position of the first of several marks, and this mark; (-1, "") if there is none."""
+    found = (-1, "")
+    for mark in marks:
+        position = text.find(mark)
+        if position >= 0 and (found[0] < 0 or position < found[0]):
+            found = (position, mark)
+    return found
+
+
+def overlap(text: str, mark: str) -> int:
+    """Return the length of the longest end of `text` that is a beginning of `mark`, but not the whole mark."""
+    for length in range(min(len(text), len(mark) - 1), 0, -1):
+        if mark.startswith(text[-length:]):
+            return length
+    return 0

@@ -1,0 +1,389 @@
+"""Tool calls in the text of an answer: the syntaxes that chat templates write, read into names and arguments.
+
+Each family of models writes calls in its own way. `read_calls` reads the text between a template's marks in any of these
+syntaxes; which marks a template uses is found by `answer_format`.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a function, with its arguments by name."""
+
+    name: str
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CallMarks:
+    """The texts around the calls of an answer."""
+
+    opening: str  # empty: calls are a whole answer that begins with {
+    closing: str = ""  # empty: the calls extend to the end of the answer
+
+
+CALL_MARKS = (
+    CallMarks("<tool_call>", "</tool_call>"),  # Hermes, Qwen, GLM, Granite 4, Nemotron 3
+    CallMarks("<tool_calls>", "</tool_calls>"),  # Jamba, MiniMax M1, Apriel
+    CallMarks("<tool_calls:opensource>", "</tool_calls:opensource>"),  # Hunyuan 3
+    CallMarks("[TOOL_CALLS]"),  # Mistral
+    CallMarks("<|tool_call>", "<tool_call|>"),  # Gemma 4
+    CallMarks("<|tool_call_start|>", "<|tool_call_end|>"),  # LFM2
+    CallMarks("<|tool_call|>", "<|/tool_call|>"),  # Phi-4 mini
+    CallMarks("<|tool_call|>"),  # Granite 3
+    CallMarks("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),  # Kimi K2
+    CallMarks("<|tool_calls|>"),  # Solar
+    CallMarks("<|tools_prefix|>", "<|tools_suffix|>"),  # Apertus
+    CallMarks("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),  # DeepSeek V3, R1
+    CallMarks("<｜DSML｜function_calls>", "</｜DSML｜function_calls>"),  # DeepSeek V3.2
+    CallMarks("<｜DSML｜tool_calls>", "</｜DSML｜tool_calls>"),  # DeepSeek V4
+    CallMarks("<minimax:tool_call>", "</minimax:tool_call>"),
+    CallMarks("<seed:tool_call>", "</seed:tool_call>"),
+    CallMarks("<|START_ACTION|>", "<|END_ACTION|>"),  # Command R7B, Command A
+    CallMarks("Action:\n```json", "```"),  # Command R+
+    CallMarks("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano 2
+    CallMarks("<function_calls>", "</function_calls>"),  # OLMo 3
+    CallMarks("<function="),  # Functionary 3.1
+    CallMarks("<function name="),  # MiniCPM 5
+    CallMarks(""),  # Llama 3 and 4
+)
+# Llama writes these before its calls
+BARE_PREFIXES = ("<|python_tag|>", "<|python_start|>", "<|python_end|>")
+
+# special tokens between the marks
+_INNER_MARKS = (
+    "[ARGS]",
+    "[CALL_ID]",
+    '<|"|>',
+    "<|tool_call_begin|>",
+    "<|tool_call_argument_begin|>",
+    "<|tool_call_end|>",
+    "<|tool_call:begin|>",
+    "<|tool_call:name|>",
+    "<|tool_call:args|>",
+    "<|tool_call:end|>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+)
+
+
+def call_texts() -> Iterator[str]:
+    """Yield every text that marks a part of calls."""
+    for marks in CALL_MARKS:
+        yield from filter(None, (marks.opening, marks.closing))
+    yield from BARE_PREFIXES
+    yield from _INNER_MARKS
+
+
+def tool_names(tools: list[dict[str, Any]] | None) -> set[str]:
+    """Return the names of the functions that a model may call."""
+    return {tool.get("function", tool).get("name") for tool in tools or ()}
+
+
+def read_calls(text: str, tools: list[dict[str, Any]] | None = None) -> list[ToolCall]:
+    """Return the calls in the text between a template's marks.
+
+    tools: the functions that the model could call. Their schemas tell text from numbers in syntaxes that do not quote
+    text. Raises ValueError if the text is in no known syntax.
+    """
+    for reader in _READERS:
+        calls = reader(text.strip(), _Schemas(tools))
+        if calls:
+            return calls
+    raise ValueError(f"not a tool call: {text[:80]!r}")
+
+
+class _Schemas:
+    """The declared types of the functions' arguments."""
+
+    def __init__(self, tools: list[dict[str, Any]] | None) -> None:
+        self.names = tool_names(tools)
+        self.types: dict[tuple[str, str], Any] = {}
+        for tool in tools or ():
+            function = tool.get("function", tool)
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, dict) else None
+            if not isinstance(properties, dict):
+                continue
+            for argument, schema in properties.items():
+                if isinstance(schema, dict):
+                    self.types[function.get("name"), argument] = schema.get("type")
+
+    def value(self, function: str, argument: str, text: str) -> Any:
+        """Return an argument that is written without quotes, by its declared type; text if it is not valid JSON."""
+        declared = self.types.get((function, argument))
+        if declared in ("string", ["string"]):
+            return text
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            return text
+
+
+def _json_values(text: str) -> list[Any] | None:
+    """Return JSON values that are written one after the other; None if there is anything else."""
+    decoder = json.JSONDecoder(strict=False)
+    values = []
+    position = 0
+    while position < len(text):
+        try:
+            value, position = decoder.raw_decode(text, position)
+        except (ValueError, RecursionError):
+            return None
+        values.append(value)
+        # some models separate calls by a semicolon or a comma
+        position += len(text[position:]) - len(text[position:].lstrip(" \t\r\n;,"))
+    return values
+
+
+def _without_fence(text: str) -> str:
+    """Return the text in a Markdown code block, or the text itself."""
+    fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*(?:```)?", text, re.DOTALL)
+    return fenced[1] if fenced else text
+
+
+def _json_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
+    """Read objects with a name and arguments, one or several, also in a list."""
+    values = _json_values(_without_fence(text))
+    if not values:
+        return None
+    calls = []
+    for value in values:
+        for entry in value if isinstance(value, list) else [value]:
+            call = _call_of_object(entry)
+            if call is None:
+                return None
+            calls.append(call)
+    return calls
+
+
+def _call_of_object(entry: Any) -> ToolCall | None:
+    """Return the call that a JSON object describes."""
+    if not isinstance(entry, dict):
+        return None
+    if isinstance(entry.get("function"), dict):
+        entry = entry["function"]
+    name = entry.get("name", entry.get("tool_name"))
+    arguments = entry.get("arguments", entry.get("parameters", {}))
+    if name is None and len(entry) == 1:  # {"weather": {"town": "Oslo"}}
+        (name, arguments), *_ = entry.items()
+    if isinstance(arguments, str):
+        values = _json_values(arguments)
+        arguments = values[0] if values else {} if not arguments.strip() else None
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return ToolCall(name, arguments)
+
+
+_TAG = r"<(?:[\w｜]+[:｜])?"  # <invoke, <atem:invoke, <｜DSML｜invoke
+_CLOSING_TAG = r"</(?:[\w｜]+[:｜])?"
+_FUNCTION = re.compile(
+    rf"""{_TAG}(?:function=|invoke\s+name=|function\s+name=)["']?(?P<name>[^"'>]+)["']?>"""
+    rf"(?P<body>.*?)(?:{_CLOSING_TAG}(?:function|invoke)>|\Z)",
+    re.DOTALL,
+)
+_PARAMETER = re.compile(
+    rf"""{_TAG}param(?:eter)?(?:=|\s+name=)["']?(?P<name>[^"'>]+?)["']?"""
+    r"""(?:\s+string=["'](?P<is_text>true|false)["'])?\s*>(?P<value>.*?)"""
+    rf"{_CLOSING_TAG}param(?:eter)?>",
+    re.DOTALL,
+)
+
+
+def _element_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
+    """Read <function=NAME><parameter=KEY>VALUE</parameter></function>, and the same with `invoke name=`."""
+    calls = []
+    for element in _FUNCTION.finditer(text):
+        name = element["name"].strip()
+        body = element["body"].strip()
+        if body.startswith("{"):  # Functionary: the arguments are JSON
+            values = _json_values(body)
+            if not values or not isinstance(values[0], dict):
+                return None
+            calls.append(ToolCall(name, values[0]))
+            continue
+        arguments = {}
+        for parameter in _PARAMETER.finditer(body):
+            key = parameter["name"].strip()
+            # the template writes one line break on each side
+            value = parameter["value"].removeprefix("\n").removesuffix("\n")
+            is_text = parameter["is_text"] == "true"
+            arguments[key] = value if is_text else schemas.value(name, key, value)
+        if body and not arguments:
+            return None
+        calls.append(ToolCall(name, arguments))
+    return calls
+
+
+_KEYED_CALL = re.compile(r"(?:<tool_call(?::\w+)?>)?\s*(?P<name>[\w.\-]+)\s*(?P<body>.*)", re.DOTALL)
+_KEYED_ARGUMENT = re.compile(
+    r"<arg_key(?::\w+)?>(?P<key>.*?)</arg_key(?::\w+)?>\s*<arg_value(?::\w+)?>(?P<value>.*?)</arg_value(?::\w+)?>",
+    re.DOTALL,
+)
+
+
+def _keyed_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
+    """Read NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value> (GLM, Hunyuan)."""
+    calls = []
+    for part in re.split(r"</tool_call(?::\w+)?>", text):
+        if not part.strip():
+            continue
+        match = _KEYED_CALL.fullmatch(part.strip())
+        if match is None:
+            return None
+        # a name alone is a call without arguments
+        is_call = any(mark in match["body"] for mark in ("<arg_key", "<tool_sep"))
+        if not is_call and (match["body"] or match["name"] not in schemas.names):
+            return None
+        arguments = {}
+        for argument in _KEYED_ARGUMENT.finditer(match["body"]):
+            key = argument["key"].strip()
+            arguments[key] = schemas.value(match["name"], key, argument["value"].strip())
+        if "<arg_key" in match["body"] and not arguments:
+            return None
+        calls.append(ToolCall(match["name"], arguments))
+    return calls
+
+
+# the name of a function, what separates it from its arguments, and where these begin
+_NAMED_FORMS = (
+    re.compile(r"(?P<name>[\w.\-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"),  # Mistral
+    re.compile(r"(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),  # Kimi K2
+    re.compile(r"<\|tool_call:name\|>(?P<name>[\w.\-]+)<\|tool_call:args\|>\s*(?=\{)"),  # Solar
+    re.compile(r"<｜tool▁sep｜>(?P<name>[\w.\-]+)\s*```(?:json)?\s*(?=\{)"),  # DeepSeek V3, R1
+    re.compile(r"<｜tool▁call▁begin｜>(?P<name>[\w.\-]+)<｜tool▁sep｜>\s*(?=\{)"),  # DeepSeek V3.1
+)
+
+
+def _named_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
+    """Read names that are followed by the arguments as JSON."""
+    decoder = json.JSONDecoder(strict=False)
+    for form in _NAMED_FORMS:
+        calls = []
+        for match in form.finditer(text):
+            try:
+                arguments, _ = decoder.raw_decode(text, match.end())
+            except (ValueError, RecursionError):
+                return None
+            calls.append(ToolCall(match["name"], arguments))
+        if calls:
+            return calls
+    return None
+
+
+def _python_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
+    """Read calls in Python's syntax with constant arguments: [weather(town="Oslo"), clock()] (LFM2, OLMo 3)."""
+    try:
+        tree = ast.parse(text if text.startswith("[") else f"[{','.join(text.splitlines())}]", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    calls = []
+    for node in tree.elts if isinstance(tree, ast.List) else ():
+        if not isinstance(node, ast.Call) or node.args:
+            return None
+        try:
+            arguments = {keyword.arg: _constant(keyword.value) for keyword in node.keywords}
+        except (ValueError, TypeError):
+            return None
+        if None in arguments:  # **arguments
+            return None
+        calls.append(ToolCall(ast.unparse(node.func), arguments))
+    return calls
+
+
+def _constant(node: ast.expr) -> Any:
+    """Return the value of an expression without names but JSON's true, false and null."""
+    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
+        return {"true": True, "false": False, "null": None}[node.id]
+    return ast.literal_eval(node)
+
+
+_QUOTE = '<|"|>'  # Gemma 4's quotation mark
+
+
+class _GemmaReader:
+    """Reads Gemma 4's calls: call:NAME{key:value,...} with texts between <|"|>."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.position = 0
+
+    def take(self, expected: str) -> bool:
+        """Skip a text if it comes next, and the white space before it."""
+        start = self.position
+        while self.text[start : start + 1].isspace():
+            start += 1
+        found = self.text.startswith(expected, start)
+        if found:
+            self.position = start + len(expected)
+        return found
+
+    def up_to(self, pattern: str) -> str:
+        """Return the text up to a match of the pattern, or raise ValueError."""
+        match = re.compile(pattern).search(self.text, self.position)
+        if match is None:
+            raise ValueError("incomplete")
+        found = self.text[self.position : match.start()]
+        self.position = match.start()
+        return found
+
+    def value(self) -> Any:
+        """Read one value."""
+        if self.take(_QUOTE):
+            text = self.up_to(re.escape(_QUOTE))
+            self.take(_QUOTE)
+            return text
+        if self.take("{"):
+            return self.entries()
+        if self.take("["):
+            values = []
+            while not self.take("]"):
+                values.append(self.value())
+                self.take(",")
+            return values
+        return json.loads(self.up_to(r"[,}\]]"))
+
+    def entries(self) -> dict[str, Any]:
+        """Read the entries of an object whose brace is open."""
+        found = {}
+        while not self.take("}"):
+            if self.take(_QUOTE):
+                key = self.up_to(re.escape(_QUOTE))
+                self.take(_QUOTE)
+            else:
+                key = self.up_to(":").strip()
+            if not self.take(":"):
+                raise ValueError("a key without a value")
+            found[key] = self.value()
+            self.take(",")
+        return found
+
+
+def _gemma_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
+    reader = _GemmaReader(text)
+    calls = []
+    try:
+        while reader.take("call:"):
+            name = reader.up_to(r"\{")
+            reader.take("{")
+            calls.append(ToolCall(name, reader.entries()))
+    except (ValueError, RecursionError):
+        return None
+    return calls if not text[reader.position :].strip() else None
+
+
+_READERS: tuple[Callable[[str, _Schemas], list[ToolCall] | None], ...] = (
+    _json_calls,
+    _element_calls,
+    _named_calls,
+    _gemma_calls,
+    _python_calls,
+    _keyed_calls,
+)

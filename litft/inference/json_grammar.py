@@ -1,0 +1,94 @@
+"""Answers that follow a JSON schema: llguidance decides before each token which ones keep the answer valid."""
+
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from litft.data.tokenizer import Tokenizer
+
+try:
+    from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
+except ModuleNotFoundError as error:
+    raise ValueError(f"response_format needs the package {error.name}; pip install 'litft[json]'") from None
+
+# models write JSON with spaces in these places; without the rule the grammar would admit any white space, without end
+_OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+class _Vocabulary:
+    """The bytes of every token, for tokenizers without a tokenizer.json."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.eos_token_id = tokenizer.end_id
+        self.bos_token_id = tokenizer.bos_id
+        self.special_token_ids = sorted(tokenizer.special_ids)
+        self.tokens = [tokenizer.token_bytes(i) for i in range(vocab_size)]
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        """Encode a text as within an answer: without sentencepiece's rules for white space at the ends of a text."""
+        around = "\x02"  # a byte token, which joins with nothing
+        ids = self._tokenizer.encode(around + text + around, bos=False)
+        length = len(self._tokenizer.encode(around, bos=False))
+        return ids[length:-1]
+
+
+class Constraint:
+    """What may follow in one answer.
+
+    trigger: the text after which the schema holds, such as the end of the reasoning; empty: from the beginning.
+    """
+
+    def __init__(self, matcher: LLMatcher, tokenizer: Tokenizer, vocab_size: int, trigger: str) -> None:
+        self.matcher = matcher
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.trigger = trigger
+        self.text = ""  # of the answer, until the trigger
+
+    def allowed(self) -> Tensor | None:
+        """Return which tokens may follow, (V,) bool on the CPU; None if all may."""
+        if self.trigger:
+            return None
+        packed = np.frombuffer(self.matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(packed, bitorder="little")[: self.vocab_size]
+        allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
+        allowed[: len(bits)] = torch.from_numpy(bits.astype(bool))
+        if not allowed.any():
+            raise ValueError(f"the schema admits no further token ({self.matcher.get_error() or 'it is complete'})")
+        return allowed
+
+    def advance(self, token: int) -> None:
+        """Take note of the next token of the answer."""
+        if not self.trigger:
+            self.matcher.consume_token(token)
+            return
+        self.text += self.tokenizer.decode([token], skip_special=False)
+        if self.text.rstrip().endswith(self.trigger):
+            self.trigger = ""
+
+
+class JsonGrammars:
+    """Makes the constraints of a model's answers. The vocabulary is prepared once."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        name, content = tokenizer.serialized()
+        if name == "tokenizer.json":
+            source: Any = content.decode(errors="replace")
+        else:
+            source = TokenizerWrapper(_Vocabulary(tokenizer, vocab_size))
+        self.backend = LLTokenizer(source, n_vocab=vocab_size, eos_token=list(tokenizer.stop_ids))
+
+    def constraint(self, schema: dict[str, Any], trigger: str = "") -> Constraint:
+        """Return the constraint of one answer. Raises ValueError for a schema that is invalid or not supported."""
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
+        problem = LLMatcher.validate_grammar(grammar, self.backend)
+        if problem and not problem.startswith("WARNING"):
+            raise ValueError(f"the schema cannot be used ({' '.join(problem.split())[:300]})")
+        matcher = LLMatcher(self.backend, grammar, log_level=0)
+        return Constraint(matcher, self.tokenizer, self.vocab_size, trigger)

@@ -1,0 +1,206 @@
+"""Answers taken apart into reasoning, content and tool calls: what templates write is read back, whole and streamed."""
+
+from functools import partial
+
+import pytest
+from learned_spans import ANSWER, ANSWERS, QUESTION, REASONING, TOKENS, TOOLS
+
+from litft.data.answer_format import answer_format, opens_thought
+from litft.data.answer_parser import AnswerFormat, ParsedAnswer, make_parser
+from litft.data.chat_template import render
+from litft.data.tool_calls import CallMarks, ToolCall, read_calls
+from litft.data.turns import EndTokens, assistant_turns
+
+CALL = ToolCall("weather", {"town": 'Köln "x"', "days": 3})
+SECOND = ToolCall("clock", {})
+JSON = '{"town": "Köln \\"x\\"", "days": 3}'
+
+# the text between a template's marks, for CALL alone or followed by SECOND
+SYNTAXES = {
+    "Hermes": (f'\n{{"name": "weather", "arguments": {JSON}}}\n', [CALL]),
+    "Llama": (f'{{"name": "weather", "parameters": {JSON}}}; {{"name": "clock", "parameters": {{}}}}', [CALL, SECOND]),
+    "Mistral": (f'[{{"name": "weather", "arguments": {JSON}, "id": "a1"}}, {{"name": "clock"}}]', [CALL, SECOND]),
+    "Mistral, named": (f"weather[CALL_ID]a1[ARGS]{JSON}[TOOL_CALLS]clock[ARGS]{{}}", [CALL, SECOND]),
+    "arguments as text": ('{"name": "clock", "arguments": ""}', [SECOND]),
+    "Command": (f'[{{"tool_call_id": "0", "tool_name": "weather", "parameters": {JSON}}}]', [CALL]),
+    "Apertus": (f'[{{"weather": {JSON}}}, {{"clock": {{}}}}]', [CALL, SECOND]),
+    "Qwen 3 Coder": (
+        '\n<function=weather>\n<parameter=town>\nKöln "x"\n</parameter>\n<parameter=days>\n3\n</parameter>\n</function>\n',
+        [CALL],
+    ),
+    "MiniMax": (
+        '<invoke name="weather">\n<parameter name="town">Köln "x"</parameter>\n<parameter name="days">3</parameter>\n'
+        '</invoke>\n<invoke name="clock">\n</invoke>',
+        [CALL, SECOND],
+    ),
+    "DeepSeek V3.2": (
+        '<｜DSML｜invoke name="weather">\n<｜DSML｜parameter name="town" string="true">Köln "x"</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="days" string="false">3</｜DSML｜parameter>\n</｜DSML｜invoke>',
+        [CALL],
+    ),
+    "DeepSeek V3": (
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{JSON}\n```<｜tool▁call▁end｜>",
+        [CALL],
+    ),
+    "DeepSeek V3.1": (f"<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{JSON}<｜tool▁call▁end｜>", [CALL]),
+    "Kimi K2": (
+        f"<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{JSON}<|tool_call_end|>",
+        [CALL],
+    ),
+    "GLM": (
+        '\nweather\n<arg_key>town</arg_key>\n<arg_value>Köln "x"</arg_value>\n<arg_key>days</arg_key>\n'
+        "<arg_value>3</arg_value>\n",
+        [CALL],
+    ),
+    "Gemma 4": ('call:weather{town:<|"|>Köln "x"<|"|>,days:3}', [CALL]),
+    "LFM2": ("[weather(town='Köln \"x\"', days=3), clock()]", [CALL, SECOND]),
+    "Functionary": (f"<function=weather>{JSON}</function>", [CALL]),
+}
+
+
+@pytest.mark.parametrize("name", SYNTAXES)
+def test_every_syntax_is_read(name):
+    text, expected = SYNTAXES[name]
+    assert read_calls(text, TOOLS) == expected
+
+
+def test_values_without_quotes_have_their_declared_types():
+    text = "weather\n<arg_key>town</arg_key>\n<arg_value>1984</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
+    assert read_calls(text, TOOLS) == [ToolCall("weather", {"town": "1984", "days": 2})]
+    nested = 'call:f{a:{b:[1,<|"|>x, y<|"|>,{c:true}],d:null}}'
+    assert read_calls(nested) == [ToolCall("f", {"a": {"b": [1, "x, y", {"c": True}], "d": None}})]
+
+
+NO_CALLS = [
+    "",
+    "weather is fine",
+    '{"name": "weather", "argu',
+    '{"name": 3}',
+    "[1, 2]",
+    "[f(1)]",
+    "[f(a=open('x'))]",
+    "a" * 9999,
+]
+NO_CALLS += ["<function=weather><parameter=town>Os</function>", "call:weather{town:", "[" * 5000, '{"a":' * 5000]
+
+
+@pytest.mark.parametrize("text", NO_CALLS, ids=lambda text: text[:20])
+def test_other_text_is_no_call(text):
+    with pytest.raises(ValueError, match="not a tool call"):
+        read_calls(text, TOOLS)
+
+
+def test_text_that_is_no_call_stays_as_it_is():
+    hermes = AnswerFormat(calls=CallMarks("<tool_call>", "</tool_call>"))
+    for text in (
+        'Look: <tool_call>{"name": "weather", "arguments": {"town"</tool_call> so.',
+        "An open <tool_call>mark",
+        "no </think> here",
+        "  two  spaces \n",
+        "<tool_cal",
+    ):
+        for size in (1, 5, 100):
+            assert parsed_in_pieces(hermes, text, size) == ParsedAnswer(text), text
+    llama = AnswerFormat(calls=CallMarks(""))
+    answer = '{"name": "Ada", "age": 36}'
+    assert make_parser(llama, tools=TOOLS).parse(answer) == ParsedAnswer(answer)
+    call = '{"name": "clock", "parameters": {}}'
+    assert make_parser(llama).parse(call) == ParsedAnswer(call)  # without tools, JSON is content
+    assert make_parser(llama, tools=TOOLS).parse("<|python_tag|>" + call).calls == [SECOND]
+
+
+def parsed_in_pieces(answer_format, text, size, in_thought=False):
+    parser = make_parser(answer_format, in_thought, TOOLS)
+    parsed = ParsedAnswer()
+    for start in range(0, len(text), size):
+        parsed.add(parser.push(text[start : start + size]))
+    parsed.add(parser.finish())
+    return parsed
+
+
+def test_reasoning_and_content_keep_their_text():
+    thoughtful = AnswerFormat(calls=CallMarks("<tool_call>", "</tool_call>"))
+    text = '<think>\nLet me\n\nsee.\n</think>\n\nIt  is \n\n<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    for size in (1, 3, 100):
+        expected = ParsedAnswer("It  is", "Let me\n\nsee.", [SECOND])
+        assert parsed_in_pieces(thoughtful, text, size) == expected
+        assert parsed_in_pieces(thoughtful, text.removeprefix("<think>"), size, in_thought=True) == expected
+        assert parsed_in_pieces(thoughtful, "</think>\n\nYes.", size) == ParsedAnswer("Yes.")
+        assert parsed_in_pieces(thoughtful, "<think>never closed", size) == ParsedAnswer("", "never closed")
+
+
+def test_channels():
+    channels = AnswerFormat(channels=True)
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Eve likes white."
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+    call = f"{thought} to=functions.weather<|channel|>commentary json<|message|>{JSON}"
+    for size in (1, 4, 1000):
+        assert parsed_in_pieces(channels, text, size) == ParsedAnswer("Eve likes white.", "Hm.")
+        assert parsed_in_pieces(channels, call, size) == ParsedAnswer("", "Hm.", [CALL])
+        assert parsed_in_pieces(channels, "no channels", size) == ParsedAnswer("no channels")
+
+
+SHARED_TEMPLATES = """
+    HuggingFaceTB-SmolLM3-3B NousResearch-Hermes-3-Llama-3.1-8B-tool_use Qwen-QwQ-32B Qwen-Qwen2.5-7B-Instruct
+    deepseek-ai-DeepSeek-R1-Distill-Llama-8B google-gemma-2-2b-it ibm-granite-granite-3.3-2B-Instruct
+    meta-llama-Llama-3.1-8B-Instruct meta-llama-Llama-3.2-3B-Instruct microsoft-Phi-3.5-mini-instruct
+    mistralai-Mistral-Nemo-Instruct-2407 openai-gpt-oss-120b
+""".split()
+STOPS = (
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<｜end▁of▁sentence｜>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "</s>",
+)
+
+
+@pytest.mark.parametrize("name", SHARED_TEMPLATES)
+def test_what_a_template_writes_is_read_back(shared, name):
+    """The answers of learned_spans.py: the content, the calls, and the reasoning where the template writes it."""
+    source = (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+    ends = EndTokens(STOPS, STOPS)
+    found = answer_format(source, TOKENS, ends)
+    write = partial(render, source, day="2026-01-01", **TOKENS)
+    num_read = 0
+    for kind, message in ANSWERS.items():
+        if kind == "inline, not opened":
+            continue
+        try:
+            turn = assistant_turns(write, [QUESTION, message], TOOLS, ends)[0].turns[0]
+        except ValueError:  # the template does not write such an answer
+            continue
+        text = turn.text[turn.start : turn.end]
+        for stop in STOPS:
+            text = text.removesuffix(stop)
+        calls = []
+        for call in message.get("tool_calls", []):
+            calls.append(ToolCall(call["function"]["name"], call["function"]["arguments"]))
+        in_thought = opens_thought(turn.text[: turn.start])
+        content = ANSWER if message["content"] else ""
+        reasoning = REASONING if REASONING in text else ""
+        if "channel" in source and content and calls:  # gpt-oss writes content beside a call as reasoning
+            content, reasoning = "", content
+        expected = ParsedAnswer(content, reasoning, calls)
+        for size in (1, 7, 10_000):
+            parsed = parsed_in_pieces(found, text, size, in_thought)
+            parsed.content = parsed.content.strip()
+            assert parsed == expected, (kind, text)
+        num_read += 1
+    assert num_read >= 2
+
+
+def test_the_marks_of_a_template_are_found_by_what_it_writes():
+    body = "{{ '<|turn|>' + m.role + '\\n' + (m.content or '') }}"
+    calls = (
+        "{%- for c in m.tool_calls or [] %}{{ '[TOOL_CALLS]' + c.function.name + '[ARGS]' + c.function.arguments | tojson }}"
+    )
+    loop = "{%- for m in messages %}" + body + calls + "{%- endfor %}{{ '<|end|>\\n' }}{%- endfor %}"
+    template = loop + "{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}{# tools #}"
+    ends = EndTokens(("<|end|>",), ("<|end|>",))
+    assert answer_format(template, {}, ends).calls == CallMarks("[TOOL_CALLS]")
+    assert answer_format(template.replace("[TOOL_CALLS]", "<call>"), {}, ends).calls is None
