@@ -73,10 +73,10 @@ def model_entries(
 
     def litft_tensor(name: str) -> Tensor:
         if result and result.method.saves_full_model and not result.is_unchanged(name, base):
-            return full_tensor(result.values[name]).to(stored_dtype(name, dtype))
+            return _rounded(full_tensor(result.values[name]), name, dtype)
         mapping, index = locations[name if name in locations else "embed.weight"]  # an untied head has no tensor yet
         tensor = read(mapping)[index]
-        return (tensor if result is None else result.tensor(name, tensor, base)).to(stored_dtype(name, dtype))
+        return _rounded(tensor if result is None else result.tensor(name, tensor, base), name, dtype)
 
     @lru_cache(maxsize=1)  # as are the experts of a stack
     def hf_tensors(mapping: TensorMapping) -> list[Tensor]:
@@ -91,6 +91,15 @@ def model_entries(
         rules or family(config.model_type).rules(config), [name for name, _ in model.named_parameters()]
     )
     return [entry(mapping, index, name) for mapping in hf_mappings for index, name in enumerate(mapping.targets)]
+
+
+def _rounded(tensor: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """Return a tensor in the dtype that it is written in; raise ValueError if fp16 has no such numbers."""
+    rounded = tensor.to(stored_dtype(name, dtype))
+    if rounded.dtype == torch.float16 and rounded.isinf().any() and not tensor.isinf().any():
+        largest = float(tensor.abs().max())
+        raise ValueError(f"{name} contains {largest:.3g}, which is out of range for fp16; pass --precision bf16")
+    return rounded
 
 
 def write_result(
@@ -126,7 +135,8 @@ def write_result(
 def _written_config(hf: dict[str, Any], before: Config, after: Config) -> dict[str, Any]:
     """Return config.json for unquantized weights, with the new vocabulary size and tying of the embedding."""
     written = dict(hf)
-    for name in ("dtype", "torch_dtype", "quantization_config"):  # transformers 5 reads dtype first
+    # transformers 5 reads dtype first; auto_map names code that is not in the folder
+    for name in ("dtype", "torch_dtype", "quantization_config", "auto_map"):
         written.pop(name, None)
     if after.vocab_size != before.vocab_size:
         written["vocab_size"] = after.vocab_size
@@ -176,10 +186,18 @@ def check_written(folder: Path, source: PretrainedFolder) -> None:
 
 
 def copy_files(source: Path, folder: Path, names: Iterable[str] = TOKENIZER_FILES) -> None:
-    """Copy files unchanged if they exist; by default tokenizer, chat template and generation config."""
+    """Copy files if they exist; by default tokenizer, chat template and generation config."""
     for name in names:
         if (path := source / name).is_file():
             shutil.copyfile(path, folder / name)
+    _drop_code(folder / "tokenizer_config.json")
+
+
+def _drop_code(path: Path) -> None:
+    """Remove the reference to the tokenizer's code, which is not copied."""
+    config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
+    if config.pop("auto_map", None) is not None:
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
 def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:

@@ -43,7 +43,7 @@ data: chat_template reasoning messages turn_rendering turns tool_calls answer_pa
 distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding generation chat_answers
  streaming terminal session chat generate
-training: residence flops metrics loggers html_report screen adafactor optimizers activation_checkpointing compile
+training: intervals residence flops metrics loggers html_report screen adafactor optimizers activation_checkpointing compile
  cpu_offload objectives setup run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule
  references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf

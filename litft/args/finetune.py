@@ -86,6 +86,8 @@ class TrainArgs:
     """Skip steps whose loss or gradient is not finite, instead of ending the run. Slightly slower on a GPU."""
     oom_retry: bool = False
     """When memory runs out, halve the micro-batch size and continue. Steps and losses stay the same."""
+    ignore_memory_plan: bool = False
+    """Start a run that needs more memory than there is according to its plan, which is refused otherwise."""
     log_interval: int | None = None
     """Print a line and write the rows of metrics.csv every this many steps. Default: 10 on a GPU; on a CPU, where steps are
     slow, 1 to 10, so that about 50 lines are printed."""
@@ -143,8 +145,9 @@ class TrainArgs:
 class EvalArgs:
     """Validation before training, at intervals and at the end."""
 
-    interval: int = 100
-    """Compute the validation loss every this many steps. 0: only before and after training."""
+    interval: int | None = None
+    """Compute the validation loss every this many steps. 0: only before and after training. Default: about ten times in a
+    run, less often if that would take more than half as long as the training."""
     max_batches: int | None = 16
     """Use at most max_batches * global_batch_size validation examples, spread evenly over the set. null: all examples."""
     patience: int | None = None
@@ -155,7 +158,7 @@ class EvalArgs:
     max_new_tokens: int = 64
     """Maximum length of these answers in tokens. 0: answer no prompts."""
     exact_match: bool = False
-    """Before and after training, answer the validation questions greedily and report the fraction of exact matches."""
+    """At each validation, answer the validation questions greedily and report the fraction of exact matches."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""
@@ -168,8 +171,9 @@ class EvalArgs:
 class SaveArgs:
     """Checkpoints to resume from."""
 
-    interval: int = 200
-    """Save a checkpoint every this many steps. 0: only at the end."""
+    interval: int | None = None
+    """Save a checkpoint every this many steps. 0: only at the end. Default: every ten minutes and after each tenth of the
+    run, but at most one a minute."""
     keep_last: int = 2
     """Keep this many of the newest checkpoints and delete older ones."""
     best: bool = False

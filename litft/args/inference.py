@@ -59,7 +59,7 @@ class ModelArgs(OpenArgs):
     """Sampling temperature: higher is more varied, 0 always takes the likeliest token (greedy). Default: from
     generation_config.json, otherwise 0.7."""
     top_k: int | None = None
-    """Sample from the k likeliest tokens only. Default: from generation_config.json, otherwise off."""
+    """Sample from the k likeliest tokens only; 0 and -1: from all. Default: from generation_config.json, otherwise off."""
     top_p: float | None = None
     """Sample from the likeliest tokens whose probabilities add up to this. Default: from generation_config.json; 0.9 if it
     does not mention sampling."""
@@ -77,7 +77,8 @@ class ModelArgs(OpenArgs):
     stop: list[str] = field(default_factory=list)
     """Strings that end an answer; they are not part of it. As JSON if one has a comma: '["\\n\\n", "User:"]'."""
     seed: int | None = None
-    """Random seed that makes sampling repeatable. Default: different answers each time."""
+    """Random seed that makes sampling repeatable. With --precision fp32 an answer does not depend on the other answers of
+    its batch; in bf16 it may, since rounding depends on the batch. Default: different answers each time."""
 
     def problems(self) -> list[str]:
         """Return every problem with the values that can be found before anything is loaded."""

@@ -12,7 +12,7 @@ class Sampling:
     temperature: float = 1.0
     """Higher is more varied; 1 samples the model's distribution; 0 always takes the likeliest token (greedy)."""
     top_k: int | None = None
-    """Sample from the k likeliest tokens only. None: from all."""
+    """Sample from the k likeliest tokens only. None, 0 and -1: from all."""
     top_p: float = 1.0
     """Sample from the likeliest tokens whose probabilities add up to this (arXiv 1904.09751). 1: off."""
     min_p: float = 0.0
@@ -33,7 +33,7 @@ class Sampling:
         valid_temperature, penalty_range = 0 <= self.temperature <= LARGEST_NUMBER, "must lie within a million of 0"
         checks = {
             "temperature": (valid_temperature, "must lie in [0, 1000000]; 0 is greedy"),
-            "top_k": (self.top_k is None or self.top_k >= 1, "must be at least 1"),
+            "top_k": (self.top_k is None or self.top_k >= -1, "must be at least 1; 0 and -1: off"),
             "top_p": (0 < self.top_p <= 1, "must lie in (0, 1]"),
             "min_p": (0 <= self.min_p <= 1, "must lie in [0, 1]"),
             "repetition_penalty": (0.001 <= self.repetition_penalty <= 1000, "must lie in [0.001, 1000]; 1 changes nothing"),

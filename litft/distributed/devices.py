@@ -124,12 +124,26 @@ def pick_accelerator(accelerator: str) -> str:
     some 0.4 s, and prompts and unpacked rows have new shapes all the time.
     """
     if accelerator == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--accelerator cuda: torch finds no GPU; use cpu, or install a CUDA build of torch")
+        raise ValueError(f"--accelerator cuda: torch finds no GPU; {_gpu_remedy()}, or use cpu")
     if accelerator == "auto":
         accelerator = "cuda" if torch.cuda.is_available() else "cpu"
     if accelerator == "cuda":
         torch.backends.cuda.enable_cudnn_sdp(False)
     return accelerator
+
+
+def _gpu_remedy() -> str:
+    """Return what to look at where torch finds no GPU."""
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is a build without CUDA: install a CUDA build"
+    built = f"torch {torch.__version__} was built for CUDA {torch.version.cuda}"
+    return f"{built}: check with nvidia-smi that the driver runs and is new enough"
+
+
+def no_gpu_line() -> str:
+    """Return what a run on a CPU says first; with a remedy if there is a GPU that torch does not find."""
+    has_nvidia = Path("/proc/driver/nvidia/version").is_file()
+    return f"no GPU was found: running on the CPU{f' ({_gpu_remedy()})' if has_nvidia else ''}"
 
 
 def pick_precision(precision: str, device: torch.device) -> str:

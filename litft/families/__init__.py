@@ -21,6 +21,7 @@ tutorials/add_a_family.md has an example.
 import pkgutil
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -31,6 +32,7 @@ from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.model.config import Config
 from litft.model.config_file import is_positive
+from litft.model.rope_config import scaled_context
 
 
 @cache
@@ -195,9 +197,12 @@ def read_config(hf: dict[str, Any]) -> Config:
     try:
         module = family(str(hf["model_type"]))  # first: fields of an unknown family may have other meanings
         _check_fields(hf)
-        return module.config(hf)
+        config = module.config(hf)
     except KeyError as missing:
         raise ValueError(f"config.json lacks the field {missing}; is it the folder of a causal language model?") from None
+    if config.learned_positions:
+        return config
+    return replace(config, max_positions=scaled_context(hf, config.max_positions))
 
 
 # families whose network others have under another model_type, as code in the model's repository

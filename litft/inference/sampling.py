@@ -79,7 +79,10 @@ class Sampler:
         self.temperature, self.top_p, self.min_p, self.repetition, self.presence, self.frequency = (
             torch.tensor(column, device=self.device, dtype=torch.float32) for column in columns
         )
-        top_ks = [min(row.top_k or self.vocab_size, self.vocab_size) for row in settings]
+        top_ks = []
+        for row in settings:
+            is_limited = row.top_k is not None and 0 < row.top_k < self.vocab_size
+            top_ks.append(row.top_k if is_limited else self.vocab_size)
         self.has_top_k, self.max_top_k, self.top_k = (
             min(top_ks) < self.vocab_size,
             max(top_ks),

@@ -233,10 +233,55 @@ def _read_generation_config(source: PretrainedFolder) -> dict[str, Any]:
     elif not settings.keys() & {"temperature", "top_k", "top_p", "min_p"}:
         settings |= USUAL
     settings["top_k"] = settings.get("top_k") or None  # 0: all
+    if ignored := _ignored_settings(config):
+        print(f"{path}: {', '.join(ignored)}: ignored, litft does not support it; answers differ", file=sys.stderr)
     sampling_fields = {field.name: settings[field.name] for field in fields(Sampling) if field.name in settings}
     if problems := Sampling(**sampling_fields).problems():
         raise ValueError(f"{path}: {'; '.join(problems).replace('--', '')}; fix or remove it")
     return settings
+
+
+# settings of generation_config.json that change transformers' answers, with the values that change nothing
+_UNSUPPORTED_SETTINGS: dict[str, tuple[Any, ...]] = {
+    "assistant_early_exit": (),
+    "bad_words_ids": ([],),
+    "begin_suppress_tokens": ([],),
+    "constraints": ([],),
+    "diversity_penalty": (0.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "epsilon_cutoff": (0.0,),
+    "eta_cutoff": (0.0,),
+    "exponential_decay_length_penalty": (),
+    "force_words_ids": ([],),
+    "forced_bos_token_id": (),
+    "forced_eos_token_id": (),
+    "guidance_scale": (1.0,),
+    "length_penalty": (1.0, 0.0),
+    "max_time": (),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+    "no_repeat_ngram_size": (0,),
+    "num_beam_groups": (1,),
+    "num_beams": (1,),
+    "penalty_alpha": (0.0,),
+    "sequence_bias": ({},),
+    "top_h": (),
+    "typical_p": (1.0,),
+    "watermarking_config": ({},),
+}
+
+
+def _ignored_settings(config: dict[str, Any]) -> list[str]:
+    """Return the settings of generation_config.json that transformers obeys and litft does not, with their values."""
+    ignored = []
+    for name, neutral in _UNSUPPORTED_SETTINGS.items():
+        value = config.get(name)
+        if value is None or value in neutral:
+            continue
+        if name == "length_penalty" and config.get("num_beams", 1) == 1:  # of beam search alone
+            continue
+        ignored.append(f"{name} {str(value)[:40]}")
+    return ignored
 
 
 def make_drafter(args: SpeculativeArgs, session: Session, capacity: int) -> Drafter | None:

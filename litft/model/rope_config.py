@@ -90,6 +90,23 @@ class RopeConfig:
         )
 
 
+def scaled_context(hf: dict[str, Any], max_positions: int) -> int:
+    """Return the context length that the scaling of config.json gives, as vLLM computes it.
+
+    yarn multiplies the original context; linear and dynamic multiply max_position_embeddings. For longrope and llama3 the
+    file has the scaled length, and for Gemma 3, too.
+    """
+    scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    rope_type = scaling.get("rope_type", scaling.get("type"))
+    factor = scaling.get("factor")
+    if "gemma3" in str(hf.get("model_type")) or rope_type not in ("linear", "dynamic", "yarn") or not factor:
+        return max_positions
+    if rope_type == "yarn":
+        original = scaling.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+        return max(max_positions, round(original * factor)) if original else max_positions
+    return round(max_positions * factor)
+
+
 def _check_rope(scaling: dict[str, Any], dim: int) -> None:
     """Raise ValueError with every rope parameter that would make an angle undefined."""
     fields = "factor rope_theta low_freq_factor high_freq_factor beta_fast beta_slow attention_factor mscale mscale_all_dim"

@@ -10,20 +10,22 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from litft.args import LoRAFinetuneArgs, PrepareArgs
+from litft.args import FinetuneArgs, LoRAFinetuneArgs, PrepareArgs
 from litft.args.processes import global_rank
+from litft.checkpoints.hub import downloaded_from
 from litft.data.dataset import DataSplits, histogram, load_data, unknown_tokens
 from litft.data.encoder import Sample
 from litft.data.packing import num_slots
 from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.devices import lacks_bf16, num_shards
+from litft.distributed.devices import lacks_bf16, no_gpu_line, num_shards
 from litft.model.loss import IGNORED
 from litft.model.mixers import kernels
 from litft.pretrained import resolve
 from litft.training.auto_settings import Settings
 from litft.training.communication_plan import UTILIZATION
 from litft.training.flops import peak_flops
+from litft.training.intervals import FEWEST_VALIDATIONS, validation_interval
 from litft.training.memory_plan import format_bytes
 from litft.training.schedule import Schedule
 from litft.training.setup import Setup
@@ -46,8 +48,51 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     for line in data_report(schedule, setup.tokenizer, count=3):
         print(line)
     print()
+    if setup.args.accelerator == "auto" and settings.device.type == "cpu":
+        print(no_gpu_line())
     for line in plan_lines(setup, schedule, settings, peak_flops(settings.device, settings.precision)):
         print(line)
+
+
+def run_title(setup: Setup) -> str:
+    """What is trained, and how."""
+    source = setup.source
+    repo = downloaded_from(source.folder)
+    return f"{method_title(setup)} on {repo.name if repo else source.name}"
+
+
+def method_title(setup: Setup) -> str:
+    """The method, and the objective if it is not the supervised one."""
+    objective = setup.objective
+    return setup.method.title + ("" if objective.data == "supervised" else f", {objective.title}")
+
+
+def description(setup: Setup, schedule: Schedule, settings: Settings, peak: float | None) -> list[str]:
+    """The data and the plan, with warnings: what a run prints before it reads the weights."""
+    lines = []
+    if setup.args.accelerator == "auto" and settings.device.type == "cpu":
+        lines.append(no_gpu_line())
+    lines += [*data_lines(schedule, setup.tokenizer), *plan_lines(setup, schedule, settings, peak)]
+    if setup.source.adapter:
+        lines.append("training continues from this adapter, with its ranks, targets and tokens")
+        lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
+    if tokens := setup.untrained_tokens(schedule.data.special_ids):
+        remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
+        lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
+    args = setup.args
+    validations = num_validations(args, schedule)
+    if (args.save.best or args.eval.patience) and validations < FEWEST_VALIDATIONS:
+        flag = "--save.best" if args.save.best else "--eval.patience"
+        count = _count(validations, "validation")
+        lines.append(f"warning: {flag} chooses among {count} during training; lower --eval.interval")
+    return lines
+
+
+def num_validations(args: FinetuneArgs, schedule: Schedule) -> int:
+    """The number of validations after steps of the run."""
+    measured = min(len(schedule.data.val), (args.eval.max_batches or len(schedule.data.val)) * schedule.size)
+    interval = validation_interval(args, schedule.steps, measured)
+    return -(-schedule.steps // interval) if interval else 1
 
 
 def prepare_data(args: PrepareArgs) -> None:

@@ -21,12 +21,15 @@ from litft.distributed.process_group import launch
 from litft.model.quantization import bitsandbytes
 from litft.pretrained import DEMO, resolve
 from litft.training.auto_settings import Settings, choose
-from litft.training.dry_run import dry_run
+from litft.training.dry_run import description, dry_run, run_title
+from litft.training.flops import peak_flops
 from litft.training.loggers import check_logger
+from litft.training.memory_advice import check_memory
 from litft.training.metrics import COLUMNS, INTERNAL, Row
 from litft.training.objectives import OBJECTIVES
 from litft.training.schedule import Schedule
 from litft.training.scoring import Metric
+from litft.training.screen import open_screen
 from litft.training.setup import Setup
 from litft.training.trainer import Trainer
 
@@ -50,6 +53,7 @@ def run_finetuning(
     if args.dry_run:
         dry_run(setup, schedule, settings)
         return None
+    check_memory(setup, schedule, settings)
     fabric = make_fabric(args, settings.strategy)
     hosts = launch(fabric, args.timeout)
     # the first process makes the folder; all have looked at what was there before any gets here
@@ -58,7 +62,11 @@ def run_finetuning(
     if any(hosts.all_reduce_max(args.resume)):
         setup.args = replace(setup.args, resume=True, overwrite=False)
     hosts.check_equal(_shared_facts(setup, schedule, settings))
-    trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics)
+    screen = open_screen(fabric.global_rank == 0)
+    if fabric.global_rank == 0:  # before the weights are read, which takes long
+        peak = peak_flops(fabric.device, settings.precision)
+        screen.header(run_title(setup), str(folder), description(setup, schedule, settings, peak))
+    trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics, screen)
     trainer.metrics.sinks += [callback] if callback else []
     trainer.fit()
     return Outcome(folder, trainer.metrics.newest)

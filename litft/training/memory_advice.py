@@ -33,6 +33,24 @@ def remedies(setup: Setup, schedule: Schedule, settings: Settings) -> list[str]:
     return lines + (["--train.oom_retry halves micro-batches automatically"] if retry else [])
 
 
+def check_memory(setup: Setup, schedule: Schedule, settings: Settings) -> None:
+    """Raise ValueError if the run needs more memory than there is: the system would end it without a word."""
+    memory = settings.plan.memory
+    if memory.peak <= settings.device_bytes or setup.args.train.ignore_memory_plan:
+        return
+    needed = format_bytes(memory.peak)
+    largest = max(memory.parts, key=lambda kind: memory.parts[kind])
+    where = "each device" if settings.strategy != "single" else "this machine"
+    if settings.device.type == "cuda":
+        where = "the GPU" if settings.strategy == "single" else "each GPU"
+    reason = f"the run needs {needed}, and {where} has {format_bytes(settings.device_bytes)}"
+    lines = [f"{reason}; most of it is for {largest} ({format_bytes(memory.parts[largest])})"]
+    lines += [f"  {remedy}" for remedy in remedies(setup, schedule, settings)]
+    lines.append("  a smaller model; litft plan --checkpoint_dir DIR --budget 24GB shows what fits")
+    lines.append("  --train.ignore_memory_plan true starts it nevertheless")
+    raise ValueError("\n".join(lines))
+
+
 def _peak(setup: Setup, schedule: Schedule, settings: Settings, **changed: Any) -> int:
     """Return the peak bytes of the run's plan with some arguments of `predict` changed."""
     train = setup.args.train

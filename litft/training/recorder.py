@@ -6,7 +6,6 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +17,6 @@ from torch.optim import Optimizer
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
 from litft.atomic import atomic_folder, replace_folder
-from litft.checkpoints.hub import downloaded_from
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
 from litft.distributed.devices import machine_lines
@@ -30,7 +28,7 @@ from litft.pretrained import base_record
 from litft.save_pretrained import Result, check_written, copy_tokenizer, write_result
 from litft.training import run_checkpoints
 from litft.training.auto_settings import Settings
-from litft.training.dry_run import data_lines, duration, plan_lines
+from litft.training.dry_run import description, duration, method_title, run_title
 from litft.training.flops import peak_flops
 from litft.training.html_report import Report, Tile, write_report
 from litft.training.loggers import finish, make_logger, row_sink
@@ -171,29 +169,14 @@ class Recorder:
             "measured examples (--eval.max_batches)": measured,
         }
 
-    def headline(self, start_step: int, warnings: list[str]) -> tuple[str, str, list[str]]:
-        """What the run is about to do: a title, its folder, and lines with its data, its plan and where it starts."""
-        lines = [*warnings, *self._description]
+    def start_lines(self, start_step: int) -> Iterator[str]:
+        """Yield where a resumed run starts."""
         if start_step == self.schedule.steps:
-            lines.append(f"all {start_step} steps are done; final/ is written again")
+            yield f"all {start_step} steps are done; final/ is written again"
         elif start_step:
-            lines.append(f"continuing after step {start_step}")
+            yield f"continuing after step {start_step}"
         elif self.args.resume:
-            lines.append("no checkpoint to continue from; starting at step 0")
-        return self._heading, str(self.folder), lines
-
-    @cached_property
-    def _description(self) -> list[str]:
-        """The data and the plan, with warnings."""
-        setup, schedule = self.setup, self.schedule
-        lines = [*data_lines(schedule, setup.tokenizer), *plan_lines(setup, schedule, self.settings, self.peak)]
-        if setup.source.adapter:
-            lines.append("training continues from this adapter, with its ranks, targets and tokens")
-            lines += filter(None, [setup.source.quantization_warning(setup.quantize)])
-        if tokens := setup.untrained_tokens(schedule.data.special_ids):
-            remedy = f"--data.new_tokens '{','.join(tokens)}' trains them"
-            lines.append(f"warning: the embeddings of the template's {', '.join(tokens)} look untrained; {remedy}")
-        return lines
+            yield "no checkpoint to continue from; starting at step 0"
 
     # ---- checkpoints
 
@@ -330,11 +313,11 @@ class Recorder:
 
     def _report(self, state: str) -> None:
         report = Report(
-            title=self._heading,
+            title=run_title(self.setup),
             state=state,
             tiles=self._tiles(),
             flags=self._main_flags(),
-            setup=self._description,
+            setup=description(self.setup, self.schedule, self.settings, self.peak),
             machine=machine_lines(self.fabric.device, self.fabric.world_size),
             lengths=histogram(self.schedule.data.train.lengths),
             answers=self.validation.answers,
@@ -360,7 +343,7 @@ class Recorder:
         flags = {
             "base model": args.checkpoint_dir,
             "data": ", ".join(item.path for item in args.data.paths),
-            "method": self._title,
+            "method": method_title(self.setup),
             "quantization of the base": args.quantize,
             "precision": self.settings.precision,
             "planned steps": f"{schedule.steps:,}, each of {args.train.global_batch_size} examples",
@@ -371,19 +354,6 @@ class Recorder:
             "seed": str(args.seed),
         }
         return {name: str(value) for name, value in flags.items()}
-
-    @property
-    def _heading(self) -> str:
-        """What is trained, and how."""
-        source = self.setup.source
-        repo = downloaded_from(source.folder)
-        return f"{self._title} on {repo.name if repo else source.name}"
-
-    @property
-    def _title(self) -> str:
-        """The method, and the objective if it is not the supervised one."""
-        objective = self.setup.objective
-        return self.setup.method.title + ("" if objective.data == "supervised" else f", {objective.title}")
 
     def close_logger(self, status: str) -> None:
         """Report the run's end, "success" or "failed", to the logger."""

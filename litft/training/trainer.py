@@ -27,6 +27,7 @@ from litft.training.compile import is_compiled, uncompiled
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import duration
 from litft.training.flops import Flops
+from litft.training.intervals import checkpoint_is_due, validation_interval
 from litft.training.memory_probe import MemoryProbe
 from litft.training.objectives import Objective, Totals
 from litft.training.optimizers import averaged_weights, make_optimizer, set_learning_rate
@@ -34,7 +35,7 @@ from litft.training.recorder import Recorder, TrainedNetwork
 from litft.training.references import References
 from litft.training.schedule import Schedule, learning_rate
 from litft.training.scoring import Metric
-from litft.training.screen import beginning, end, open_screen
+from litft.training.screen import Screen, beginning, end, open_screen
 from litft.training.setup import Setup
 from litft.training.validation import Validation
 
@@ -80,11 +81,13 @@ class Trainer:
         settings: Settings,
         folder: Path,
         metrics: Mapping[str, Metric] | None = None,
+        screen: Screen | None = None,
     ) -> None:
         self.args, self.fabric, self.hosts = setup.args, fabric, hosts
         self.setup, self.schedule, self.settings, self.data = setup, schedule, settings, schedule.data
         self.mesh = mesh_of(self.args, settings.strategy, fabric.device)
-        sharded, self.screen = self.mesh is not None, open_screen(fabric.global_rank == 0)
+        sharded = self.mesh is not None
+        self.screen = screen or open_screen(fabric.global_rank == 0)
         with self.screen.doing(f"reading the weights of {setup.source.folder}"):
             self.model, parameters = setup.build(settings.precision, fabric.device, self.mesh)
         setup.prepare_blocks(self.model, settings.recomputed, fabric.device, sharded)
@@ -102,6 +105,7 @@ class Trainer:
         self.time_limit = seconds(self.args.train.max_time or "") or math.inf
         self.step = self.start_step = 0  # steps done; those done before this process began
         self.elapsed, self.start_time = 0.0, time.monotonic()  # seconds of the run, the same on all processes
+        self.saved_at = 0.0  # what `elapsed` was at the last checkpoint
         self.elapsed_before = 0.0  # what `elapsed` was before this process's first step
         self.flops = Flops(self.model)
         self.signals = Signals()
@@ -117,9 +121,9 @@ class Trainer:
             model, optimizer = self._start()
             with self._stop_on_signal(optimizer):
                 # before training, or after a resumed step: the run may have been interrupted within this validation
-                if self.step == 0 or _is_due(self.args.eval.interval, self.step):
+                if self.step == 0 or self._validation_is_due():
                     with self.screen.doing("validating before the first step"):
-                        self._validate(optimizer, metrics=self.step == 0)
+                        self._validate(optimizer)
                     self._log(pace=0.0)
                     self.recorder.report_progress(self.step)
                 (self.elapsed_before,) = self.hosts.all_reduce_max(time.monotonic() - self.start_time)
@@ -131,7 +135,7 @@ class Trainer:
                 if self.step < self.schedule.steps:
                     self.say(f"step {self.step}: {reason}")
                 with self.screen.doing("validating"):
-                    self._validate(optimizer, metrics=True)
+                    self._validate(optimizer)
             self._finish(optimizer)
 
     def _compute_references(self) -> None:
@@ -167,8 +171,8 @@ class Trainer:
         self.screen.record(self.metrics.resumed_rows)
         on_host = self.setup.blocks_on_host(self.mesh is not None)
         model, optimizer = self.fabric.setup(self.model, optimizer, move_to_device=not on_host)
-        if self.recorder.is_writer:
-            self.screen.header(*self.recorder.headline(self.start_step, warnings))
+        for line in [*warnings, *self.recorder.start_lines(self.start_step)]:
+            self.say(line)
         with self.screen.doing(f"trying the largest micro-batch{', compiling' * is_compiled(self.model)}"):
             self.probe.run(model, optimizer, resumed=self.start_step > 0)
         self.validation.before_batch = self._check_signals
@@ -185,6 +189,7 @@ class Trainer:
             reason = f"is beyond the run's {self.schedule.steps} steps"
             raise ValueError(f"{newest} {reason}; raise --train.max_steps or --train.epochs")
         self.elapsed = progress["elapsed"]
+        self.saved_at = self.elapsed
         self.start_time -= self.elapsed
         self.schedule.go_on(self.start_step, progress["samples"])
         return [f"warning: {reason}; using the checkpoint before it" for reason in damaged]
@@ -259,12 +264,13 @@ class Trainer:
         args, step = self.args, self.step
         self.recorder.saver.poll()
         self._check_signals()
-        if validate := _is_due(args.eval.interval, step) and step < self.schedule.steps:
+        validate = self._validation_is_due() and step < self.schedule.steps
+        if validate:
             with self.screen.doing("validating"):
                 self._validate(optimizer)
         if self._end_reason():
             return  # saved after the last validation
-        save = _is_due(args.save.interval, step)
+        save = checkpoint_is_due(args, step, self.schedule.steps, self.elapsed - self.saved_at)
         on_cpu = self.fabric.device.type == "cpu"
         log_interval = args.train.log_interval or (max(1, min(10, self.schedule.steps // 50)) if on_cpu else 10)
         if save or validate or step % log_interval == 0:
@@ -273,6 +279,13 @@ class Trainer:
             self.recorder.report_progress(step)
         if save:
             self.recorder.save(optimizer, step, self.elapsed)
+            self.saved_at = self.elapsed
+
+    def _validation_is_due(self) -> bool:
+        """Whether to validate after the steps done so far."""
+        measured = sum(map(len, self.validation.indices(self.args.train.global_batch_size).values()))
+        interval = validation_interval(self.args, self.schedule.steps, measured)
+        return bool(interval) and self.step % interval == 0
 
     def _end_reason(self) -> str | None:
         """Why the run ends now; None: it continues."""
@@ -293,23 +306,24 @@ class Trainer:
         pace = max(1e-9, (self.elapsed - since) / (step - first))
         return min(self.schedule.steps, max(step + 1, step + round((self.time_limit - self.elapsed) / pace)))
 
-    def _validate(self, optimizer: Optimizer, metrics: bool = False) -> None:
+    def _validate(self, optimizer: Optimizer) -> None:
         """Put the validation scores into the step's row, show sample answers, and keep the best weights.
 
-        metrics: measure those of the model's answers too. A resumed run repeats nothing that is done already.
+        A resumed run repeats nothing that is done already.
         """
         validation, step = self.validation, self.step
         has_metrics = all(step in values for values in validation.metric_values.values())
         has_answers = any(item["step"] == step for item in validation.answers)
-        has_scores = step in validation.losses and (has_metrics or not metrics)
+        has_scores = step in validation.losses and has_metrics
+        is_end = self._end_reason() is not None
         self.metrics.synchronize(self.fabric.device)
         with averaged_weights(optimizer), uncompiled():
             if len(self.data.val) and not has_scores:
-                scores = validation.measure(step, self.schedule.layout, self.args.train.global_batch_size, metrics)
+                scores = validation.measure(step, self.schedule.layout, self.args.train.global_batch_size)
                 self.divergence.check_validation(step, scores["val_loss"])
                 self.metrics.note(step, **scores)
-                self.say(validation.line(step, scores, metrics))
-            if metrics and step:
+                self.say(validation.line(step, scores))
+            if is_end and step:
                 validation.find_hardest(self.schedule.layout, self.args.train.global_batch_size)
             for item in [] if has_answers else validation.generate_answers(step):
                 self.say(f"  {end(item['prompt'])}\n  -> {beginning(item['answer'])}")
@@ -392,8 +406,3 @@ class Trainer:
             raise self.recorder.explain_os_error(error) from None
         finally:
             self.recorder.close_logger(status)
-
-
-def _is_due(interval: int, step: int) -> bool:
-    """Whether an interval ends after this many steps; an interval of 0 never ends."""
-    return bool(interval) and step % interval == 0

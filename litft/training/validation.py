@@ -104,15 +104,15 @@ class Validation:
         limit = (self.args.max_batches or len(self.samples)) * batch_size
         return {name: evenly_spaced(indices, limit) for name, indices in sets.items()}
 
-    def measure(self, step: int, layout: Layout, batch_size: int, with_answers: bool) -> Row:
-        """Return the scores after `step` steps, and the metrics of the model's answers if `with_answers`."""
+    def measure(self, step: int, layout: Layout, batch_size: int) -> Row:
+        """Return the scores after `step` steps, and the metrics of the model's answers."""
         sets = {name: Selection(self.samples, indices) for name, indices in self.indices(batch_size).items()}
         if step not in self.losses:
             self._measure_sets(step, layout, sets)
         values = {"val_loss": self.losses[step]} | self.scores[step]
         if self.objective.data == "supervised":
             values["val_perplexity"] = math.exp(min(self.losses[step], 700))
-        if with_answers and self.metrics:
+        if self.metrics:
             setup = self.fabric, self.hosts, self.model, self.tokenizer
             samples = Selection(self.samples, [index for selection in sets.values() for index in selection.indices])
             room = self.args.max_new_tokens if self.metrics.keys() - {"exact_match"} else 0
@@ -157,14 +157,14 @@ class Validation:
                 value, self.failures[name] = math.nan, f"{type(error).__name__}: {error}"
         return self.fabric.broadcast(value)
 
-    def line(self, step: int, scores: Row, with_answers: bool) -> str:
+    def line(self, step: int, scores: Row) -> str:
         """Return the scores after `step` steps as text."""
         line = f"step {step}: validation loss {scores['val_loss']:.4f}"
         shown = (("perplexity", "{:.4g}"), ("accuracy", "{:.1%}"), ("margin", "{:.3g}"), ("chosen_logp", "{:.4g}"))
         line += "".join(f", {name} {form.format(scores[f'val_{name}'])}" for name, form in shown if f"val_{name}" in scores)
         columns = ((name, f"val_loss_{name}") for name in self.sets if len(self.sets) > 1)
         line += "".join(f", {name} {scores[column]:.4f}" for name, column in columns if column in scores)
-        if not (with_answers and self.metrics):
+        if not self.metrics:
             return line
         if not self.num_answers:
             names = ", ".join(name.replace("_", " ") for name in self.metrics)

@@ -90,7 +90,7 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     expected = matches_one_by_one(model, tokenizer, samples)[::3]  # four of twelve, evenly spaced
     args = EvalArgs(max_batches=2, exact_match=True, max_new_tokens=0)
     validation = Validation(*single_process, model, tokenizer, replace(data, val=samples), args, tmp_path / "samples.jsonl")
-    row = validation.measure(0, Layout(rows=3), 2, with_answers=True)
+    row = validation.measure(0, Layout(rows=3), 2)
     assert row["exact_match"] == sum(expected) / 4 != sum(matches_one_by_one(model, tokenizer, samples)) / 12
     (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples[::3], Layout(rows=1))
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)

@@ -277,6 +277,8 @@ def _metadata(config: Config, rope: RopeConfig | None) -> dict[str, Any]:
         metadata["rope.scaling.type"] = rope.rope_type
     if rope.rope_type in ("linear", "yarn"):
         metadata["rope.scaling.factor"] = rope.factor
+    if rope.rope_type == "linear":  # llama.cpp's files have the length before scaling
+        metadata["context_length"] = rope.original_max_positions
     if rope.rope_type in ("yarn", "longrope"):
         metadata["rope.scaling.original_context_length"] = rope.original_max_positions
     if rope.rope_type == "longrope":

@@ -1,0 +1,43 @@
+"""When a run validates and saves a checkpoint, if the flags do not say."""
+
+from litft.args import FinetuneArgs
+
+VALIDATIONS = 10  # of a run
+FEWEST_VALIDATIONS = 3
+FORWARD_COST = 1 / 3  # of a training step, without the backward pass
+LARGEST_SHARE = 0.5  # of the training time, for validations
+LONGEST_WITH_TIME_LIMIT = 100  # steps between validations of a run whose number of steps is not known
+
+CHECKPOINTS = 10  # of a run
+SHORTEST = 60.0  # seconds between checkpoints
+LONGEST = 600.0
+
+
+def validation_interval(args: FinetuneArgs, steps: int, num_measured: int) -> int:
+    """Return the steps between validations; 0 for none in between.
+
+    The default gives about ten validations, fewer if they would take more than half as long as the training.
+    steps: of the run. num_measured: the examples that a validation measures.
+    """
+    if args.eval.interval is not None:
+        return args.eval.interval
+    cost = max(1.0, num_measured / args.train.global_batch_size) * FORWARD_COST  # in training steps
+    affordable = int(LARGEST_SHARE * steps / cost)
+    count = max(FEWEST_VALIDATIONS, min(VALIDATIONS, affordable))
+    interval = max(1, round(steps / count))
+    if args.train.max_time:
+        return min(interval, LONGEST_WITH_TIME_LIMIT)
+    return interval
+
+
+def checkpoint_is_due(args: FinetuneArgs, step: int, steps: int, seconds: float) -> bool:
+    """Return whether to save a checkpoint after `step` steps of `steps`.
+
+    The default is every tenth of the run, but not within a minute of the last checkpoint, and every ten minutes.
+    seconds: since the last checkpoint, the same on all processes.
+    """
+    interval = args.save.interval
+    if interval is not None:
+        return bool(interval) and step % interval == 0
+    is_tenth = step % max(1, round(steps / CHECKPOINTS)) == 0
+    return seconds >= LONGEST or (is_tenth and seconds >= SHORTEST)
