@@ -17,7 +17,7 @@ from litft import args as flags
 from litft.args.parser import parse
 from litft.args.processes import global_rank, is_first_on_node, local_rank
 from litft.environment import DECODING_SPINS, TRAINING_SPINS, set_defaults
-from litft.errors import Interrupted, PeerLost, RankError
+from litft.errors import Interrupted, PeerLost, RankError, is_host_memory_error, memory_message
 
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides gloo's C++ stack traces; torch reads it on import
 
@@ -83,6 +83,10 @@ def user_errors() -> Iterator[None]:
         fail(str(error), any_rank=isinstance(error, RankError))
     except PeerLost as error:
         fail(str(error), any_rank=True)
+    except (MemoryError, RuntimeError) as error:
+        if not is_host_memory_error(error):
+            raise
+        fail(memory_message(error), any_rank=True)
     except Interrupted as interrupted:
         # only the first process prints, and only its exit code reports the signal
         is_first = is_first_on_node()

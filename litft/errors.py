@@ -3,6 +3,7 @@
 A `ValueError` is a user error: `cli.py` prints its message and exits with code 2.
 """
 
+import resource
 import signal
 
 
@@ -29,6 +30,21 @@ class PeerLost(BaseException):
 
     A BaseException, like KeyboardInterrupt: code that catches Exception to survive user errors must not catch it.
     """
+
+
+def is_host_memory_error(error: BaseException) -> bool:
+    """Return whether an error means that the system gave a process no more memory."""
+    text = str(error).lower()
+    return isinstance(error, MemoryError) or "allocate memory" in text or "unable to mmap" in text
+
+
+def memory_message(error: BaseException) -> str:
+    """Return what to tell a user whose process got no more memory."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    remedy = "close other programs, or choose a smaller model or --quantize nf4"
+    if limit != resource.RLIM_INFINITY:
+        remedy = f"raise the limit of the address space, which is {limit / 2**30:.1f} GiB (ulimit -v); or {remedy}"
+    return f"not enough memory ({summary(error)}); {remedy}"
 
 
 def summary(error: BaseException) -> str:

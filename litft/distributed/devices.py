@@ -23,6 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from litft.args import FinetuneArgs, PlanArgs, seconds
 from litft.args.processes import cores, is_first_on_node, started_by
+from litft.errors import is_host_memory_error
 
 if TYPE_CHECKING:  # importing it takes a second, which generation and conversion do not need
     from lightning_fabric import Fabric
@@ -200,7 +201,7 @@ def limit_threads(model: nn.Module, rows: int) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that GPU or CPU memory was exhausted."""
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or is_host_memory_error(error)
 
 
 def machine_lines(device: torch.device, processes: int) -> list[str]:

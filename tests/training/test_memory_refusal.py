@@ -1,6 +1,7 @@
 """A run that needs more memory than there is: refused before a weight is read, with what would fit."""
 
 import json
+import shlex
 import struct
 import subprocess
 import sys
@@ -58,3 +59,19 @@ def test_full_fine_tuning_of_8b_without_a_gpu_is_refused(large_model, examples, 
     for remedy in ("finetune/lora.py saves about", "--train.ignore_memory_plan true", "a smaller model"):
         assert remedy in done.stderr, done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["finetune/lora.py", "generate/base.py"])
+def test_a_limit_of_the_address_space_is_named(large_model, examples, tmp_path, command):
+    """The weights cannot be mapped into memory."""
+    flags = ["--prompt", "hi"] if command.startswith("generate") else ["--data.path", examples, "--quantize", "nf4"]
+    if command.startswith("finetune"):
+        flags += ["--data.max_seq_length", "16"]
+    words = [sys.executable, ROOT / command, "--checkpoint_dir", large_model, "--accelerator", "cpu", *flags]
+    line = shlex.join(map(str, words))
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -v 6000000; {line}"], cwd=tmp_path, env=ENV, capture_output=True, text=True
+    )
+    assert done.returncode == 2, done.stderr
+    assert "error: not enough memory" in done.stderr and "5.7 GiB (ulimit -v)" in done.stderr, done.stderr
+    assert "Traceback" not in done.stderr
