@@ -31,18 +31,38 @@ _TOOL = {
 }
 
 
+_QUESTION: Message = {"role": "user", "content": "How warm is it?"}
+
+
+def _answer(content: str) -> Message:
+    """Return a message with the call."""
+    function = {"name": _CALL.name, "arguments": _CALL.arguments}
+    call = {"type": "function", "id": "a1b2c3d40", "function": function}
+    return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
 @lru_cache(maxsize=32)
 def _format_of(template: str, ends: EndTokens, variables: str) -> AnswerFormat:
     thoughts = thought_marks(template)
-    if "<|channel|>" in template and "<|message|>" in template:
-        return AnswerFormat(thoughts, channels=True)
     write = partial(render, template, day="2026-01-01", **json.loads(variables))
+    as_text = "tool" in template and not _takes_objects(write)
+    if "<|channel|>" in template and "<|message|>" in template:
+        return AnswerFormat(thoughts, channels=True, arguments_as_text=as_text)
     written = list(_written_calls(write, ends)) if "tool" in template else []
     for marks in CALL_MARKS:
-        found = AnswerFormat(thoughts, marks)
+        found = AnswerFormat(thoughts, marks, arguments_as_text=as_text)
         if any(marks.opening in text and _reads(found, text) for text in written):
             return found
-    return AnswerFormat(thoughts)
+    return AnswerFormat(thoughts, arguments_as_text=as_text)
+
+
+def _takes_objects(write: Render) -> bool:
+    """Return whether a template writes arguments that are an object; one that takes text fails, or writes Python's form."""
+    try:
+        text = write([_QUESTION, _answer("")], [_TOOL])
+    except ValueError:
+        return False
+    return str(_CALL.arguments) not in text
 
 
 def answer_format(template: str, special: dict[str, str], ends: EndTokens) -> AnswerFormat:
@@ -52,13 +72,9 @@ def answer_format(template: str, special: dict[str, str], ends: EndTokens) -> An
 
 def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
     """Yield what the template renders for a call after some content, and for a call alone."""
-    function = {"name": _CALL.name, "arguments": _CALL.arguments}
-    call = {"type": "function", "id": "a1b2c3d40", "function": function}
-    question = {"role": "user", "content": "How warm is it?"}
     for content in (_CONTENT, ""):
-        answer: Message = {"role": "assistant", "content": content, "tool_calls": [call]}
         try:
-            turn = assistant_turns(write, [question, answer], [_TOOL], ends)[0].turns[0]
+            turn = assistant_turns(write, [_QUESTION, _answer(content)], [_TOOL], ends)[0].turns[0]
         except ValueError:
             continue
         text = turn.text[turn.start : turn.end]

@@ -18,12 +18,14 @@ class AnswerFormat:
     """How a template writes answers.
 
     thoughts: pairs of texts around the reasoning. calls: the marks of tool calls; None if the template writes none.
-    channels: whether answers are messages in channels (gpt-oss).
+    channels: whether answers are messages in channels (gpt-oss). arguments_as_text: whether the template takes the
+    arguments of a call as JSON, not as an object.
     """
 
     thoughts: tuple[tuple[str, str], ...] = (("<think>", "</think>"),)
     calls: CallMarks | None = None
     channels: bool = False
+    arguments_as_text: bool = False
 
 
 @dataclass(frozen=True)

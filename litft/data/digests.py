@@ -66,3 +66,8 @@ def _hash_file(path: Path) -> str:
         while block := file.read(1 << 22):
             sha256.update(block)
     return sha256.hexdigest()
+
+
+def digest_of_texts(texts: list[str]) -> str:
+    """Return the sha256 of several texts in their order."""
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()

@@ -148,11 +148,23 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
         is_record = any(len(name) > 40 or name.rstrip().endswith(("?", ".")) for name in record)
         names = "the first line of a table must have the names of its fields"
         remedy = f"its first line seems to be a record; {names}: question,answer" if is_record else f"{remedy}; {names}"
+    if absent := _one_missing_field(record):
+        remedy = f"the field {absent[1]!r} is missing, which belongs to {', '.join(absent[0])}"
     if missing:
         remedy = f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
     if preference_kind(record) == "pairs":
         remedy = "these are preferences: add --objective dpo"
     raise ValueError(f"{where}: no known format has the fields {field_names}; {remedy} (formats: {supported})")
+
+
+def _one_missing_field(record: Record) -> tuple[list[str], str] | None:
+    """Return the fields that a record has of a format, and the only one that it lacks; None if there is no such format."""
+    for form in FORMATS.values():
+        present = [name for name in form.fields if record.get(name) is not None]
+        absent = [name for name in form.fields if name not in present]
+        if present and len(absent) == 1:
+            return present, absent[0]
+    return None
 
 
 def rename_columns(record: Record, columns: dict[str, str]) -> Record:

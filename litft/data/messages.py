@@ -144,6 +144,18 @@ def _call(call: Any, where: str) -> dict:
     return {"type": "function", **call_id, "function": {"name": function["name"], "arguments": arguments}}
 
 
+def with_arguments_as_text(message: Message) -> Message:
+    """Return a message whose calls have their arguments as JSON, for templates that take them so."""
+    calls = []
+    for call in message.get("tool_calls") or []:
+        function = call["function"]
+        arguments = function["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**function, "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else message
+
+
 def parse_json(text: str, where: str) -> Any:
     try:
         return json.loads(text)

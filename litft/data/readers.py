@@ -233,7 +233,7 @@ def _array(path: Path, file: BinaryIO) -> Records:
         value = values.parse()
         if values.peek():
             raise values.error("Extra data")
-        raise ValueError(f"{path}: expected an array of examples, found {json_type(value)}; put [ and ] around it")
+        raise ValueError(f"{path}: expected an array of examples, found {json_type(value)}; {_array_remedy(value)}")
     values.at += 1
     index = 0
     while first and values.peek() != "]":
@@ -250,6 +250,14 @@ def _array(path: Path, file: BinaryIO) -> Records:
         raise values.error("Extra data")
 
 
+def _array_remedy(value: Any) -> str:
+    """Return how to make an array of examples of another value."""
+    for name, inner in value.items() if isinstance(value, dict) else ():
+        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
+            return f"its field {name!r} has {len(inner):,} of them: write only that array into the file"
+    return "put [ and ] around it"
+
+
 def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     """Yield one record per row below the header; quoted cells may contain line breaks.
 
@@ -262,13 +270,15 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     elif separator not in header and ";" in header:
         separator = ";"
     csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
+    last_line = 1  # of the last complete row
     try:
         rows = csv.reader(chain([header] if header else [], lines), delimiter=separator, strict=True)
         names = _without_empty_end(next(rows, []))
         if len(set(names)) < len(names):
             raise ValueError(f"{path}, line 1: two columns have the same name; the first line is the header")
         for row in rows:
-            where = f"{path}, line {rows.line_num}"
+            last_line = rows.line_num
+            where = f"{path}, line {last_line}"
             row = row if len(row) <= len(names) else _without_empty_end(row, len(names))
             if len(row) == len(names):
                 yield where, dict(zip(names, row, strict=True))
@@ -276,6 +286,9 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
                 reason = f"{len(row)} cells for {len(names)} columns; put quotes around text with {separator!r}"
                 yield where, ValueError(f"{where}: {reason}")
     except csv.Error as error:
+        if "unexpected end of data" in str(error):
+            reason = "a quotation mark opens a cell here that is never closed"
+            raise ValueError(f"{path}, line {last_line + 1}: {reason}; close it, or double it within a cell") from None
         raise ValueError(f"{path}, line {rows.line_num}: invalid table ({error}); fix it there") from None
 
 

@@ -2,15 +2,16 @@
 
 import re
 from functools import cache
+from glob import glob, has_magic
 from importlib import import_module
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from litft.args import DataArgs
 from litft.args.data_path import DataPath
 from litft.checkpoints.hub import HubId, hub_id
-from litft.data.digests import digest_of
+from litft.data.digests import digest_of, digest_of_texts
 from litft.data.readers import OPENERS, READERS, Records, drop_nulls, read_records, require_file, split_suffixes
 
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
@@ -25,11 +26,12 @@ class Reading(NamedTuple):
 
 
 class File(NamedTuple):
-    """A file of examples."""
+    """A file of examples, or several that are read one after the other."""
 
-    name: str
+    name: str  # of the file, or of the folder or pattern that names several
     limit: int | None = None  # the most records to read
     reading: Reading = Reading()
+    parts: tuple[str, ...] = ()  # the files, if there are several
 
     @property
     def label(self) -> str:
@@ -38,11 +40,14 @@ class File(NamedTuple):
 
     def records(self) -> Records:
         """Yield the labelled records."""
-        return islice(read_records(Path(self.name)), self.limit)
+        paths = self.parts or (self.name,)
+        records = chain.from_iterable(read_records(Path(path)) for path in paths)
+        return islice(records, self.limit)
 
     def digest(self) -> str:
         """Return the hash of the content."""
-        return digest_of(require_file(Path(self.name)))
+        digests = [digest_of(require_file(Path(path))) for path in self.parts or (self.name,)]
+        return digests[0] if len(digests) == 1 else digest_of_texts(digests)
 
 
 class HubSplit(NamedTuple):
@@ -90,7 +95,10 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
             names = ", ".join(_load_dataset(path, item.subset or args.subset))
             raise ValueError(f"{path} has no split train; it has {names}: choose one with --data.split")
         if "train" not in splits:
-            raise ValueError(f"{path} contains no train.json, train.jsonl, ...; name the file itself with --data.path")
+            raise ValueError(
+                f"{path} contains no train.json, train.jsonl, ... and no numbered files of one format; name the file, or "
+                f"a pattern such as '{path}/*.jsonl', with --data.path"
+            )
         reading = _reading(item)
         train.append(splits["train"]._replace(limit=item.limit or args.limit, reading=reading))
         val += [splits["val"]._replace(reading=reading)] if "val" in splits else []
@@ -132,6 +140,8 @@ def _set_name(source: File | HubSplit) -> str:
 
 def _val_source(item: DataPath, subset: str | None) -> File | HubSplit:
     """Return the validation examples that --data.val_path names: a file, or a split of a data set on the hub."""
+    if is_pattern(item.path):
+        return _splits(item.path, None, None)["train"]._replace(limit=item.limit, reading=_reading(item))
     if not hub_dataset(item.path):
         return File(item.path, item.limit, _reading(item))
     if not (item.split or item.path.partition(":")[2]):
@@ -146,13 +156,16 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
 
     split: the training split of a data set on the hub, unless the path ends with one, owner/name:split.
     """
+    if is_pattern(path):
+        return {"train": _files_of(path, sorted(glob(path, recursive=True)))}
     if Path(path).is_dir():
         files = [*Path(path).iterdir()]
         supported = {split: [f"{stem}{end}" for stem in stems for end in _endings()] for split, stems in SPLITS.items()}
         matches = {split: sorted(f.name for f in files if f.name.lower() in names) for split, names in supported.items()}
         if ambiguous := next((names for names in matches.values() if len(names) > 1), None):
             raise ValueError(f"{path} contains {' and '.join(ambiguous)}; name the one to use with --data.path")
-        return {split: File(str(Path(path) / names[0])) for split, names in matches.items() if names}
+        found = {split: File(str(Path(path) / names[0])) for split, names in matches.items() if names}
+        return found or _shards(path, files)
     if not hub_dataset(path):
         return {"train": File(path)}
     name, _, own_split = path.partition(":")
@@ -164,9 +177,41 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
     return {kind: HubSplit(name, subset, split) for kind, split in hub_splits.items() if split}
 
 
+def is_pattern(path: str) -> bool:
+    """Return whether a path is a pattern of file names, such as data/*.parquet."""
+    return has_magic(path) and not Path(path).exists()
+
+
+def _files_of(name: str, paths: list[str]) -> File:
+    """Return several files of examples as one source; raise ValueError if there is none."""
+    readable = [path for path in paths if Path(path).is_file() and split_suffixes(Path(path))[0] in READERS]
+    if not readable:
+        raise ValueError(f"--data.path {name}: no file with examples matches; use {', '.join(READERS)}")
+    return File(name, parts=tuple(readable))
+
+
+def _shards(path: str, files: list[Path]) -> dict[str, File]:
+    """Return the splits of a folder of numbered files, such as train-00000-of-00003.parquet; without a split's name, all.
+
+    A folder whose files have different formats is not read.
+    """
+    readable = sorted(file for file in files if file.is_file() and split_suffixes(file)[0] in READERS)
+    if len({split_suffixes(file)[0] for file in readable}) != 1:
+        return {}
+    by_split: dict[str, list[str]] = {}
+    for file in readable:
+        stem = re.match(r"[A-Za-z]+(?=[-_.]\d)", file.name)
+        kinds = [kind for kind, names in SPLITS.items() if stem and stem[0].lower() in names]
+        by_split.setdefault(kinds[0] if kinds else "", []).append(str(file))
+    if by_split.keys() == {""}:
+        return {"train": File(path, parts=tuple(by_split[""]))} if len(readable) > 1 else {}
+    named = {split: paths for split, paths in by_split.items() if split}  # others: a test split
+    return {split: File(f"{path} ({split})", parts=tuple(paths)) for split, paths in named.items()}
+
+
 def hub_dataset(path: str) -> HubId | None:
     """Return the id of the data set on the hub that `path` names, without its split; None if it names a file or a folder."""
-    is_local = split_suffixes(Path(path))[0] in READERS or Path(path).exists()
+    is_local = split_suffixes(Path(path))[0] in READERS or Path(path).exists() or is_pattern(path)
     return None if is_local else hub_id(path.partition(":")[0])
 
 

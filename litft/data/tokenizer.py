@@ -11,6 +11,7 @@ from typing import Any
 from litft.data.answer_format import answer_format, is_structure
 from litft.data.answer_parser import AnswerFormat
 from litft.data.chat_template import ALPACA, Message, render
+from litft.data.messages import with_arguments_as_text
 from litft.data.tokenizer_backends import FastBackend, SentencePieceBackend, read_json
 from litft.data.turns import EndTokens
 
@@ -223,6 +224,8 @@ class Tokenizer:
     ) -> str:
         """Render a conversation to the text the model reads; encode it with `bos=False`. variables: of the template."""
         variables = self.special | variables
+        if any(message.get("tool_calls") for message in messages) and self.answer_format.arguments_as_text:
+            messages = [with_arguments_as_text(message) for message in messages]
         return render(self.template_for(tools), messages, tools, add_generation_prompt, self.day, **variables)
 
     def continued_chat(self, messages: list[Message], tools: list | None = None, **variables: Any) -> str:

@@ -4,7 +4,6 @@ A turn is text that the template renders: after the generation prompt it contain
 call, and ends with the token that ends the turn. A conversation for which this cannot be found is refused with the reason.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from functools import partial
 from itertools import product
 
 from litft.data.chat_template import Message, Render
+from litft.data.messages import with_arguments_as_text
 from litft.data.reasoning import (
     CLOSES_THOUGHT,
     EMPTY_THOUGHT,
@@ -163,14 +163,7 @@ def _with_call_form(message: Message, no_content: bool, as_text: bool) -> Messag
     changed = dict(message)
     if no_content and not message.get("content"):
         changed["content"] = None
-    if as_text:
-        calls = []
-        for call in message["tool_calls"]:
-            function = call["function"]
-            text = json.dumps(function["arguments"], ensure_ascii=False)
-            calls.append({**call, "function": {**function, "arguments": text}})
-        changed["tool_calls"] = calls
-    return changed
+    return with_arguments_as_text(changed) if as_text else changed
 
 
 def _texts(render: Render, messages: list[Message], tools: list | None, ends: EndTokens) -> list[RenderedTurns]:
@@ -178,8 +171,27 @@ def _texts(render: Render, messages: list[Message], tools: list | None, ends: En
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
             rendering = TurnRendering(render, messages[:index], message, tools)
+            if not _renders(rendering):
+                rendering = replace(rendering, following=_up_to_question(messages[index + 1 :]))
             turns.append(_turn(rendering, ends))
     return _joined(turns, ends)
+
+
+def _renders(rendering: TurnRendering) -> bool:
+    """Return whether the template renders a conversation that ends with this answer."""
+    try:
+        rendering.text()
+    except ValueError:
+        return False
+    return True
+
+
+def _up_to_question(messages: list[Message]) -> list[Message]:
+    """Return the messages up to the first of the user, which some templates need in every conversation."""
+    for index, message in enumerate(messages):
+        if message["role"] == "user":
+            return messages[: index + 1]
+    return []
 
 
 def _joined(turns: list[Turn], ends: EndTokens) -> list[RenderedTurns]:

@@ -39,6 +39,7 @@ GREEN, OFF = "\033[32m", "\033[0m"
 MARKS = "⟦", "⟧"  # without colours
 SWITCH = "enable_thinking"  # the variable of most templates that have thoughts
 FEW_STEPS, FEW_EXAMPLES = 30, 10  # fewer are warned about
+FEW_EXAMPLES_RATE = 1e-3  # of LoRA, for a small set of examples
 
 
 def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
@@ -140,18 +141,22 @@ def data_lines(schedule: Schedule, tokenizer: Tokenizer) -> Iterator[str]:
     )
     yield packing_line(schedule)
     if schedule.steps < FEW_STEPS and schedule.is_by_epochs:
+        rate = f" --train.learning_rate {FEW_EXAMPLES_RATE:g}" if schedule.has_usual_rate else ""
         yield (
             f"warning: {_count(schedule.steps, 'step')} may be too few to learn much; for a small set of examples, try "
-            f"--train.epochs 20 --train.global_batch_size 4 --train.learning_rate {5 * schedule.learning_rate:g}"
+            f"--train.epochs 20 --train.global_batch_size 4{rate}"
         )
     if 0 < len(data.val) < FEW_EXAMPLES:
         examples = _count(len(data.val), "validation example")
         remedy = "give --data.val_path or a larger --data.val_fraction, or learn them too: --data.val_fraction 0"
         yield f"warning: {examples} cannot tell how good the model is; {remedy}"
     if not len(data.val):
+        cause = "--data.val_fraction is 0, and there is no --data.val_path"
+        if schedule.val_fraction:
+            cause = f"none of the examples falls into --data.val_fraction {schedule.val_fraction:g}; raise it"
         yield (
-            "nothing is held out for validation (--data.val_fraction, --data.val_path); the sample answers are to trained "
-            "questions, unless --eval.prompts has others"
+            f"nothing is held out for validation: {cause}; the sample answers are to trained questions, unless "
+            "--eval.prompts has others"
         )
     if unknown := unknown_tokens(tokenizer):
         texts = ",".join(unknown)

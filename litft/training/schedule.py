@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from litft.args import FinetuneArgs, TrainArgs
+from litft.args import FinetuneArgs, LoRAFinetuneArgs, TrainArgs
 from litft.data.dataset import DataSplits
 from litft.data.packing import Layout, num_slots
 from litft.data.sampler import Sampler, largest_micro_batch
@@ -22,7 +22,13 @@ class Schedule:
 
     def __init__(self, args: FinetuneArgs, data: DataSplits, ranks: int) -> None:
         self.data, self.size = data, args.train.global_batch_size
-        self.learning_rate = args.train.learning_rate or args.default_learning_rate
+        # only this rate is known to be right for few examples, too
+        self.has_usual_rate = (
+            isinstance(args, LoRAFinetuneArgs)
+            and args.objective == "sft"
+            and args.train.learning_rate in (None, args.default_learning_rate)
+        )
+        self.val_fraction = args.data.val_fraction
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None
         self.order = Sampler(data.train.sizes, args.seed, data.weights)
         self.samples = planned_samples(args.train, self.order.size)

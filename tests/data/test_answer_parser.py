@@ -8,8 +8,11 @@ from learned_spans import ANSWER, ANSWERS, QUESTION, REASONING, TOKENS, TOOLS
 from litft.data.answer_format import answer_format, opens_thought
 from litft.data.answer_parser import AnswerFormat, ParsedAnswer, make_parser
 from litft.data.chat_template import render
+from litft.data.messages import check_messages
+from litft.data.tokenizer import Tokenizer
 from litft.data.tool_calls import CallMarks, ToolCall, read_calls
 from litft.data.turns import EndTokens, assistant_turns
+from litft.inference.chat_answers import call_entry
 
 CALL = ToolCall("weather", {"town": 'Köln "x"', "days": 3})
 SECOND = ToolCall("clock", {})
@@ -204,3 +207,15 @@ def test_the_marks_of_a_template_are_found_by_what_it_writes():
     ends = EndTokens(("<|end|>",), ("<|end|>",))
     assert answer_format(template, {}, ends).calls == CallMarks("[TOOL_CALLS]")
     assert answer_format(template.replace("[TOOL_CALLS]", "<call>"), {}, ends).calls is None
+
+
+def test_templates_that_take_arguments_as_text_get_text(tiny):
+    tokenizer = Tokenizer(tiny)
+    loop = "{%- for m in messages %}{{ m.role + ':' }}{%- for c in m.tool_calls or [] %}"
+    template = loop + "{{ c.function.name + ARGS }}{%- endfor %}{{ (m.content or '') + '</s>' }}{%- endfor %}{# tools #}"
+    messages = check_messages(
+        [QUESTION, {"role": "assistant", "content": None, "tool_calls": [call_entry(CALL)]}], "the test"
+    )
+    for form in ("c.function.arguments", "c.function.arguments | string", "c.function.arguments | tojson"):
+        tokenizer.use_template(template.replace("ARGS", f"({form})"))
+        assert JSON in tokenizer.apply_chat_template(messages, TOOLS), form

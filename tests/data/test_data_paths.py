@@ -117,3 +117,42 @@ def test_a_field_that_only_one_set_should_have(tiny, files):
 @pytest.mark.parametrize("item", ["a.jsonl", "code=a.jsonl", '{"path": "a.jsonl", "format": "text", "weight": 0.5}'])
 def test_an_item_is_written_as_it_is_read(item):
     assert DataPath.parse(item).text() == item
+
+
+def test_numbered_files_and_patterns_are_read_as_one(tiny, tmp_path):
+    """A folder of shards, as data sets on the hub have them, and a pattern: the samples of one file with all records."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").Table
+    folder = tmp_path / "shards"
+    folder.mkdir()
+    for number in range(3):
+        rows = PLAIN[3 * number : 3 * number + 3]
+        parquet.write_table(table.from_pylist(rows), folder / f"train-0000{number}-of-00003.parquet")
+    parquet.write_table(table.from_pylist(PLAIN[:2]), folder / "validation-00000-of-00001.parquet")
+    whole = DataArgs(path=[str(write_records(tmp_path / "whole.jsonl", PLAIN))], val_fraction=0.0)
+    expected = load(tiny, whole).train
+    from_folder = load(tiny, DataArgs(path=[str(folder)], val_fraction=0.0))
+    assert same(from_folder.train, expected) and len(from_folder.val) == 2
+    pattern = str(folder / "train-*.parquet")
+    assert same(load(tiny, DataArgs(path=[pattern], val_fraction=0.0)).train, expected)
+    limited = load(tiny, DataArgs(path=[pattern], val_fraction=0.0, limit=4)).train
+    assert same(limited, [expected[number] for number in range(4)])
+    data = load(tiny, DataArgs(path=[pattern], val_path=[str(folder / "val*.parquet")]))
+    assert len(data.val) == 2
+    with pytest.raises(ValueError, match="no file with examples matches"):
+        load(tiny, DataArgs(path=[str(tmp_path / "none-*.jsonl")]))
+
+
+ERRORS = {
+    "a missing field": ("a.jsonl", '{"prompt": "q"}', "field 'completion' is missing, which belongs to prompt"),
+    "an open quote": ("a.csv", 'prompt,completion\nq,a\nq,"a\nq,a\nq,a\n', "line 3: a quotation mark opens"),
+    "an object": ("a.json", '{"data": [{"prompt": "q", "completion": "a"}]}', "its field 'data' has 1 of them"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_an_error_names_what_is_wrong(tiny, tmp_path, name):
+    file, text, words = ERRORS[name]
+    (tmp_path / file).write_text(text)
+    with pytest.raises(ValueError, match=words):
+        load(tiny, DataArgs(path=[str(tmp_path / file)]))

@@ -133,7 +133,7 @@ def test_a_file_larger_than_memory_is_streamed(tmp_path, suffix):
         ("a.docx", "a,b", r"cannot read .docx; use .json, .jsonl, .csv"),
         ("a", "a,b", "cannot read a file without a suffix"),
         ("a.csv", "a,a\n1,2", "two columns have the same name"),
-        ("a.csv", 'a,b\n1,"2', "invalid table"),
+        ("a.csv", 'a,b\n1,"2', "quotation mark"),
         ("a.jsonl.gz", "plain", "is not a complete .gz file"),
         ("a.jsonl.zst", "plain", "is not a complete .zst file|needs zstandard"),
         ("a.parquet", "plain", "is not a complete Parquet file|needs pyarrow"),

@@ -249,3 +249,23 @@ def test_a_question_may_be_a_word_of_what_follows(question):
 def test_a_template_is_not_taken_for_one_that_thinks_because_of_a_question():
     with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
         turns_of(QUIRKS["plain"], [{"role": "user", "content": "<think> x"}, answer(reasoning_content=REASONING)])
+
+
+NEEDS_A_QUESTION = """
+{%- set questions = messages | selectattr('role', 'equalto', 'user') | list %}
+{%- if not questions %}{{ raise_exception('No user query') }}{% endif %}
+{%- for m in messages %}{{ '<|turn|>' + m.role + '\\n' + m.content + '<|end|>\\n' }}{% endfor %}
+{%- if add_generation_prompt %}{{ '<|turn|>assistant\\n' }}{% endif %}
+"""
+
+
+def test_a_template_may_need_a_question_after_the_first_answer():
+    """Where the template renders it as a whole, though not its beginning alone (Qwen3.5)."""
+    greeting = {"role": "assistant", "content": "Good day!"}
+    ends = EndTokens(("<|end|>",), ("<|end|>",))
+    for earlier in ([], [{"role": "system", "content": "Be brief."}]):
+        messages = [*earlier, greeting, QUESTION, answer()]
+        (rendered,) = assistant_turns(partial(render, NEEDS_A_QUESTION), messages, None, ends)
+        spans = [rendered.text[turn.start : turn.end] for turn in rendered.turns]
+        assert spans == ["Good day!<|end|>", f"{ANSWER}<|end|>"]
+        assert rendered.text == render(NEEDS_A_QUESTION, messages)

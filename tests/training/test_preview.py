@@ -234,3 +234,25 @@ def test_a_run_of_a_million_samples_resumes_quickly(tiny, tmp_path):
     resumed_seconds = time.perf_counter() - start_time
     print(f"a million samples: {first_seconds:.0f} s at first, {resumed_seconds:.1f} s when resumed, interpreter and all")
     assert "1,000,000 records" in text and "all 2 steps are done" in text and resumed_seconds < 15
+
+
+FEW = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(6)]
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "advised"),
+    [
+        ("lora", [], True),
+        ("lora", ["--train.learning_rate", "5"], False),
+        ("full", [], False),
+    ],
+)
+def test_a_rate_is_advised_only_where_the_default_was_used(tiny, tmp_path, command, flags, advised):
+    """With LoRA: five times a rate that the user has chosen, or that of full fine-tuning, would diverge."""
+    path = write_records(tmp_path / "few.jsonl", FEW)
+    words = ["--checkpoint_dir", tiny, "--data.path", path, "--data.val_fraction", "0", "--dry_run", *flags]
+    done = script(f"finetune/{command}.py", *words, cwd=tmp_path)
+    assert "too few to learn much" in done.stdout
+    assert ("--train.global_batch_size 4 --train.learning_rate 0.001" in done.stdout) == advised
+    assert "nothing is held out for validation: --data.val_fraction is 0" in done.stdout
+    assert done.stdout.count("no GPU was found: running on the CPU") == 1
