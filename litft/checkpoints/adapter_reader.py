@@ -1,6 +1,7 @@
 """adapter_config.json and the tensors next to it: read, check, and identify an adapter folder."""
 
 import hashlib
+import json
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from torch import Tensor
 from litft.model.config_file import is_positive, read_object
 
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_RECORD = "litft.json"  # what litft alone reads: in the config, PEFT would warn of an unknown field
 
 
 def read_token_ids(config: dict[str, Any], folder: Path) -> list[int]:
@@ -29,14 +31,23 @@ def read_token_ids(config: dict[str, Any], folder: Path) -> list[int]:
 
 
 def adapter_digest(folder: Path) -> str:
-    """Return a hash of the adapter's two files."""
-    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS))).hexdigest()
+    """Return a hash of the adapter's files."""
+    sha256 = hashlib.sha256()
+    for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS, ADAPTER_RECORD):
+        if (folder / name).is_file():
+            sha256.update((folder / name).read_bytes())
+    return sha256.hexdigest()
 
 
 def read_adapter_config(folder: Path) -> dict[str, Any]:
-    """Read adapter_config.json; raise ValueError if a field that locates the base model is invalid."""
+    """Read adapter_config.json, with litft's record as its field `litft`.
+
+    Raises ValueError if a field that locates the base model is invalid.
+    """
     path = folder / ADAPTER_CONFIG
     config = read_object(path)
+    if (folder / ADAPTER_RECORD).is_file():
+        config["litft"] = read_object(folder / ADAPTER_RECORD)
     base_is_valid = isinstance(config.get("base_model_name_or_path") or "", str)
     litft_field = config.get("litft", {})
     litft_field = isinstance(litft_field, dict) and all(
@@ -48,6 +59,36 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     if not (isinstance(tokens, list) and all(type(token) is int and 0 <= token < 10**7 for token in tokens)):
         raise ValueError(f"{path}: litft.new_tokens must be a list of token ids, found {tokens!r:.100}; save it again")
     return config
+
+
+def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:
+    """Write adapter_config.json, and the field `litft` to a file of its own."""
+    for name, content in adapter_config_files(config).items():
+        (folder / name).write_bytes(content)
+
+
+def adapter_config_files(config: dict[str, Any]) -> dict[str, bytes]:
+    """Return the content of the files that `write_adapter_config` writes, by name."""
+    fields = dict(config)
+    record = fields.pop("litft", None)
+    files = {ADAPTER_CONFIG: fields}
+    if record:
+        files[ADAPTER_RECORD] = record
+    return {name: (json.dumps(content, indent=2) + "\n").encode() for name, content in files.items()}
+
+
+def vllm_obstacles(config: dict[str, Any]) -> list[str]:
+    """Return what an adapter has beside LoRA of Linears, the only kind that vLLM loads."""
+    fields = {
+        "use_dora": "DoRA",
+        "modules_to_save": "modules trained in full",
+        "trainable_token_indices": "new tokens",
+        "target_parameters": "LoRA of stacked experts",
+    }
+    obstacles = [name for field, name in fields.items() if config.get(field)]
+    if config.get("bias", "none") != "none":
+        obstacles.append("trained biases")
+    return obstacles
 
 
 # initializations that leave the base's weights as they are; PiSSA and OLoRA subtract the initial update from them

@@ -56,7 +56,7 @@ def hub_id(text: str | Path) -> HubId | None:
 
 def files_to_transfer(names: list[str]) -> list[str]:
     """Select the files that litft reads, plus the license files; weights come last and in one format only."""
-    supported = {"config.json", "adapter_config.json", *TOKENIZER_FILES, *PROCESSOR_FILES}
+    supported = {"config.json", "adapter_config.json", "litft.json", *TOKENIZER_FILES, *PROCESSOR_FILES}
     small_files = []
     for name in names:
         if name in supported or _LICENSE_FILE.fullmatch(name) or _NAMED_TEMPLATE.fullmatch(name):

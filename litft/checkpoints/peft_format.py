@@ -4,7 +4,6 @@ If the checkpoint fuses several Linears, the file has one pair of factors for al
 block-diagonal in the checkpoint's row order. Experts are `target_parameters` in the layout of PEFT's ParamWrapper.
 """
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from litft.checkpoints.adapter_reader import ADAPTER_WEIGHTS, write_adapter_config
 from litft.checkpoints.conversion import mappings_to_hf
 from litft.checkpoints.peft_names import PREFIX, TEXT_NAMES, ModuleNames, target_regex
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
@@ -144,7 +143,7 @@ def write_tensors(folder: Path, tensors: dict[str, Tensor], config: dict[str, An
     """Write the two files of an adapter folder."""
     cpu_tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     write_file(cpu_tensors, folder / ADAPTER_WEIGHTS)
-    (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", "utf-8")
+    write_adapter_config(folder, config)
 
 
 def _lora_config(fused: dict[PeftTarget, LoraWeights], targets: dict[str, PeftTarget], names: ModuleNames) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import yaml
 
 from litft import __version__, run_dir
 from litft.args import FinetuneArgs
-from litft.checkpoints.adapter_reader import tensor_names
+from litft.checkpoints.adapter_reader import tensor_names, vllm_obstacles
 from litft.checkpoints.hub import HubId, fetch, hub_id
 from litft.data.sources import hub_dataset
 from litft.pretrained import PretrainedFolder, resolve
@@ -29,6 +29,7 @@ ALWAYS_LISTED = (
 )
 LISTED_GROUPS = ("train", "data", "preference", "lora", "adapter")
 UNLISTED = ("path", "val_path", "template", "log_interval", "micro_batch_size")  # specific to the machine
+LICENCE_FIELDS = ("license", "license_name", "license_link")
 TITLES = {"lora": "LoRA", "adapter": "LLaMA-Adapter", "adapter_v2": "LLaMA-Adapter v2", "full": "full fine-tuning"}
 
 
@@ -44,7 +45,7 @@ class CardInfo(NamedTuple):
     args: FinetuneArgs | None  # the run's flags
     base: HubId | None  # the base model on the hub
     adapter_config: dict[str, Any]  # adapter_config.json; empty for a full model
-    licence: str | None
+    licence: dict[str, str]  # the fields license, license_name and license_link of a card's header
 
     @property
     def base_folder(self) -> Path:
@@ -72,7 +73,7 @@ def model_card(info: CardInfo) -> str:
         "base_model_relation": ("adapter" if is_adapter else "finetune") if info.base else None,
         "library_name": {None: "transformers", "LORA": "peft", "ADAPTION_PROMPT": "peft"}.get(_peft_type(info), "litft"),
         "pipeline_tag": "text-generation",
-        "license": info.licence,
+        **info.licence,
         "datasets": [dataset.name for path in paths if (dataset := hub_dataset(path))] or None,
         "tags": ["litft", *filter(None, [info.method])],
     }
@@ -86,19 +87,35 @@ def _peft_type(info: CardInfo) -> str | None:
     return str(info.adapter_config.get("peft_type")) if info.source.adapter else None
 
 
-def licence_of(base: Path) -> str | None:
-    """Return the licence in the base's own model card, or None if the card is missing or does not state one."""
+def licence_of(base_folder: Path, base: HubId | None) -> dict[str, str]:
+    """Return what the base's own model card states of its licence; empty if the card is missing or does not state one.
+
+    A licence named `other` has a name and a link, which may be a file of the base's repository.
+    """
     try:
-        _, header, _ = (base / "README.md").read_text("utf-8").split("---", 2)
-        licence = yaml.safe_load(header).get("license")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError):
-        return None
-    return licence if isinstance(licence, str) else None
+        _, header, _ = (base_folder / "README.md").read_text("utf-8").split("---", 2)
+        fields = yaml.safe_load(header)
+        found = {name: fields[name] for name in LICENCE_FIELDS if isinstance(fields.get(name), str)}
+    except (OSError, ValueError, AttributeError, TypeError, yaml.YAMLError):
+        return {}
+    if "license" not in found:
+        return {}
+    link = found.get("license_link", "")
+    if link and "://" not in link and base is not None:
+        found["license_link"] = f"https://huggingface.co/{base.name}/blob/main/{link}"
+    return found
+
+
+def _licence_text(licence: dict[str, str]) -> str:
+    """Return a licence for people to read."""
+    name = licence.get("license_name") or licence.get("license") or "see the base model"
+    link = licence.get("license_link")
+    return f"[{name}]({link})" if link else name
 
 
 def _about(info: CardInfo) -> Iterator[str]:
     """Yield base, method, licence and data."""
-    base, licence = info.base, info.licence
+    base = info.base
     link = f"[{base.name}](https://huggingface.co/{base.name})" if base else info.base_name
     commit = f" (commit `{base.revision[:12]}`)" if base and base.revision else ""
     method = f" by {TITLES[info.method]}" if info.method else ""
@@ -110,8 +127,8 @@ def _about(info: CardInfo) -> Iterator[str]:
         yield f"{what} {link}{commit}, trained{method} with litft {__version__}.\n"
     elif base:
         yield f"A model derived from {link}{commit}.\n"
-    if licence or base or info.args:
-        yield f"Licence: {licence or 'see the base model'}.\n"
+    if info.licence or base or info.args:
+        yield f"Licence: {_licence_text(info.licence)}.\n"
     if info.args:
         paths = [item.path for item in info.args.data.paths]
         names = [f"{hub_dataset(path)}" if hub_dataset(path) else f"`{Path(path).name}` (a file)" for path in paths]
@@ -201,7 +218,7 @@ def _loading(info: CardInfo) -> Iterator[str]:
             f'tokenizer = AutoTokenizer.from_pretrained("{repo_id}")',
             f'model = {auto_class}.from_pretrained("{repo_id}")',
         )
-        yield f"vLLM:\n\n```bash\nvllm serve {repo_id}\n```\n"
+        yield _vllm(f"vllm serve {repo_id}", info)
     elif kind in ("LORA", "ADAPTION_PROMPT"):
         yield _python(
             "PEFT",
@@ -211,13 +228,59 @@ def _loading(info: CardInfo) -> Iterator[str]:
             *_resizing(info),
             f'model = PeftModel.from_pretrained(base, "{repo_id}")',
         )
-    is_plain = kind == "LORA" and _is_plain(info)
-    if is_plain:
+    obstacles = vllm_obstacles(info.adapter_config) if kind == "LORA" else []
+    if obstacles:
+        merge = f"litft merge_lora --checkpoint_dir {repo_id} --out_dir merged\nvllm serve merged"
+        yield f"vLLM does not load {', '.join(obstacles)} as an adapter; merge it first:\n\n```bash\n{merge}\n```\n"
+    elif kind == "LORA":
         name, rank = repo_id.rpartition("/")[2], _vllm_rank(info)
         flags = f"--enable-lora --max-lora-rank {rank} --lora-modules {name}={repo_id}"
-        yield f"vLLM:\n\n```bash\nvllm serve {base} {flags}\n```\n"
+        # the chat template and the end tokens of the adapter, not of its base
+        files = f"--tokenizer {repo_id} --generation-config {repo_id}"
+        yield _vllm(f"vllm serve {base} {flags} {files}", info)
     if kind in (None, "LORA"):
         yield f"llama.cpp and Ollama:\n\n```bash\nlitft convert_to_gguf --checkpoint_dir {repo_id} --out_dir gguf\n```"
+
+
+def _vllm(command: str, info: CardInfo) -> str:
+    """Return the command that serves the model in vLLM, and the flags for tools if its template has them."""
+    text = f"vLLM:\n\n```bash\n{command}\n```\n"
+    parser = _vllm_tool_parser(info)
+    if parser:
+        text += f"\nFor tools, add `--enable-auto-tool-choice --tool-call-parser {parser}`.\n"
+    return text
+
+
+# vLLM's parsers by the mark that opens calls
+VLLM_TOOL_PARSERS = {
+    "[TOOL_CALLS]": "mistral",
+    "": "llama3_json",
+    "<|tool_call_start|>": "lfm2",
+    "<|tool_calls_section_begin|>": "kimi_k2",
+    "<｜tool▁calls▁begin｜>": "deepseek_v3",
+    "<minimax:tool_call>": "minimax_m2",
+    "<seed:tool_call>": "seed_oss",
+    "<|tools_prefix|>": "apertus",
+    "<function_calls>": "olmo3",
+}
+
+
+def _vllm_tool_parser(info: CardInfo) -> str | None:
+    """Return the name of vLLM's parser for the calls that the chat template writes; None if it is not known."""
+    tokenizer = info.source.tokenizer()
+    if tokenizer is None or not tokenizer.has_template:
+        return None
+    answer_format = tokenizer.answer_format
+    if answer_format.channels:
+        return "openai"
+    if answer_format.calls is None:
+        return None
+    template = tokenizer.template_for([{}])
+    if answer_format.calls.opening == "<tool_call>":  # which several families fill differently
+        if "<function=" in template:
+            return "qwen3_coder"
+        return "glm45" if "<arg_key>" in template else "hermes"
+    return VLLM_TOOL_PARSERS.get(answer_format.calls.opening)
 
 
 def _python(title: str, *lines: str) -> str:
@@ -242,13 +305,6 @@ def _resizing(info: CardInfo) -> list[str]:
     """Return the command that gives the base as many rows as the adapter has tokens, if it has more."""
     size = info.adapter_config.get("litft", {}).get("vocab_size")
     return [f"base.resize_token_embeddings({size})"] if size else []
-
-
-def _is_plain(info: CardInfo) -> bool:
-    """Whether an adapter has nothing but LoRA of Linears, the only kind that vLLM loads."""
-    config = info.adapter_config
-    extras = ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters")
-    return not any(config.get(name) for name in extras) and config.get("bias", "none") == "none"
 
 
 def _vllm_rank(info: CardInfo) -> int:

@@ -8,7 +8,7 @@ from pathlib import Path
 from litft import __version__, run_dir
 from litft.args import DownloadArgs, UploadArgs
 from litft.args.parser import finetune_args
-from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config
+from litft.checkpoints.adapter_reader import adapter_config_files, read_adapter_config
 from litft.checkpoints.hub import HubId, downloaded_from, fetch, files_to_transfer, hub_id, import_hub, translate_hub_errors
 from litft.export.model_card import CardInfo, licence_of, model_card
 from litft.model.config_file import read_object
@@ -72,8 +72,9 @@ def _card_info(source: PretrainedFolder, args: UploadArgs) -> CardInfo:
     if source.adapter and base is None:
         reason = f"{source.adapter} is an adapter for {source.base}, which is not on the hub"
         raise ValueError(f"{reason}; pass its hub id as --base_model, or merge the adapter first")
-    info = CardInfo(args.repo_id, source, parent if run_args else None, run_args, base, adapter_config, args.licence)
-    return info if args.licence else info._replace(licence=licence_of(info.base_folder))
+    licence = {"license": args.licence} if args.licence else {}
+    info = CardInfo(args.repo_id, source, parent if run_args else None, run_args, base, adapter_config, licence)
+    return info if licence else info._replace(licence=licence_of(info.base_folder, base))
 
 
 def _files(info: CardInfo) -> dict[str, Path | bytes]:
@@ -88,5 +89,5 @@ def _files(info: CardInfo) -> dict[str, Path | bytes]:
     if config := info.adapter_config:
         settings = {name: value for name, value in config.get("litft", {}).items() if name != "base_path"}
         config = config | {"base_model_name_or_path": base.name, "revision": base.revision, "litft": settings}
-        files[ADAPTER_CONFIG] = (json.dumps(config, indent=2) + "\n").encode()
+        files |= adapter_config_files(config)
     return files

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
 from litft.atomic import atomic_folder, replace_folder
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config, vllm_obstacles
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
 from litft.distributed.devices import machine_lines
@@ -263,6 +264,16 @@ class Recorder:
         self.say(f"  {chat} {flags}")
         if not (self.args.quantize != "none" and self.setup.method.unquantized_modules()):  # the base has these quantized
             self.say(f"  {serve} {flags} --with_base   # a chat page that compares it with the base model")
+        self._say_obstacles()
+
+    def _say_obstacles(self) -> None:
+        """Say what keeps vLLM from loading the adapter."""
+        final = self.folder / "final"
+        config = read_adapter_config(final) if (final / ADAPTER_CONFIG).is_file() else {}
+        obstacles = vllm_obstacles(config) if config.get("peft_type") == "LORA" else []
+        if obstacles:
+            merge = f"{run_dir.command('scripts/merge_lora.py')} --checkpoint_dir {final} --out_dir DIR"
+            self.say(f"  {merge}   # for vLLM, which does not load {', '.join(obstacles)} as an adapter")
 
     def _results(self) -> list[str]:
         """The best step, the time and the memory."""

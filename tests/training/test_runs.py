@@ -230,8 +230,9 @@ def test_continuing_from_an_adapter_uses_the_new_dropout(folder, capsys):
     )
     before, after = (json.loads(Path(f"{run}/final/adapter_config.json").read_text()) for run in "ab")
     assert (before["lora_dropout"], after["lora_dropout"]) == (0.0, 0.5)
-    assert before["litft"]["base_fingerprint"] == after["litft"]["base_fingerprint"]
-    assert Path("b/final", after["litft"]["base_path"]).resolve() == Path("model").resolve()
+    before, after = (json.loads(Path(f"{run}/final/litft.json").read_text()) for run in "ab")
+    assert before["base_fingerprint"] == after["base_fingerprint"]
+    assert Path("b/final", after["base_path"]).resolve() == Path("model").resolve()
 
 
 def test_nan_is_found_before_training(folder, capsys):
