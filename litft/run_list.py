@@ -1,6 +1,5 @@
 """The command `runs`: what is in the run folders. Imports no torch."""
 
-import sys
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,7 +39,8 @@ def list_runs(args: RunsArgs) -> None:
         losses = (f"{run.losses[name]:.4g}" if name in run.losses else "" for name in ("loss", "validation loss"))
         started = f"{run.started:%Y-%m-%d %H:%M}"
         table.add_row(str(run.folder), started, run.method, run.model, f"{run.steps:,}", *losses, run.state)
-    Console(width=None if sys.stdout.isatty() else 10_000, highlight=False, markup=False).print(table)
+    # wider than a terminal: a name that is cut cannot be copied
+    Console(width=10_000, highlight=False, markup=False).print(table)
 
 
 def find_runs(folder: Path) -> list[Run]:

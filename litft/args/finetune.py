@@ -77,7 +77,8 @@ class TrainArgs:
     max_grad_norm: float = 1.0
     """Clip gradients whose global 2-norm is larger to this norm. 0: no clipping."""
     freeze: list[str] = field(default_factory=list)
-    """Names or patterns of parameters to freeze although the method trains them (blocks.0.*, *.lora_a). They are saved."""
+    """Names or patterns of parameters to freeze although the method trains them: litft's (blocks.0.*, *.lora_a) or the
+    checkpoint's (model.layers.0.*). They are saved."""
     label_smoothing: float = 0.0
     """The fraction of each target's probability that is spread over the vocabulary. 0: no smoothing."""
     neftune_alpha: float = 0.0
@@ -237,6 +238,8 @@ class FinetuneArgs:
     WANDB_ENTITY, WANDB_NAME and MLFLOW_RUN_NAME are used as well."""
     dry_run: bool = False
     """Prepare the data, print samples and the planned memory, and exit before the weights are loaded."""
+    chip: str | None = None
+    """For --dry_run: the GPU on which the time is estimated, such as H100 or RTX 4090. Default: this machine's."""
     deterministic: bool = False
     """Make repeated runs bit-identical on CUDA, at some cost in speed. On a CPU they always are."""
     objective: Objectives = "sft"

@@ -73,8 +73,8 @@ class PlanArgs:
     """Bandwidth in GB/s at which a device receives from others of its node: 450 for NVLink 4, 64 for PCIe 5."""
     network_gbs: float = 50.0
     """Bandwidth in GB/s at which a device receives from other nodes: 50 for one 400 Gbit/s port per device."""
-    chip: str = "H100"
-    """The GPU model, for the estimated hours: H100, A100, L4, RTX 4090, ..."""
+    chip: str | None = None
+    """The GPU model, for the estimated hours: H100, A100, L4, RTX 4090, ... Default: H100; with --budget, no estimate."""
     tokens: int = 10_000_000
     """Number of tokens to train on, for the estimated hours."""
     lora: LoRAArgs = field(default_factory=LoRAArgs)

@@ -156,15 +156,35 @@ def _check_fields(hf: dict[str, Any]) -> None:
         raise ValueError("\n".join(problems))
 
 
+_ENCODER_DECODER = "an encoder and a decoder, and litft trains decoders"
+_ENCODER = "an encoder, which does not generate text"
+_MAMBA_1 = "a network with Mamba-1 layers, which are not implemented"
+# why some model types are not supported
+UNSUPPORTED = {
+    **dict.fromkeys(
+        ("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "m2m_100", "t5gemma", "whisper", "led", "fsmt"),
+        _ENCODER_DECODER,
+    ),
+    **dict.fromkeys(
+        ("bert", "roberta", "xlm-roberta", "deberta", "deberta-v2", "electra", "distilbert", "albert", "modernbert"),
+        _ENCODER,
+    ),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), _MAMBA_1),
+    "rwkv": "a network with RWKV layers, which are not implemented",
+    "clip": "an image model",
+    "vit": "an image model",
+    "wav2vec2": "a speech model",
+}
+
+
 def family(model_type: str) -> ModuleType:
     """Return the module of a model_type; raise ValueError listing the supported ones if it is not among them."""
     if model_type not in families():
+        reason = UNSUPPORTED.get(model_type)
+        why = f": it is {reason}" if reason else ""
+        remedy = "tutorials/families.md has what is supported and why, add_a_family.md shows how to add a family"
         supported = f"supported: {', '.join(sorted(families()))}"
-        reason = f"config.json: model_type {model_type!r} is not supported"
-        remedy = (
-            "choose a model of these families; tutorials/families.md has the reasons, add_a_family.md shows how to add one"
-        )
-        raise ValueError(f"{reason}; {supported}; {remedy}")
+        raise ValueError(f"config.json: model_type {model_type!r} is not supported{why}; {remedy} ({supported})")
     return families()[model_type]
 
 

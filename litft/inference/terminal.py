@@ -111,10 +111,14 @@ class Terminal(Screen):
 
 @contextmanager
 def no_echo() -> Iterator[None]:
-    """Within the context, typed characters are not echoed: an echo, even of Ctrl-C, would shift the live display."""
+    """Within the context, typed characters are not echoed: an echo, even of Ctrl-C, would shift the live display.
+
+    Lines that are typed ahead keep their Enter: the terminal would turn it into a line break within one message.
+    """
     saved = termios.tcgetattr(sys.stdin)
     settings = [*saved]
-    settings[3] &= ~termios.ECHO
+    settings[0] &= ~termios.ICRNL
+    settings[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(sys.stdin, termios.TCSADRAIN, settings)
     try:
         yield

@@ -97,6 +97,7 @@ def scaled_context(hf: dict[str, Any], max_positions: int) -> int:
     file has the scaled length, and for Gemma 3, too.
     """
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
+    scaling = scaling.get("full_attention") or scaling  # parameters by layer type
     rope_type = scaling.get("rope_type", scaling.get("type"))
     factor = scaling.get("factor")
     if "gemma3" in str(hf.get("model_type")) or rope_type not in ("linear", "dynamic", "yarn") or not factor:

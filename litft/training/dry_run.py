@@ -5,7 +5,7 @@ Used by the command `prepare_data`, the `--dry_run` of every fine-tuning command
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ from litft.model.mixers import kernels
 from litft.pretrained import resolve
 from litft.training.auto_settings import Settings
 from litft.training.communication_plan import UTILIZATION
-from litft.training.flops import peak_flops
+from litft.training.flops import chip_peak_flops, peak_flops
 from litft.training.intervals import FEWEST_VALIDATIONS, validation_interval
 from litft.training.memory_plan import format_bytes
 from litft.training.schedule import Schedule
@@ -46,12 +46,24 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     """Print what a run would do, in the first process."""
     if global_rank() != "0":
         return
-    for line in data_report(schedule, setup.tokenizer, count=3):
-        print(line)
-    print()
+    lines = [*data_report(schedule, setup.tokenizer, count=3), ""]
     if setup.args.accelerator == "auto" and settings.device.type == "cpu":
-        print(no_gpu_line())
-    for line in plan_lines(setup, schedule, settings, peak_flops(settings.device, settings.precision)):
+        lines.append(no_gpu_line())
+    chip = setup.args.chip
+    peak = chip_peak_flops(chip, settings.precision) if chip else peak_flops(settings.device, settings.precision)
+    lines += plan_lines(setup, schedule, settings, peak, chip)
+    _print_hints_last(lines)
+
+
+def _print_hints_last(lines: Iterable[str]) -> None:
+    """Print lines, with warnings and notes at the end, where they do not scroll away."""
+    hints = []
+    for line in lines:
+        if line.startswith(("warning:", "note:")):
+            hints.append(line)
+        else:
+            print(line)
+    for line in hints:
         print(line)
 
 
@@ -106,8 +118,7 @@ def prepare_data(args: PrepareArgs) -> None:
     setup = Setup(finetuning, source)
     vocab_size, kind = setup.method.vocab_size(source.config), setup.objective.data
     data = load_data(args.data, setup.tokenizer, vocab_size, source.config.max_positions, kind=kind)
-    for line in data_report(Schedule(finetuning, data, 1), setup.tokenizer, args.show):
-        print(line)
+    _print_hints_last(data_report(Schedule(finetuning, data, 1), setup.tokenizer, args.show))
 
 
 def data_report(schedule: Schedule, tokenizer: Tokenizer, count: int) -> Iterator[str]:
@@ -206,10 +217,15 @@ def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
-def plan_lines(setup: Setup, schedule: Schedule, settings: Settings, peak: float | None) -> Iterator[str]:
-    """What the run needs: parameters, strategy, memory and time on this machine; `peak`: FLOP/s of a device."""
+def plan_lines(
+    setup: Setup, schedule: Schedule, settings: Settings, peak: float | None, chip: str | None = None
+) -> Iterator[str]:
+    """What the run needs: parameters, strategy, memory and time on this machine, or on another chip.
+
+    peak: FLOP/s of a device.
+    """
     plan, device = settings.plan, settings.device
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+    chip = chip or (torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU")
     what = f"{setup.source.folder} in {settings.precision if setup.quantize == 'none' else setup.quantize}"
     yield f"{what}: {plan.title_line(setup.method.title)}"
     if whole := setup.source.multimodal:
@@ -238,6 +254,7 @@ def time_line(flops: float, slower: float, what: str, chip: str, peak: float | N
     time = "whose peak is not known"
     if peak:
         time = f"{duration(flops * slower / (peak * UTILIZATION * devices))} at {UTILIZATION:.0%} of its peak"
+        time += ", without validations and saving"
     size = f"{flops / 1e12:,.0f}" if flops >= 1e13 else f"{flops / 1e12:.2g}"
     return f"{what}: {size} TFLOPs; on {devices} x {chip}, {time}"
 

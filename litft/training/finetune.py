@@ -22,7 +22,7 @@ from litft.model.quantization import bitsandbytes
 from litft.pretrained import DEMO, resolve
 from litft.training.auto_settings import Settings, choose
 from litft.training.dry_run import description, dry_run, run_title
-from litft.training.flops import peak_flops
+from litft.training.flops import check_chip, peak_flops
 from litft.training.loggers import check_logger
 from litft.training.memory_advice import check_memory
 from litft.training.metrics import COLUMNS, INTERNAL, Row
@@ -51,6 +51,7 @@ def run_finetuning(
     args, named = _resolve(args)
     setup, schedule, settings = prepare(args)
     if args.dry_run:
+        check_chip(args.chip)
         dry_run(setup, schedule, settings)
         return None
     check_memory(setup, schedule, settings)

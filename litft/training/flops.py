@@ -30,7 +30,7 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
     (r"\bA10G\b", 70.0, 31.5),
     (r"\bA10\b", 125.0, 31.2),
     (r"\bA40\b", 149.7, 37.4),
-    (r"\bRTX A6000\b", 154.8, 38.7),
+    (r"\b(RTX )?A6000\b", 154.8, 38.7),
     (r"\bRTX 6000 Ada\b", 364.2, 91.1),
     (r"\bL40S\b", 362.05, 91.6),
     (r"\bL40\b", 181.05, 90.5),
@@ -38,7 +38,13 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
     (r"\bRTX 5090\b", 209.5, 104.8),
     (r"\bRTX 4090\b", 165.2, 82.6),
     (r"\bRTX 4080\b", 97.5, 48.7),
+    (r"\bRTX 4070\b", 58.3, 29.1),
+    (r"\bRTX 4060\b", 30.2, 15.1),
     (r"\bRTX 3090\b", 71.0, 35.6),
+    (r"\bRTX 3080\b", 59.5, 29.8),
+    (r"\bRTX 3070\b", 40.6, 20.3),
+    (r"\bRTX 3060\b", 25.5, 12.7),
+    (r"\bMI300X\b", 1307.4, 163.4),
     (r"\bV100\b", 0.0, 15.7),
     (r"\bT4\b", 0.0, 8.1),
 )
@@ -52,11 +58,26 @@ def peak_flops(device: torch.device, precision: str) -> float | None:
 
 
 def chip_peak_flops(chip: str, precision: str) -> float | None:
-    """Return the peak FLOP/s of the chip with this name, from CHIPS; None if it is not listed. RTX4090 is RTX 4090."""
+    """Return the peak FLOP/s of the chip with this name, from CHIPS; None if it is not listed. RTX4090 is RTX 4090.
+
+    A chip without bf16 computes in fp32.
+    """
     for pattern, bf16, fp32 in CHIPS:
         if re.search(pattern.replace(" ", "[ _-]?"), chip, re.IGNORECASE):
-            return (bf16 if precision.startswith("bf16") else fp32) * 1e12 or None
+            return (bf16 if bf16 and precision.startswith("bf16") else fp32) * 1e12
     return None
+
+
+def chip_names() -> list[str]:
+    """Return the names of the chips in CHIPS."""
+    plain = [pattern.replace("(100|800)", "100").replace("(RTX )?", "RTX ") for pattern, _, _ in CHIPS]
+    return [pattern.replace("\\b", "") for pattern in plain]
+
+
+def check_chip(chip: str | None) -> None:
+    """Raise ValueError for a chip whose peak is not known."""
+    if chip is not None and chip_peak_flops(chip, "bf16") is None:
+        raise ValueError(f"--chip {chip}: its peak is not known; known chips: {', '.join(chip_names())}")
 
 
 @cache

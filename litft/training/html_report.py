@@ -34,6 +34,17 @@ ABSOLUTE = re.compile(r"(?<![\w./:<\[~-])~?/(?:[^\s/:,;'\"()<>]+/)+(?=[^\s/])")
 Points = list[tuple[float, float]]
 
 
+class HardExample(NamedTuple):
+    """A validation example with a large loss."""
+
+    prompt: str
+    answer: str  # the text of its target tokens
+    loss: float  # per target token
+    tokens: int  # number of targets
+    number: int  # among the samples
+    own: str = ""  # the model's own answer to the prompt
+
+
 class Tile(NamedTuple):
     """A result in large type."""
 
@@ -54,7 +65,7 @@ class Report:
     lengths: Sequence[tuple[int, int, int]]  # histogram: tokens from, tokens to, number of examples
     answers: Sequence[dict[str, str | int]]  # step, prompt, answer
     loss: str  # what the loss is
-    hardest: Sequence[tuple[str, str, float, int]] = ()  # prompt, answer, loss per token, tokens: the largest losses
+    hardest: Sequence[HardExample] = ()
     scores: Mapping[str, str] = field(default_factory=dict)  # further columns of the validations, and their titles
 
 
@@ -156,6 +167,11 @@ def chart(title: str, series: dict[str, Points], from_zero: bool) -> str:
         if len(curve) == 1:
             path += f" {x_percent(curve[0][0] + last_step / 100)},{y_percent(curve[0][1])}"
         lines.append(f'<polyline class="curve c{number % COLORS}" points="{path}"/>')
+        # validations are few, and between them nothing is known; a line of length 0 with round ends is a point
+        marks = ""
+        if column.startswith("val_"):
+            marks = "".join(f"M{x_percent(x)},{y_percent(y)}h0" for x, y in curve)
+        lines.append(f'<path class="point c{number % COLORS}" d="{marks}"/>')
         if len(series) > 1 and curve:
             split = "validation" if column.startswith("val_") else "training"
             name = column.removeprefix("val_loss_") if column.startswith("val_loss_") else split
@@ -248,15 +264,23 @@ def _answer(step: int, text: str) -> str:
     return f"<p class=answer><b>step {step}</b> {html.escape(text) or '(empty)'}</p>"
 
 
-def _hardest(examples: Sequence[tuple[str, str, float, int]]) -> str:
-    """Return the validation examples with the largest losses."""
+def _hardest(examples: Sequence[HardExample]) -> str:
+    """Return the validation examples with the largest losses: the expected answer and the model's own."""
     blocks = ""
-    for prompt, answer, loss, tokens in examples:
+    for example in examples:
+        prompt = example.prompt
         quote = html.escape(prompt if len(prompt) <= SHOWN else f"...{prompt[-SHOWN:]}")
-        text = html.escape(answer if len(answer) <= SHOWN else f"{answer[:SHOWN]}...")
-        about = f"loss {loss:.3g}, {tokens:,} token{'s' * (tokens != 1)}"
-        blocks += f"<section><blockquote>{quote}</blockquote><p class=answer><b>{about}</b> {text}</p></section>"
+        about = f"expected, loss {example.loss:.3g}, {example.tokens:,} token{'s' * (example.tokens != 1)}"
+        answers = f"<p class=answer><b>{about}</b> {_shortened(example.answer)}</p>"
+        if example.own:
+            answers += f"<p class=answer><b>the model's own</b> {_shortened(example.own)}</p>"
+        blocks += f"<section><blockquote>{quote}</blockquote>{answers}</section>"
     return f"<h2>Validation examples with the largest loss per token</h2>{blocks}" if blocks else ""
+
+
+def _shortened(text: str) -> str:
+    """Return the beginning of a text as HTML."""
+    return html.escape(text if len(text) <= SHOWN else f"{text[:SHOWN]}...")
 
 
 def _bars(lengths: Sequence[tuple[int, int, int]]) -> str:

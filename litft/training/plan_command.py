@@ -11,10 +11,11 @@ from litft.pretrained import PretrainedFolder, resolve
 from litft.training.activation_checkpointing import RECOMPUTED
 from litft.training.communication_plan import Cluster, CommunicationVolume, communication_volume
 from litft.training.dry_run import time_line
-from litft.training.flops import chip_peak_flops
+from litft.training.flops import check_chip, chip_peak_flops
 from litft.training.memory_plan import USABLE_FRACTION, Fit, Plan, fastest, format_bytes, predict
 from litft.training.memory_trace import Shape
 
+DEFAULT_CHIP = "H100"
 MAX_TOKENS = 32768  # tokens of the largest micro-batch that --budget tries; larger ones are not faster
 
 
@@ -31,6 +32,7 @@ class PlanOnPaper(NamedTuple):
 
 def plan(args: PlanArgs) -> None:
     """Print what fine-tuning a model needs, from its config.json alone."""
+    check_chip(args.chip)
     source, method, tokens, fit, peak, volume = plan_on_paper(args)
     if args.budget:
         reserve = format_bytes(size(args.budget) - int(USABLE_FRACTION * size(args.budget)))
@@ -42,7 +44,10 @@ def plan(args: PlanArgs) -> None:
     what = f"{args.tokens:,} tokens, all supervised, in examples of {tokens:,}"
     print(f"{source.folder}: {fit_plan.title_line(method.title)}")
     print(f"memory{'' if num_devices == 1 else ' of each'}: {fit_plan.memory.line()}")
-    print(time_line(flops, fit.slowdown, what, args.chip, peak, num_devices))
+    if args.chip or not args.budget:
+        print(time_line(flops, fit.slowdown, what, args.chip or DEFAULT_CHIP, peak, num_devices))
+    else:
+        print("--chip NAME adds the time on a GPU of this memory, such as RTX 4090 or A100")
     if volume:
         print(volume.line(args.micro_batches))
 
@@ -72,7 +77,7 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
         kind = args.activation_checkpointing or ("full" if args.cpu_offload == "parameters" else "none")
         settings = (args.micro_batch_size or 1, kind, args.quantize, args.cpu_offload)
         fit = Fit(*settings, make_plan(*settings))
-    peak, volume = chip_peak_flops(args.chip, args.precision), None
+    peak, volume = chip_peak_flops(args.chip or DEFAULT_CHIP, args.precision), None
     if args.devices * args.num_nodes > 1 and peak:
         cluster = Cluster(args.devices, args.num_nodes, shards, args.node_gbs * 1e9, args.network_gbs * 1e9)
         batch_flops = fit.plan.flops.for_lengths([tokens] * fit.rows, [tokens] * fit.rows)

@@ -31,6 +31,8 @@ function draw(plot, index) {
     const points = plot.shown[number].map(([step, value]) => `${(100 * step) / Math.max(steps, 1)},${plot.height(value)}`);
     if (points.length === 1) points.push(points[0].replace(/^[^,]*/, (x) => Number(x) + 1));
     line.setAttribute("points", points.join(" "));
+    const marks = plot.querySelectorAll("path.point")[number];
+    if (marks.getAttribute("d")) marks.setAttribute("d", points.slice(0, plot.shown[number].length).map((at) => `M${at}h0`).join(""));
   });
   const labels = plot.querySelector(".y");
   plot.linear ??= labels.innerHTML;

@@ -18,6 +18,7 @@ from litft.inference.generation import Completion, Request, generate_completions
 from litft.inference.sampling import Sampling
 from litft.model.loss import IGNORED
 from litft.model.transformer import GPT, eval_mode
+from litft.training.html_report import HardExample
 from litft.training.objectives import Objective
 from litft.training.objectives.objective import document_log_probs
 
@@ -106,15 +107,6 @@ def validation_answers(
     return [answer for _, answer in sorted(of_all, key=lambda numbered: numbered[0])]
 
 
-class HardExample(NamedTuple):
-    """A validation example with a large loss."""
-
-    prompt: str
-    answer: str  # the text of its target tokens
-    loss: float  # per target token
-    tokens: int  # number of targets
-
-
 def hardest_examples(
     fabric: Fabric,
     model: GPT,
@@ -129,7 +121,8 @@ def hardest_examples(
     log_probs, lengths = document_log_probs(model, alone, layout, fabric.device, fabric.global_rank, before_batch)
     log_probs, lengths = (fabric.all_reduce(values, reduce_op="sum")[:, 0] for values in (log_probs, lengths))
     losses, indices = (-log_probs / lengths.clamp(min=1)).topk(min(count, len(samples)))
-    return [_hard_example(samples[i], loss, tokenizer) for loss, i in zip(losses.tolist(), indices.tolist(), strict=True)]
+    hardest = zip(losses.tolist(), indices.tolist(), strict=True)
+    return [_hard_example(samples[number], number, loss, tokenizer) for loss, number in hardest]
 
 
 def question_text(tokenizer: Tokenizer, ids: list[int]) -> str:
@@ -143,12 +136,12 @@ def question_text(tokenizer: Tokenizer, ids: list[int]) -> str:
     return tokenizer.decode(ids).strip() if text == rendered else text
 
 
-def _hard_example(sample: Sample, loss: float, tokenizer: Tokenizer) -> HardExample:
+def _hard_example(sample: Sample, number: int, loss: float, tokenizer: Tokenizer) -> HardExample:
     is_target = sample.targets != IGNORED
     first = int(is_target.nonzero()[0])
     prompt, answer = sample.tokens[: first + 1], sample.targets[is_target]
     answer_text = tokenizer.decode_answer(answer.tolist()).strip()
-    return HardExample(question_text(tokenizer, prompt.tolist()), answer_text, loss, len(answer))
+    return HardExample(question_text(tokenizer, prompt.tolist()), answer_text, loss, len(answer), number)
 
 
 def exact_match(answers: list[ValidationAnswer]) -> float:

@@ -1,6 +1,7 @@
 """What a fine-tuning command stands for once its folder is known: the tokenizer, the method and its first values."""
 
 import dataclasses
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -105,13 +106,36 @@ class Setup:
             return constants
         frozen: set[str] = set()
         for pattern in self.args.train.freeze:
-            matches = {name for name in names if pattern_matches(pattern, name, name.rpartition(".")[0])}
+            matches = {name for name in names if self._is_named(name, pattern)}
             if not matches:
                 raise ValueError(f"--train.freeze {pattern}: nothing that is trained has that name, such as {names[0]}")
             frozen |= matches
         if frozen == set(names):
             raise ValueError(f"--train.freeze {','.join(self.args.train.freeze)}: nothing is left to train")
         return frozen | constants
+
+    def _is_named(self, name: str, pattern: str) -> bool:
+        """Whether a pattern matches a parameter's name, in litft or in the checkpoint."""
+        module, _, leaf = name.rpartition(".")
+        if pattern_matches(pattern, name, module):
+            return True
+        weight = f"{module}.weight"
+        if weight not in self._stored_names:
+            return False
+        for stored in self._stored_names[weight]:
+            stored_module = stored.rpartition(".")[0]
+            if pattern_matches(pattern, f"{stored_module}.{leaf}", stored_module):
+                return True
+        return False
+
+    @cached_property
+    def _stored_names(self) -> dict[str, list[str]]:
+        """The names in the checkpoint of each parameter of the base."""
+        names: dict[str, list[str]] = {}
+        for mapping in self.source.checked_mappings:
+            for target in mapping.targets:
+                names.setdefault(target, []).extend(mapping.sources)
+        return names
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the method's parameters, by name."""

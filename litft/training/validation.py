@@ -18,10 +18,10 @@ from litft.distributed.process_group import HostGroup
 from litft.inference.chat_answers import answer_parser
 from litft.inference.streaming import prompt_ids
 from litft.model.transformer import GPT, eval_mode
+from litft.training.html_report import HardExample
 from litft.training.metrics import Row
 from litft.training.objectives import Objective, Supervised
 from litft.training.scoring import (
-    HardExample,
     Metric,
     Selection,
     ValidationAnswer,
@@ -128,7 +128,14 @@ class Validation:
         if self.objective.data == "supervised" and indices:
             samples = [self.samples[index] for index in evenly_spaced(indices, SEARCHED)]
             subject = self.fabric, self.model, self.tokenizer, samples
-            self.hardest = hardest_examples(*subject, layout, NUM_HARDEST, self.before_batch)
+            hardest = hardest_examples(*subject, layout, NUM_HARDEST, self.before_batch)
+            chosen = [samples[example.number] for example in hardest]
+            setup = self.fabric, self.hosts, self.model, self.tokenizer
+            answers = validation_answers(*setup, chosen, layout.rows, self.before_batch)
+            if len(answers) == len(hardest):  # texts have none
+                pairs = zip(hardest, answers, strict=True)
+                hardest = [example._replace(own=answer.answer) for example, answer in pairs]
+            self.hardest = hardest
 
     def _measure_sets(self, step: int, layout: Layout, sets: Mapping[str, Sequence[Sample]]) -> None:
         """Measure the loss and the scores of each set, and of all together."""
@@ -169,8 +176,11 @@ class Validation:
         if not self.num_answers:
             names = ", ".join(name.replace("_", " ") for name in self.metrics)
             return f"{line}; no example has a whole answer within the length limit, so {names} is not measured"
-        values = ((name, metric_format(name).format(scores[name])) for name in self.metrics if name in scores)
-        line += "".join(f", {name.replace('_', ' ')} {value} of {self.num_answers}" for name, value in values)
+        measured = [name for name in self.metrics if name in scores]
+        for name in measured:
+            line += f", {name.replace('_', ' ')} {metric_format(name).format(scores[name])}"
+        if measured:
+            line += f" ({self.num_answers} answers)"
         return line + "".join(f"\nwarning: the metric {name} failed ({error})" for name, error in self.failures.items())
 
     def generate_answers(self, step: int) -> Iterator[dict[str, str | int]]:

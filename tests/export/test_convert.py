@@ -364,3 +364,28 @@ def test_another_name_for_a_known_network_is_offered_and_converted(make_model, t
         assert relative(litft.load(out)[0](tokens), reference(tokens).logits) <= 1e-5
     with pytest.raises(ValueError, match=r"do not match its config\.json"):
         convert(ConvertArgs(checkpoint_dir=str(custom), out_dir=str(tmp_path / "other"), family="qwen3"))
+
+
+def test_what_is_written_names_no_code_and_fp16_overflow_is_refused(tiny, tmp_path):
+    """A repository's own code is not copied, so nothing may refer to it; fp16 has no numbers above 65,504."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    for name in ("config.json", "tokenizer_config.json"):
+        content = json.loads((base / name).read_text())
+        (base / name).write_text(json.dumps(content | {"auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}))
+    convert(ConvertArgs(checkpoint_dir=str(base), out_dir=str(tmp_path / "out")))
+    for name in ("config.json", "tokenizer_config.json"):
+        assert "auto_map" not in json.loads((tmp_path / "out" / name).read_text()), name
+    weights = load_file(base / "model.safetensors")
+    weights["model.norm.weight"] = weights["model.norm.weight"].float() + 70_000
+    save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"norm.weight contains 7e\+04, which is out of range for fp16"):
+        convert(ConvertArgs(checkpoint_dir=str(base), out_dir=str(tmp_path / "half"), precision="fp16"))
+    convert(ConvertArgs(checkpoint_dir=str(base), out_dir=str(tmp_path / "bf16"), precision="bf16"))
+
+
+def test_a_merged_run_of_full_fine_tuning_is_a_whole_model_already(tiny, examples, tmp_path):
+    flags = ["--checkpoint_dir", tiny, "--data.path", examples, "--train.max_steps", "1", "--out_dir", "run"]
+    script("finetune/full.py", *flags, "--eval.max_new_tokens", "0", cwd=tmp_path)
+    done = script("scripts/merge_lora.py", "--checkpoint_dir", "run", "--out_dir", "merged", cwd=tmp_path, code=2)
+    assert "is a whole model already" in done.stderr

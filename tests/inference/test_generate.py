@@ -255,3 +255,23 @@ def test_precision_auto_is_the_fastest_dtype_of_the_cpu(tiny, tmp_path, stored, 
         for args, dtype in ((GenerateArgs, expected), (ServeArgs, expected), (ModelArgs, torch.float32)):
             assert open_session(args(checkpoint_dir=str(folder))).model.dtype == dtype
         assert open_session(GenerateArgs(checkpoint_dir=str(folder), precision="fp32")).model.dtype == torch.float32
+
+
+def test_settings_that_litft_does_not_support_are_named(folder, tmp_path, capsys):
+    shutil.copytree(folder, tmp_path / "model")
+    stored = {"num_beams": 4, "no_repeat_ngram_size": 3, "bad_words_ids": [[5]], "length_penalty": 2.0}
+    stored |= {"typical_p": 1.0, "min_length": 0, "guidance_scale": None, "top_k": 0}  # these change nothing
+    (tmp_path / "model" / "generation_config.json").write_text(json.dumps(stored))
+    open_session(ModelArgs(checkpoint_dir=str(tmp_path / "model")))
+    printed = capsys.readouterr().err
+    for name in ("num_beams 4", "no_repeat_ngram_size 3", "bad_words_ids [[5]]", "length_penalty 2.0"):
+        assert name in printed
+    for name in ("typical_p", "min_length", "guidance_scale"):
+        assert name not in printed
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_a_top_k_of_0_or_minus_1_means_off(folder, top_k):
+    model = litft.load(folder, precision="fp32")
+    settings = dict(max_new_tokens=12, temperature=1.5, seed=4)
+    assert litft.generate(*model, "One day", top_k=top_k, **settings) == litft.generate(*model, "One day", **settings)

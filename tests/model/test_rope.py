@@ -48,3 +48,45 @@ def test_the_compiled_rotation_keeps_the_layout_of_the_kernels():
     x, angles = torch.randn(2, 5, 3, 8).transpose(1, 2), torch.randn(2, 1, 5, 6)
     rotated = _rotate_compiled(x, angles.cos(), angles.sin())
     assert rotated.transpose(1, 2).is_contiguous()
+
+
+CONTEXTS = {  # config.json's fields and the context length, as vLLM computes it
+    "none": ({}, 512),
+    "linear": ({"rope_scaling": {"type": "linear", "factor": 4.0}}, 2048),
+    "dynamic": ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, 1024),
+    "yarn, as on Qwen's card": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}},
+        2048,
+    ),
+    "yarn, scaled in the file": (
+        {
+            "max_position_embeddings": 2048,
+            "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512},
+        },
+        2048,
+    ),
+    "yarn without the original length": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
+    "llama3": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        512,
+    ),
+    "gemma3": ({"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}}, 512),
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_a_scaled_rope_extends_the_context(name):
+    from litft.families import read_config
+
+    fields, expected = CONTEXTS[name]
+    sizes = dict(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, intermediate_size=64, vocab_size=64)
+    hf = {"model_type": "llama", "max_position_embeddings": 512, "head_dim": 16, **sizes} | fields
+    assert read_config(hf).max_positions == expected

@@ -176,7 +176,12 @@ def test_a_plan_needs_only_a_config(shared, tmp_path):
     assert "weights 15.0" in text and "minutes at 40% of its peak" in text
     quantized = script(*command, "--quantize", "nf4", cwd=tmp_path).stdout
     assert "weights 5.69" in quantized  # 6.98e9 x (1/2 + 4/64), the embedding and the head in bf16, factors in fp32
-    assert "whose peak is not known" in script(*command, "--chip", "abacus", cwd=tmp_path).stdout
+    unknown = script(*command, "--chip", "abacus", cwd=tmp_path, code=2).stderr
+    assert "its peak is not known; known chips:" in unknown and "RTX 3060" in unknown and "H100," in unknown
+    without_chip = [word for word in command if word not in ("--chip", "H100")]
+    budget = script(*without_chip, "--budget", "24GB", cwd=tmp_path).stdout
+    assert "H100" not in budget and "--chip NAME adds the time" in budget
+    assert "1 x RTX 3090" in script(*command, "--budget", "24GB", "--chip", "RTX 3090", cwd=tmp_path).stdout
     done = script(*command, "--method", "full", "--quantize", "nf4", cwd=tmp_path, code=2)
     assert "full fine-tuning changes every weight" in done.stderr
 
