@@ -160,7 +160,7 @@ def test_metrics_of_the_answers(settings, capfd):
     assert measured == {0: pytest.approx(answer_length(calls[0])), 3: pytest.approx(answer_length(calls[1]))}
     assert outcome.metrics["length"] == pytest.approx(measured[3]) and [row["step"] for row in rows] == [0, 1, 2, 3]
     printed = capfd.readouterr().out
-    assert f"exact match 0.0% of 12, length {measured[3]:.4g} of 12" in printed
+    assert f"exact match 0.0%, length {measured[3]:.4g} (12 answers)" in printed
     assert ">length</th>" in (outcome.folder / "report.html").read_text()
 
 

@@ -81,7 +81,7 @@ def test_the_demo_learns_to_answer(quickstart):
     assert float(last["val_loss"]) < float(first["val_loss"])
     assert float(last["seconds"]) <= 180
     for text in (
-        "exact match 0.0% of 208",
+        "exact match 0.0% (208 answers)",
         "exact match: 0.0% -> ",
         "python generate/chat.py --checkpoint_dir out/lora/final",
     ):
@@ -161,7 +161,7 @@ def test_the_guide_to_data(clone):
     printed = run_guide("prepare_data.md", *clone)
     assert "60 records (alpaca)" in printed[0] and "MiB at its peak" in printed[1]
     assert "2 records (question)" in printed[2] and "on 1 device" in printed[2]
-    assert "60 records (alpaca)" in printed[3] and "examples.json (with other settings): 10 records" in printed[3]
+    assert "2 records (prompt)" in printed[3] and "stories.jsonl (with other settings): 1 record" in printed[3]
     assert printed[4].count("⟦") == 1 and "Good morning!" in printed[4].partition("⟦")[2]
     assert "full trains" in printed[5] and "1 x A100" in printed[5]
 
