@@ -48,9 +48,24 @@ def resolve_data(args: RunEvalArgs, source: PretrainedFolder) -> tuple[DataArgs,
         if run != own_run and _was_trained_on(data, trained_data, same_split):
             remedy = "score both on a file that neither was trained on"
             raise ValueError(f"{run} was trained on some of what {own_run or 'this'} would be scored on; {remedy}")
+    if own_run is None:
+        data = _with_own_columns(data, _run_of(source.folder))
     if own_run is not None:
         print(f"reading {_names(data)} as {own_run} did: {_scored_part(data)}", file=sys.stderr)
     return data, own_run
+
+
+def _with_own_columns(data: DataArgs, run: Path | None) -> DataArgs:
+    """Return the data flags with the format and the columns of the model's run, if the first record has these columns."""
+    if run is None or data.columns or data.format:
+        return data
+    trained_data = finetune_args(run).data
+    names = [item.split("=", 1)[1] for item in trained_data.columns]
+    _, record = next(iter(locate(data)[0][0].records()), ("", {}))
+    if not names or not isinstance(record, dict) or any(name not in record for name in names):
+        return data
+    print(f"reading {_names(data)} with the columns of {run}: {','.join(trained_data.columns)}", file=sys.stderr)
+    return replace(data, columns=trained_data.columns, format=trained_data.format)
 
 
 def kind_of(args: RunEvalArgs, own_run: Path | None) -> str:

@@ -344,9 +344,11 @@ def test_a_run_is_scored_on_its_held_out_examples(folder, tmp_path, monkeypatch)
     flags = ["--data.path", "mine.jsonl,other.jsonl", "--data.columns", "prompt=q"]
     _, done = run_eval(tmp_path, "--checkpoint_dir", run, *flags, code=2)
     assert "not the same files as" in done.stderr and "score other files alone" in done.stderr
-    flags = ["--data.path", "other.jsonl", "--data.columns", "prompt=q", "--max_new_tokens", "1"]
-    output, done = run_eval(tmp_path, "--checkpoint_dir", run / "final", *flags)
-    assert len(output["answers"]) == 60 and "held out" not in done.stderr
+    for columns in (["--data.columns", "prompt=q"], []):  # by default, the columns of the run
+        flags = ["--data.path", "other.jsonl", *columns, "--max_new_tokens", "1"]
+        output, done = run_eval(tmp_path, "--checkpoint_dir", run / "final", *flags)
+        assert len(output["answers"]) == 60 and "held out" not in done.stderr
+    assert "with the columns of" in done.stderr
 
 
 def test_models_are_scored_on_examples_that_all_can_read(folder, checkpoints, make_model, tmp_path):
