@@ -76,7 +76,7 @@ def test_bad_examples_are_reported(settings, data, message):
 def test_every_flag_is_a_keyword():
     parameters = inspect.signature(litft.finetune).parameters
     assert parameters["max_steps"].default is None and parameters["lora_r"].default == 8
-    assert parameters["eval_interval"].default == 100 and "interval" not in parameters
+    assert parameters["eval_interval"].default is None and "interval" not in parameters
     for cls in FINETUNE.values():
         names = keyword_names(cls)
         assert names.keys() <= parameters.keys()
@@ -138,7 +138,7 @@ def test_wrong_keywords_are_reported(keywords, kind, message):
 
 
 def test_metrics_of_the_answers(settings, capfd):
-    """A metric gets each validation question with the model's greedy answer, before and after training."""
+    """A metric gets each validation question with the model's greedy answer, at each validation."""
     calls, rows = [], []
 
     def answer_length(answers):
@@ -148,16 +148,16 @@ def test_metrics_of_the_answers(settings, capfd):
     settings |= {"eval_interval": 1, "eval_max_new_tokens": 12, "exact_match": True}
     settings |= {"callback": rows.append, "metrics": {"length": answer_length}}
     outcome = litft.finetune(data=RECORDS, val_data=OTHERS, **settings)
-    assert len(calls) == 2 and all(len(answers) == len(OTHERS) for answers in calls)
+    assert len(calls) == 4 and all(len(answers) == len(OTHERS) for answers in calls)
     model, tokenizer = litft.load(outcome.folder)
-    for answer, record in zip(calls[1], OTHERS, strict=True):
+    for answer, record in zip(calls[-1], OTHERS, strict=True):
         assert record["prompt"] in answer.prompt and answer.expected == record["completion"]
         question = [{"role": "user", "content": record["prompt"]}]
         room = max(12, 8 + len(tokenizer.encode(record["completion"], bos=False)))
         text = litft.generate(model, tokenizer, question, max_new_tokens=room + 9, temperature=0)
         assert text.strip().startswith(answer.answer) and answer.answer
     measured = {int(row["step"]): row["length"] for row in rows_of(outcome.folder) if "length" in row}
-    assert measured == {0: pytest.approx(answer_length(calls[0])), 3: pytest.approx(answer_length(calls[1]))}
+    assert measured == {step: pytest.approx(answer_length(answers)) for step, answers in enumerate(calls[:4])}
     assert outcome.metrics["length"] == pytest.approx(measured[3]) and [row["step"] for row in rows] == [0, 1, 2, 3]
     printed = capfd.readouterr().out
     assert f"exact match 0.0%, length {measured[3]:.4g} (12 answers)" in printed

@@ -304,7 +304,7 @@ BAD = {
     "an unknown family": (
         edit("config.json", '"llama"', '"mamba"'),
         "",
-        "'mamba' is not supported; supported: afmoe, ap",
+        "'mamba' is not supported: it is a network with Mamba-1 layers",
     ),
     "no weights": (remove("model.safetensors"), "", "holds no weights: expected model.safetensors"),
     "truncated weights": (truncate, "", "(9,000 bytes) is truncated or not a safetensors file"),

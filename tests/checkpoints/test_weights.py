@@ -213,7 +213,7 @@ BROKEN = [
     (evil_pickle, "litft does not execute pickles"),
     (no_config, "has no config.json"),
     (torn_config, "config.json is not valid JSON"),
-    (config(model_type="mamba"), "'mamba' is not supported; supported: afmoe, apertus, arcee, bamba"),
+    (config(model_type="mamba"), "'mamba' is not supported: it is a network with Mamba-1 layers"),
     (
         config(model_type="gemma9", moe_intermediate_size=None, hidden_size="x"),
         "^config.json: model_type 'gemma9' is not supported",

@@ -107,7 +107,7 @@ def test_rows_are_sampled_independently():
     [
         (dict(temperature=-1.0), r"--temperature -1.0: must lie in \[0, 1000000\]"),
         (dict(temperature=float("nan")), "--temperature nan"),
-        (dict(top_k=0), "--top_k 0: must be at least 1"),
+        (dict(top_k=-2), "--top_k -2: must be at least 1; 0 and -1: off"),
         (dict(top_p=0.0), r"--top_p 0.0: must lie in \(0, 1\]"),
         (dict(min_p=1.5), "--min_p 1.5"),
         (dict(repetition_penalty=0.0), "--repetition_penalty 0.0"),
