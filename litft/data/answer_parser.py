@@ -3,6 +3,7 @@
 Text that does not parse stays content, with its marks.
 """
 
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -77,6 +78,7 @@ class AnswerParser:
         self.spaces = ""  # white space at the end of what was returned, which only counts if more text follows
         self.started: set[str] = set()  # the kinds of text returned so far
         self.has_calls = False
+        self.tried = 0  # characters of the buffer in which no closing mark has completed a call
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; return what is complete now."""
@@ -149,6 +151,9 @@ class AnswerParser:
     def _in_after_thought(self, is_last: bool) -> Iterator[AnswerPart]:
         """Skip the white space after the reasoning."""
         self.buffer = self.buffer.lstrip()
+        is_prefix = any(prefix.startswith(self.buffer) for prefix in BARE_PREFIXES)
+        if self.buffer and is_prefix and self._takes_bare_calls() and not is_last:
+            return
         if self.buffer:
             bare = self._takes_bare_calls() and self.buffer.startswith(("{", *BARE_PREFIXES))
             self.state = "call" if bare else "content"
@@ -167,32 +172,56 @@ class AnswerParser:
         yield from self._safe_text("content", marks, is_last)
 
     def _in_call(self, is_last: bool) -> Iterator[AnswerPart]:
-        """Read calls once they are complete. The buffer begins with the opening mark."""
+        """Read calls once they are complete. The buffer begins with the opening mark.
+
+        A closing mark may be a part of an argument: then a later one completes the calls.
+        """
         marks = self.format.calls
-        end = self.buffer.find(marks.closing, len(marks.opening)) if marks.closing else -1
-        if end < 0 and not is_last:
+        start = max(self.tried, len(marks.opening))
+        while marks.closing and (end := self.buffer.find(marks.closing, start)) >= 0:
+            calls = self._calls_in(self.buffer[:end])
+            start = end + len(marks.closing)
+            if calls:
+                yield from self._after_calls(calls, start)
+                return
+        self.tried = start
+        if not is_last:
             return
-        body_end = end if end >= 0 else len(self.buffer)
-        region_end = body_end + (len(marks.closing) if end >= 0 else 0)
-        # an opening mark such as <function= is a part of the syntax of its calls
-        body = self.buffer[:body_end]
-        if not marks.opening.startswith("<function"):
-            body = body.removeprefix(marks.opening).lstrip()
-        if not marks.opening:
-            body = _without_prefixes(body)
-        region = self.buffer[:region_end]
-        self.buffer = self.buffer[region_end:]
+        calls = self._calls_in(self.buffer)
+        if calls:
+            yield from self._after_calls(calls, len(self.buffer))
+            return
+        # the mark is content, and another one may follow
+        self.tried = 0
         self.state = "content"
+        mark = marks.opening or self.buffer
+        yield from self._text("content", mark)
+        self.buffer = self.buffer[len(mark) :]
+
+    def _calls_in(self, region: str) -> list[ToolCall]:
+        """Return the calls from the opening mark on; none if it is no call."""
+        opening = self.format.calls.opening
+        body = region
+        if not opening:
+            body = _without_prefixes(region)
+        elif not opening.startswith("<function"):  # such a mark is a part of the syntax of its calls
+            body = region.removeprefix(opening)
+            if not self.format.calls.closing:  # the mark may come before each call
+                body = body.replace(opening, "\n")
         try:
-            calls = read_calls(body, self.tools)
+            calls = read_calls(body.lstrip(), self.tools)
         except ValueError:
-            calls = []
+            return []
         # without a mark, JSON is a call only if it names a function
-        if not marks.opening and not all(call.name in tool_names(self.tools) for call in calls):
-            calls = []
-        if not calls:
-            yield from self._text("content", region)
-            return
+        if not opening and not all(call.name in tool_names(self.tools) for call in calls):
+            return []
+        return calls
+
+    def _after_calls(self, calls: list[ToolCall], length: int) -> Iterator[AnswerPart]:
+        """Return calls, and go on after the first `length` characters of the buffer."""
+        self.buffer = self.buffer[length:]
+        self.tried = 0
+        self.state = "content"
         self.has_calls = True
         self.spaces = ""
         for call in calls:
@@ -237,15 +266,25 @@ class ChannelParser(AnswerParser):
         self.state = "header"
         self.header = ""
 
+    def continue_message(self, prompt: str) -> None:
+        """Begin within a message if the prompt ends within one."""
+        before, mark, text = prompt.rpartition("<|message|>")
+        if mark and first_mark(text, self.ENDS)[0] < 0:
+            self.header = before.rpartition("<|start|>")[2]
+            self.state = "message"
+
     def _in_header(self, is_last: bool) -> Iterator[AnswerPart]:
         """Read up to the text of a message."""
+        if not _may_be_header(self.buffer):
+            self.state = "content"
+            return
         header, mark, rest = self.buffer.partition("<|message|>")
         if mark:
             self.header = header
             self.buffer = rest
             self.state = "message"
-        elif header and (is_last or not _may_be_header(header)):
-            self.state = "content"
+        elif is_last:  # the answer was cut within a header
+            self.buffer = ""
         yield from ()
 
     def _in_message(self, is_last: bool) -> Iterator[AnswerPart]:
@@ -270,10 +309,12 @@ class ChannelParser(AnswerParser):
         """Go on to the next message, after the first `length` characters of the buffer."""
         self.buffer = self.buffer[length:]
         self.state = "header"
+        if "content" in self.started:
+            self.spaces = "\n\n"  # between two messages
 
     def _call(self, name: str, text: str) -> Iterator[AnswerPart]:
         try:
-            call = read_calls(f'{{"name": "{name}", "arguments": {text.strip() or "{}"}}}')[0]
+            (call,) = read_calls(json.dumps({"name": name, "arguments": text}))
         except ValueError:
             yield from self._text("content", f"{self.header}<|message|>{text}")
             return

@@ -97,7 +97,8 @@ def _thought(part: Any) -> str | None:
         return None
     text = part.get(part["type"], part.get("text"))
     if isinstance(text, list):  # Mistral's parts have a list of texts
-        text = "".join(inner.get("text", "") for inner in text if isinstance(inner, dict))
+        texts = [inner.get("text") for inner in text if isinstance(inner, dict)]
+        text = "".join(inner for inner in texts if isinstance(inner, str))
     return text if isinstance(text, str) else None
 
 

@@ -14,6 +14,7 @@ from litft.checkpoints.hub import HubId, hub_id
 from litft.data.digests import digest_of, digest_of_texts
 from litft.data.readers import OPENERS, READERS, Records, drop_nulls, read_records, require_file, split_suffixes
 
+OTHER_SPLITS = ("test", "testing", "eval", "evaluation")  # names of files that are not read
 SPLITS = {"train": ("train", "training"), "val": ("val", "valid", "validation", "dev")}
 
 
@@ -186,26 +187,34 @@ def _files_of(name: str, paths: list[str]) -> File:
     """Return several files of examples as one source; raise ValueError if there is none."""
     readable = [path for path in paths if Path(path).is_file() and split_suffixes(Path(path))[0] in READERS]
     if not readable:
-        raise ValueError(f"--data.path {name}: no file with examples matches; use {', '.join(READERS)}")
+        raise ValueError(f"{name}: no file with examples matches; use {', '.join(READERS)}, and [[] for a bracket")
     return File(name, parts=tuple(readable))
 
 
 def _shards(path: str, files: list[Path]) -> dict[str, File]:
-    """Return the splits of a folder of numbered files, such as train-00000-of-00003.parquet; without a split's name, all.
+    """Return the splits of a folder of several files, such as train-00000-of-00003.parquet.
 
-    A folder whose files have different formats is not read.
+    A file belongs to the split whose name it begins with. Where none begins so, all are training examples; where some do,
+    the others must be of a test split. A folder whose files have different formats is not read.
     """
-    readable = sorted(file for file in files if file.is_file() and split_suffixes(file)[0] in READERS)
-    if len({split_suffixes(file)[0] for file in readable}) != 1:
+    readable = []
+    for file in sorted(files):
+        is_data = file.is_file() and split_suffixes(file)[0] in READERS
+        if is_data and not file.name.startswith("."):
+            readable.append(file)
+    if len(readable) < 2 or len({split_suffixes(file)[0] for file in readable}) > 1:
         return {}
     by_split: dict[str, list[str]] = {}
     for file in readable:
-        stem = re.match(r"[A-Za-z]+(?=[-_.]\d)", file.name)
-        kinds = [kind for kind, names in SPLITS.items() if stem and stem[0].lower() in names]
-        by_split.setdefault(kinds[0] if kinds else "", []).append(str(file))
+        word = re.match(r"[a-z]*", file.name.lower())[0]
+        kind = next((kind for kind, names in SPLITS.items() if word in names), word if word in OTHER_SPLITS else "")
+        by_split.setdefault(kind, []).append(str(file))
     if by_split.keys() == {""}:
-        return {"train": File(path, parts=tuple(by_split[""]))} if len(readable) > 1 else {}
-    named = {split: paths for split, paths in by_split.items() if split}  # others: a test split
+        return {"train": File(path, parts=tuple(by_split[""]))}
+    if "" in by_split:
+        names = ", ".join(Path(name).name for name in by_split[""][:3])
+        raise ValueError(f"{path}: {names} belong to no split, but others do; name a pattern with --data.path")
+    named = {split: paths for split, paths in by_split.items() if split in SPLITS}
     return {split: File(f"{path} ({split})", parts=tuple(paths)) for split, paths in named.items()}
 
 

@@ -19,6 +19,8 @@ TEMPLATE_FILE = "chat_template.jinja"
 NAMED_TEMPLATES = "additional_chat_templates"  # a folder, as in transformers
 TOOL_USE = "tool_use"  # the name of the template for conversations with tools
 
+CONTENT_END = "qzxcontentendxzq"  # in no text
+
 # matches control tokens of chat templates: <|im_end|>, <start_of_turn>, Gemma 4's <|turn> and <turn|>
 CONTROL = re.compile(r"<[|｜][^|｜<>\s]+[|｜]>|<(?:start|end)_of_turn>|<\|[^|<>\s]+>|<[^|<>\s]+\|>")
 # and Mistral's [TOOL_CALLS], which other tokenizers have as plain text
@@ -229,20 +231,21 @@ class Tokenizer:
         return render(self.template_for(tools), messages, tools, add_generation_prompt, self.day, **variables)
 
     def continued_chat(self, messages: list[Message], tools: list | None = None, **variables: Any) -> str:
-        """Render a conversation whose last message is to be continued: up to the end of its content, as transformers.
+        """Render a conversation whose last answer is to be continued, up to the end of its content.
 
-        Raises ValueError if the template changes the content or writes it elsewhere.
+        Raises ValueError if the last message is no answer with content alone, or if the template changes the content.
         """
-        content = str(messages[-1].get("content") or "")
-        text = self.apply_chat_template(messages, tools, **variables)
-        kept = content.strip()
-        position = text.rfind(kept)
-        if not kept or position < 0:
-            raise ValueError("the last message has no content that the chat template renders; add some to continue")
-        # some templates strip the content
-        if text[position:].startswith(content.lstrip()):
-            kept = content.lstrip()
-        return text[: position + len(kept)]
+        last = messages[-1]
+        content = str(last.get("content") or "")
+        if last["role"] != "assistant" or not content.strip() or last.get("tool_calls"):
+            raise ValueError("the last message cannot be continued: it must be an answer with content alone")
+        # a mark after the content shows where it ends, also if the content occurs elsewhere
+        marked = [*messages[:-1], {**last, "content": content + CONTENT_END}]
+        text = self.apply_chat_template(marked, tools, **variables)
+        before, mark, _ = text.partition(CONTENT_END)
+        if not mark or not before.endswith(content.lstrip()):
+            raise ValueError("the chat template changes the content of the last message, so that it cannot be continued")
+        return before
 
     def template_for(self, tools: list | None) -> str:
         """Return the template that renders a conversation with these tools."""

@@ -49,8 +49,8 @@ CALL_MARKS = (
     CallMarks("Action:\n```json", "```"),  # Command R+
     CallMarks("<TOOLCALL>", "</TOOLCALL>"),  # Nemotron Nano 2
     CallMarks("<function_calls>", "</function_calls>"),  # OLMo 3
-    CallMarks("<function="),  # Functionary 3.1
-    CallMarks("<function name="),  # MiniCPM 5
+    CallMarks("<function=", "</function>"),  # Functionary 3.1
+    CallMarks("<function name=", "</function>"),  # MiniCPM 5
     CallMarks(""),  # Llama 3 and 4
 )
 # Llama writes these before its calls
@@ -82,9 +82,18 @@ def call_texts() -> Iterator[str]:
     yield from _INNER_MARKS
 
 
+# more of them in one text are a model that repeats itself, and reading them would take long
+MAX_TAGS = 256
+
+
 def tool_names(tools: list[dict[str, Any]] | None) -> set[str]:
     """Return the names of the functions that a model may call."""
-    return {tool.get("function", tool).get("name") for tool in tools or ()}
+    names = set()
+    for tool in tools or ():
+        function = tool.get("function", tool)
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            names.add(function["name"])
+    return names
 
 
 def read_calls(text: str, tools: list[dict[str, Any]] | None = None) -> list[ToolCall]:
@@ -93,11 +102,26 @@ def read_calls(text: str, tools: list[dict[str, Any]] | None = None) -> list[Too
     tools: the functions that the model could call. Their schemas tell text from numbers in syntaxes that do not quote
     text. Raises ValueError if the text is in no known syntax.
     """
-    for reader in _READERS:
+    is_short = all(text.count(tag) <= MAX_TAGS for tag in ("<function", "<invoke", "<param", "<arg_key", "[ARGS]"))
+    for reader in _READERS if is_short else ():
         calls = reader(text.strip(), _Schemas(tools))
-        if calls:
+        if calls and all(map(_is_json, calls)):
             return calls
     raise ValueError(f"not a tool call: {text[:80]!r}")
+
+
+def _is_json(call: ToolCall) -> bool:
+    """Return whether a call can be written as JSON in UTF-8."""
+    try:
+        json.dumps([call.name, call.arguments], allow_nan=False, ensure_ascii=False).encode()
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True
+
+
+def _no_constant(name: str) -> Any:
+    """Refuse NaN and Infinity, which JSON does not have."""
+    raise ValueError(f"{name} is not JSON")
 
 
 class _Schemas:
@@ -108,6 +132,8 @@ class _Schemas:
         self.types: dict[tuple[str, str], Any] = {}
         for tool in tools or ():
             function = tool.get("function", tool)
+            if not isinstance(function, dict):
+                continue
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, dict) else None
             if not isinstance(properties, dict):
@@ -122,14 +148,14 @@ class _Schemas:
         if declared in ("string", ["string"]):
             return text
         try:
-            return json.loads(text)
+            return json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return text
 
 
 def _json_values(text: str) -> list[Any] | None:
     """Return JSON values that are written one after the other; None if there is anything else."""
-    decoder = json.JSONDecoder(strict=False)
+    decoder = json.JSONDecoder(strict=False, parse_constant=_no_constant)
     values = []
     position = 0
     while position < len(text):
@@ -145,8 +171,9 @@ def _json_values(text: str) -> list[Any] | None:
 
 def _without_fence(text: str) -> str:
     """Return the text in a Markdown code block, or the text itself."""
-    fenced = re.fullmatch(r"```(?:json)?\s*(.*?)\s*(?:```)?", text, re.DOTALL)
-    return fenced[1] if fenced else text
+    if not text.startswith("```"):
+        return text
+    return text.removeprefix("```").removeprefix("json").removesuffix("```").strip()
 
 
 def _json_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
@@ -200,6 +227,8 @@ _PARAMETER = re.compile(
 def _element_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     """Read <function=NAME><parameter=KEY>VALUE</parameter></function>, and the same with `invoke name=`."""
     calls = []
+    if _FUNCTION.sub("", text).strip():  # there is more than calls
+        return None
     for element in _FUNCTION.finditer(text):
         name = element["name"].strip()
         body = element["body"].strip()
@@ -216,7 +245,7 @@ def _element_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
             value = parameter["value"].removeprefix("\n").removesuffix("\n")
             is_text = parameter["is_text"] == "true"
             arguments[key] = value if is_text else schemas.value(name, key, value)
-        if body and not arguments:
+        if _PARAMETER.sub("", body).strip():  # an argument is incomplete
             return None
         calls.append(ToolCall(name, arguments))
     return calls
@@ -246,7 +275,8 @@ def _keyed_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
         for argument in _KEYED_ARGUMENT.finditer(match["body"]):
             key = argument["key"].strip()
             arguments[key] = schemas.value(match["name"], key, argument["value"].strip())
-        if "<arg_key" in match["body"] and not arguments:
+        rest = _KEYED_ARGUMENT.sub("", match["body"])
+        if re.sub(r"<tool_sep(?::\w+)?>", "", rest).strip():  # an argument is incomplete
             return None
         calls.append(ToolCall(match["name"], arguments))
     return calls
@@ -262,47 +292,84 @@ _NAMED_FORMS = (
 )
 
 
+# the marks between these calls
+_BESIDE_NAMES = re.compile(
+    "|".join(map(re.escape, ("[TOOL_CALLS]", *_INNER_MARKS, "```"))) + r"|(?<=<｜tool▁call▁begin｜>)function|^function$"
+)
+
+
 def _named_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     """Read names that are followed by the arguments as JSON."""
-    decoder = json.JSONDecoder(strict=False)
+    decoder = json.JSONDecoder(strict=False, parse_constant=_no_constant)
     for form in _NAMED_FORMS:
         calls = []
-        for match in form.finditer(text):
+        rest = ""  # what is beside the calls
+        position = 0
+        while (match := form.search(text, position)) is not None:
+            rest += text[position : match.start()]
             try:
-                arguments, _ = decoder.raw_decode(text, match.end())
+                arguments, position = decoder.raw_decode(text, match.end())
             except (ValueError, RecursionError):
                 return None
             calls.append(ToolCall(match["name"], arguments))
         if calls:
-            return calls
+            rest = _BESIDE_NAMES.sub("", rest + text[position:])
+            return None if rest.strip() else calls
     return None
 
 
 def _python_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     """Read calls in Python's syntax with constant arguments: [weather(town="Oslo"), clock()] (LFM2, OLMo 3)."""
-    try:
-        tree = ast.parse(text if text.startswith("[") else f"[{','.join(text.splitlines())}]", mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
-    calls = []
-    for node in tree.elts if isinstance(tree, ast.List) else ():
-        if not isinstance(node, ast.Call) or node.args:
-            return None
+    lists = [text] if text.startswith("[") else [f"[{text}]", f"[{','.join(text.splitlines())}]"]
+    for source in lists:
         try:
-            arguments = {keyword.arg: _constant(keyword.value) for keyword in node.keywords}
-        except (ValueError, TypeError):
-            return None
-        if None in arguments:  # **arguments
-            return None
-        calls.append(ToolCall(ast.unparse(node.func), arguments))
-    return calls
+            tree = ast.parse(source, mode="eval").body
+            if isinstance(tree, ast.List):
+                return [_python_call(node) for node in tree.elts]
+        except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+            continue
+    return None
+
+
+def _python_call(node: ast.expr) -> ToolCall:
+    """Return a call with constant arguments by name; raise ValueError for any other expression."""
+    if not isinstance(node, ast.Call) or node.args:
+        raise ValueError("not a call by name")
+    arguments = {}
+    for keyword in node.keywords:
+        if keyword.arg is None:  # **arguments
+            raise ValueError("arguments without names")
+        arguments[keyword.arg] = _constant(keyword.value)
+    return ToolCall(_dotted_name(node.func), arguments)
+
+
+def _dotted_name(node: ast.expr) -> str:
+    """Return the name of a function: weather or tools.weather."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{_dotted_name(node.value)}.{node.attr}"
+    raise ValueError("not a name")
+
+
+_PYTHON_NAMES = {"true": True, "false": False, "null": None}
 
 
 def _constant(node: ast.expr) -> Any:
-    """Return the value of an expression without names but JSON's true, false and null."""
-    if isinstance(node, ast.Name) and node.id in ("true", "false", "null"):
-        return {"true": True, "false": False, "null": None}[node.id]
-    return ast.literal_eval(node)
+    """Return the value of an expression of JSON's types; raise ValueError for any other."""
+    if isinstance(node, ast.Name) and node.id in _PYTHON_NAMES:
+        return _PYTHON_NAMES[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_constant(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [_constant(key) for key in node.keys if key is not None]
+        if len(keys) < len(node.keys) or not all(isinstance(key, str) for key in keys):
+            raise ValueError("not an object of JSON")
+        return dict(zip(keys, map(_constant, node.values), strict=True))
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | None):
+        raise ValueError("not a value of JSON")
+    return value
 
 
 _QUOTE = '<|"|>'  # Gemma 4's quotation mark
@@ -348,7 +415,7 @@ class _GemmaReader:
                 values.append(self.value())
                 self.take(",")
             return values
-        return json.loads(self.up_to(r"[,}\]]"))
+        return json.loads(self.up_to(r"[,}\]]"), parse_constant=_no_constant)
 
     def entries(self) -> dict[str, Any]:
         """Read the entries of an object whose brace is open."""

@@ -196,7 +196,7 @@ class Chat:
                 self.screen.notice(f"error: {error}")
             except OSError as error:
                 self.screen.notice(f"error: {error.filename}: {error.strerror}")
-        elif line.startswith("/") and self.screen.is_terminal and "/" not in name:
+        elif line.startswith("/") and name.isalpha():  # a path such as /etc/hosts is a part of a question
             self.screen.notice(f"/{name} is not a command; /help lists them")
         elif line.strip().lower() in ("quit", "exit") and self.screen.is_terminal:
             self.screen.notice("/quit ends the chat")
@@ -318,7 +318,7 @@ class Chat:
         """[TEXT]: answer TEXT, or the last question, without the adapter; the answer is not kept"""
         conversation = self.conversation
         if not mixins(conversation.session.model):
-            raise ValueError("there is no adapter: this is the base model")
+            raise ValueError("there is no adapter: this is a whole model; serve --with_base compares a run with its base")
         original_messages = list(conversation.messages)
         try:
             question = rest or conversation.undo()

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from litft.data.answer_format import opens_thought
-from litft.data.answer_parser import AnswerParser, ParsedAnswer, make_parser
+from litft.data.answer_parser import AnswerParser, ChannelParser, ParsedAnswer, make_parser
 from litft.data.chat_template import Message
 from litft.data.tokenizer import Tokenizer
 from litft.data.tool_calls import ToolCall
@@ -69,4 +69,7 @@ def answer_parser(tokenizer: Tokenizer, prompt: str, tools: list | None = None, 
     answer_format = tokenizer.answer_format
     if not reads_calls:
         answer_format = replace(answer_format, calls=None)
-    return make_parser(answer_format, opens_thought(prompt), tools)
+    parser = make_parser(answer_format, opens_thought(prompt), tools)
+    if isinstance(parser, ChannelParser):
+        parser.continue_message(prompt)
+    return parser

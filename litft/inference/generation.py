@@ -267,7 +267,7 @@ def generate_batch(
         if not batch.running:
             return
         for number, chunk in batch.step():
-            if isinstance(chunk, BrokenModel):
+            if isinstance(chunk, Exception):
                 raise chunk
             yield number, chunk
 
@@ -368,8 +368,11 @@ class Batch:
         self.sampler.constraints[row] = None
         self.decoder.truncate(row, len(self.decoder.texts[row]))
 
-    def step(self) -> Iterator[tuple[int, GenerationChunk | BrokenModel]]:
-        """Generate one token of each answer; yield the chunks by request number, or the BrokenModel that ends an answer."""
+    def step(self) -> Iterator[tuple[int, GenerationChunk | Exception]]:
+        """Generate one token of each answer; yield the chunks by request number, or the error that ends an answer."""
+        yield from self._broken_constraints()
+        if not self.running:
+            return
         decoder, active = self.decoder, self._active()
         rows = decoder.span(active)
         self.sampler.select_rows(rows)
@@ -402,6 +405,15 @@ class Batch:
         for row, chosen in chosen_by_row.items():
             if row in self.running:
                 decoder.append(row, chosen.token)
+
+    def _broken_constraints(self) -> Iterator[tuple[int, Exception]]:
+        """End the answers whose constraint has failed; yield the error of each, of this request alone."""
+        for row, (number, answer) in list(self.running.items()):
+            constraint = answer.request.constraint
+            problem = constraint.problem() if constraint is not None else None
+            if problem is not None:
+                self._release(row)
+                yield number, ValueError(problem)
 
     def _active(self, with_room: bool = False) -> list[bool]:
         """Return which rows have a running answer; with_room: only rows whose cache has room for another token."""

@@ -57,9 +57,13 @@ class Constraint:
         bits = np.unpackbits(packed, bitorder="little")[: self.vocab_size]
         allowed = torch.zeros(self.vocab_size, dtype=torch.bool)
         allowed[: len(bits)] = torch.from_numpy(bits.astype(bool))
-        if not allowed.any():
-            raise ValueError(f"the schema admits no further token ({self.matcher.get_error() or 'it is complete'})")
         return allowed
+
+    def problem(self) -> str | None:
+        """Return why the answer cannot go on; None if it can."""
+        if not self.matcher.is_error():
+            return None
+        return f"response_format: the schema cannot be followed ({' '.join(self.matcher.get_error().split())[:200]})"
 
     def advance(self, token: int) -> None:
         """Take note of the next token of the answer."""
@@ -90,5 +94,8 @@ class JsonGrammars:
         problem = LLMatcher.validate_grammar(grammar, self.backend)
         if problem and not problem.startswith("WARNING"):
             raise ValueError(f"the schema cannot be used ({' '.join(problem.split())[:300]})")
-        matcher = LLMatcher(self.backend, grammar, log_level=0)
-        return Constraint(matcher, self.tokenizer, self.vocab_size, trigger)
+        constraint = Constraint(LLMatcher(self.backend, grammar, log_level=0), self.tokenizer, self.vocab_size, trigger)
+        constraint.matcher.compute_bitmask()  # some problems show first here
+        if problem := constraint.problem():
+            raise ValueError(problem.removeprefix("response_format: "))
+        return constraint

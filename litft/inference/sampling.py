@@ -22,6 +22,9 @@ class Constraint(Protocol):
     def allowed(self) -> Tensor | None:
         """Return which tokens may follow, (V,) bool on the CPU; None if all may."""
 
+    def problem(self) -> str | None:
+        """Return why the answer cannot go on; None if it can."""
+
     def advance(self, token: int) -> None:
         """Take note of the next token of the answer."""
 

@@ -19,4 +19,9 @@ def read_object(path: Path) -> dict[str, Any]:
 
 def is_positive(value: Any) -> bool:
     """Return whether a value from a file is a finite number above 0."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value) and value > 0
+    except OverflowError:  # a whole number that no float can hold
+        return False

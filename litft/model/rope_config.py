@@ -6,6 +6,7 @@ from typing import Any
 
 from litft.model.config_file import is_positive
 
+LARGEST_FACTOR = 1e6  # of a context; a larger one is a broken file
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope", "proportional")
 
 
@@ -97,15 +98,21 @@ def scaled_context(hf: dict[str, Any], max_positions: int) -> int:
     file has the scaled length, and for Gemma 3, too.
     """
     scaling = hf.get("rope_parameters") or hf.get("rope_scaling") or {}
-    scaling = scaling.get("full_attention") or scaling  # parameters by layer type
-    rope_type = scaling.get("rope_type", scaling.get("type"))
+    of_full_layers = scaling.get("full_attention")  # parameters by layer type
+    if isinstance(of_full_layers, dict):
+        scaling = of_full_layers
+    rope_type = scaling.get("rope_type") or scaling.get("type")
     factor = scaling.get("factor")
-    if "gemma3" in str(hf.get("model_type")) or rope_type not in ("linear", "dynamic", "yarn") or not factor:
+    if "gemma3" in str(hf.get("model_type")) or rope_type not in ("linear", "dynamic", "yarn"):
         return max_positions
-    if rope_type == "yarn":
-        original = scaling.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
-        return max(max_positions, round(original * factor)) if original else max_positions
-    return round(max_positions * factor)
+    if not is_positive(factor) or not 1 <= factor <= LARGEST_FACTOR:
+        return max_positions
+    if rope_type != "yarn":
+        return round(max_positions * factor)
+    original = scaling.get("original_max_position_embeddings") or hf.get("original_max_position_embeddings")
+    if not is_positive(original):
+        return max_positions
+    return max(max_positions, round(original * factor))
 
 
 def _check_rope(scaling: dict[str, Any], dim: int) -> None:

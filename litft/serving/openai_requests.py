@@ -14,6 +14,7 @@ from litft.args import Sampling
 from litft.data.answer_format import end_of_thought, opens_thought
 from litft.data.messages import check_messages, read_tools
 from litft.data.tokenizer import Tokenizer
+from litft.data.tool_calls import tool_names
 from litft.inference.chat_answers import answer_parser
 from litft.inference.decoder import check_prompt
 from litft.inference.generation import Request
@@ -23,7 +24,7 @@ from litft.serving.openai_replies import ChatReply, CompletionReply, Reply
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
 MAX_STOPS, MAX_STOP_LENGTH = 32, 1000
-RESERVED_VARIABLES = {"source", "messages", "tools", "add_generation_prompt", "day"}  # set by other fields, or by litft
+RESERVED_VARIABLES = {"self", "source", "messages", "tools", "add_generation_prompt", "day", "strftime_now"}
 DEFAULT_COMPLETION_TOKENS = 16  # for a completion without max_tokens, as in OpenAI's API
 
 
@@ -212,8 +213,10 @@ class ChatRequest(ApiRequest):
         """Return the conversation in the model's chat template, up to the answer."""
         messages = check_messages(self.messages, "the request")
         tools = None if self.tool_choice == "none" else read_tools(self.tools, "the request")
+        if len(tool_names(tools)) < len(tools or ()):
+            raise ApiError(400, "tools: each needs a function with a name of its own", param="tools")
         if tools and "tools" not in tokenizer.template_for(tools):
-            raise ValueError("the model's chat template does not support tools; leave them out")
+            raise ApiError(400, "the model's chat template does not support tools; leave them out", param="tools")
         variables = dict(self.chat_template_kwargs or {})
         if reserved := RESERVED_VARIABLES & variables.keys():
             raise ValueError(f"chat_template_kwargs: {sorted(reserved)[0]} is set by other fields; remove it")

@@ -47,9 +47,12 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     if global_rank() != "0":
         return
     lines = [*data_report(schedule, setup.tokenizer, count=3), ""]
-    if setup.args.accelerator == "auto" and settings.device.type == "cpu":
-        lines.append(no_gpu_line())
     chip = setup.args.chip
+    if chip:
+        where = f"{settings.precision} on this machine"
+        lines.append(f"the memory is planned for {where}; scripts/plan.py --chip '{chip}' plans it for that GPU")
+    elif setup.args.accelerator == "auto" and settings.device.type == "cpu":
+        lines.append(no_gpu_line())
     peak = chip_peak_flops(chip, settings.precision) if chip else peak_flops(settings.device, settings.precision)
     lines += plan_lines(setup, schedule, settings, peak, chip)
     _print_hints_last(lines)

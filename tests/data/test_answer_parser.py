@@ -84,6 +84,14 @@ NO_CALLS = [
     "[f(a=open('x'))]",
     "a" * 9999,
 ]
+NO_CALLS += [
+    '{"name": "f", "arguments": {"x": NaN}}',
+    '{"name": "f", "arguments": {"x": "\\ud83d"}}',
+    "[f(x=...)]",
+    "[f(x=b'a')]",
+]
+NO_CALLS += ["[f(x={1, 2})]", "prose <function=f></function> more", "<function=" * 8000]
+NO_CALLS += ["<function=f><parameter=a>\nx\n</parameter><parameter=b>\nlost</function>", "text f[ARGS]{} and more"]
 NO_CALLS += ["<function=weather><parameter=town>Os</function>", "call:weather{town:", "[" * 5000, '{"a":' * 5000]
 
 
@@ -219,3 +227,66 @@ def test_templates_that_take_arguments_as_text_get_text(tiny):
     for form in ("c.function.arguments", "c.function.arguments | string", "c.function.arguments | tojson"):
         tokenizer.use_template(template.replace("ARGS", f"({form})"))
         assert JSON in tokenizer.apply_chat_template(messages, TOOLS), form
+
+
+HERMES = AnswerFormat(calls=CallMarks("<tool_call>", "</tool_call>"))
+
+
+@pytest.mark.parametrize(
+    ("answer_format", "text", "expected"),
+    [
+        # a closing mark within an argument
+        (HERMES, '<tool_call>{"name": "f", "arguments": {"x": "a</tool_call>b"}}</tool_call>', [{"x": "a</tool_call>b"}]),
+        # a mark that opens no call, before one that does
+        (HERMES, 'I use <tool_call> now. <tool_call>{"name": "f", "arguments": {}}</tool_call>', [{}]),
+        # a call within the text of an argument is none
+        (AnswerFormat(calls=CallMarks("[TOOL_CALLS]")), '[TOOL_CALLS]f[ARGS]{"q": "g[ARGS]{}"}', [{"q": "g[ARGS]{}"}]),
+        (
+            AnswerFormat(calls=CallMarks("[TOOL_CALLS]")),
+            '[TOOL_CALLS][{"name": "f", "arguments": {}}][TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}]',
+            [{}, {"a": 1}],
+        ),
+        (
+            AnswerFormat(calls=CallMarks("<function=", "</function>")),
+            '<function=f>{"a": 1}</function> done, thanks',
+            [{"a": 1}],
+        ),
+        (
+            AnswerFormat(calls=CallMarks("<|tool_call_start|>", "<|tool_call_end|>")),
+            "<|tool_call_start|>[f(a=[true, null], b={'c': -1})]<|tool_call_end|>",
+            [{"a": [True, None], "b": {"c": -1}}],
+        ),
+    ],
+)
+def test_calls_with_marks_in_unusual_places(answer_format, text, expected):
+    for size in (1, 7, 1000):
+        parsed = parsed_in_pieces(answer_format, text, size)
+        assert [call.arguments for call in parsed.calls] == expected
+        assert "done, thanks" not in text or parsed.content.strip() == "done, thanks"
+
+
+def test_channels_that_are_cut_or_continued():
+    channels = AnswerFormat(channels=True)
+    thought = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>fin"
+    plain = "Hello there<|end|><|start|>assistant<|channel|>final<|message|>bye"
+    both = "<|channel|>commentary<|message|>Let me look.<|end|><|start|>assistant<|channel|>final<|message|>Done."
+    for size in (1, 5, 1000):
+        assert parsed_in_pieces(channels, thought, size) == ParsedAnswer("", "Hm.")
+        assert parsed_in_pieces(channels, plain, size) == ParsedAnswer(plain)
+        assert parsed_in_pieces(channels, both, size) == ParsedAnswer("Let me look.\n\nDone.")
+    parser = make_parser(channels)
+    parser.continue_message("<|start|>assistant<|channel|>final<|message|>Once upon")
+    assert parser.parse(" a time").content == " a time"
+
+
+def test_a_continued_answer_ends_with_its_content(tiny, shared):
+    tokenizer = Tokenizer(tiny)
+    for name in ("Qwen-Qwen2.5-7B-Instruct", "meta-llama-Llama-3.1-8B-Instruct", "google-gemma-2-2b-it"):
+        tokenizer.use_template((shared / "chat_templates" / f"{name}.jinja").read_text("utf-8"))
+        for content in ("<", "|", "end", "turn", "Once upon a", "e"):
+            text = tokenizer.continued_chat([QUESTION, {"role": "assistant", "content": content}])
+            prompt = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)
+            assert text == prompt + content, (name, content)
+        for last in (QUESTION, {"role": "assistant", "content": " "}, ANSWERS["text and call"]):
+            with pytest.raises(ValueError, match="cannot be continued"):
+                tokenizer.continued_chat([QUESTION, last])

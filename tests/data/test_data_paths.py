@@ -156,3 +156,20 @@ def test_an_error_names_what_is_wrong(tiny, tmp_path, name):
     (tmp_path / file).write_text(text)
     with pytest.raises(ValueError, match=words):
         load(tiny, DataArgs(path=[str(tmp_path / file)]))
+
+
+def test_a_folder_of_shards_never_mixes_splits(tiny, tmp_path):
+    def folder(name, *files):
+        path = tmp_path / name
+        path.mkdir()
+        for number, file in enumerate(files):
+            write_records(path / file, PLAIN[number : number + 2])
+        return str(path)
+
+    named = folder("named", "train_part_0.jsonl", "train_part_1.jsonl", "val_part_0.jsonl", "test_0.jsonl", ".cache.jsonl")
+    data = load(tiny, DataArgs(path=[named]))
+    assert (len(data.train), len(data.val)) == (4, 2)
+    with pytest.raises(ValueError, match=r"a.jsonl, b.jsonl belong to no split"):
+        load(tiny, DataArgs(path=[folder("mixed", "a.jsonl", "b.jsonl", "test-0.jsonl")]))
+    with pytest.raises(ValueError, match="contains no train"):
+        load(tiny, DataArgs(path=[folder("test only", "test-0.jsonl", "test-1.jsonl")]))

@@ -66,6 +66,7 @@ CONTEXTS = {  # config.json's fields and the context length, as vLLM computes it
         2048,
     ),
     "yarn without the original length": ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, 512),
+    "type without rope_type": ({"rope_scaling": {"rope_type": None, "type": "linear", "factor": 4.0}}, 2048),
     "llama3": (
         {
             "rope_scaling": {

@@ -288,6 +288,10 @@ INVALID_REQUESTS = [
     (dict(response_format={"type": "json_schema"}), 400, "response_format", "schema"),
     (dict(response_format={"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}), 400, "response_format", "x"),
     (dict(chat_template_kwargs={"messages": []}), 400, "messages", "remove it"),
+    (dict(chat_template_kwargs={"self": 1}), 400, "messages", "remove it"),
+    (dict(tools=[{"function": None}]), 400, "tools", "a name"),
+    (dict(tools=[{"function": {"name": ["a"]}}]), 400, "tools", "a name"),
+    (dict(continue_final_message=True), 400, "messages", "cannot be continued"),
     (dict(messages=[{"role": "user", "content": "\ud800"}]), 400, None, ""),
     (dict(temperature=math.nan), 400, "temperature", "nan"),
 ]
