@@ -337,7 +337,8 @@ def test_an_adapter_on_a_local_base_needs_the_hub_id_of_its_base(online, tiny, e
     assert "base_model: me/tiny" in result.stdout and "license: mit" in result.stdout and str(tiny) not in result.stdout
     run([*arguments[:-1], "--base_model", "me/tiny"], root, env)
     config = json.loads(hub.models["me/local"]["adapter_config.json"])
-    assert config["base_model_name_or_path"] == "me/tiny" and "base_path" not in config["litft"]
+    record = json.loads(hub.models["me/local"]["litft.json"])
+    assert config["base_model_name_or_path"] == "me/tiny" and "base_path" not in record and "litft" not in config
     assert not any(str(tiny).encode() in data for data in hub.models["me/local"].values())
     result = run([*arguments, "--base_model", "tiny"], root, env, code=2)
     assert "--base_model tiny: expected owner/name" in result.stderr
