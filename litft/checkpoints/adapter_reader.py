@@ -78,7 +78,7 @@ def adapter_config_files(config: dict[str, Any]) -> dict[str, bytes]:
 
 
 def vllm_obstacles(config: dict[str, Any]) -> list[str]:
-    """Return what an adapter has beside LoRA of Linears, the only kind that vLLM loads."""
+    """Return the parts of an adapter that vLLM does not load: all but LoRA of Linears."""
     fields = {
         "use_dora": "DoRA",
         "modules_to_save": "modules trained in full",

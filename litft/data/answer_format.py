@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from functools import lru_cache, partial
 
-from litft.data.answer_parser import AnswerFormat, parse_answer
+from litft.data.answer_parser import AnswerFormat, make_parser
 from litft.data.chat_template import Message, Render, render
 from litft.data.reasoning import ENDS_IN_OPEN_THOUGHT, is_thought_mark, thought_marks
 from litft.data.tool_calls import CALL_MARKS, ToolCall, call_texts
@@ -86,7 +86,7 @@ def _written_calls(write: Render, ends: EndTokens) -> Iterator[str]:
 def _reads(answer_format: AnswerFormat, written: str) -> bool:
     """Return whether the call is read back from what the template has written."""
     in_thought = any(closing in written and opening not in written for opening, closing in answer_format.thoughts)
-    parsed = parse_answer(answer_format, written, in_thought, [_TOOL])
+    parsed = make_parser(answer_format, in_thought, [_TOOL]).parse(written)
     return parsed.calls == [_CALL] and _CALL.name not in parsed.content
 
 

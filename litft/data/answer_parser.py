@@ -123,19 +123,17 @@ class AnswerParser:
                 return
             if not is_last and (opening.startswith(text) or closing.startswith(text)):
                 return
-        if self._takes_bare_calls():
-            for prefix in BARE_PREFIXES:
-                if prefix.startswith(text) and not is_last:
-                    return
-            if text.startswith(("{", *BARE_PREFIXES)):
-                self.state = "call"
-                return
-        self.state = "content"
+        self._begin_answer(text, is_last)
         yield from ()
 
-    def _takes_bare_calls(self) -> bool:
+    def _begin_answer(self, text: str, is_last: bool) -> None:
+        """Decide whether the answer after any reasoning is a bare call or content, once `text` shows which."""
         calls = self.format.calls
-        return calls is not None and not calls.opening and bool(self.tools)
+        takes_bare_calls = calls is not None and not calls.opening and bool(self.tools)
+        if takes_bare_calls and not is_last and any(prefix.startswith(text) for prefix in BARE_PREFIXES):
+            return
+        is_bare_call = takes_bare_calls and text.startswith(("{", *BARE_PREFIXES))
+        self.state = "call" if is_bare_call else "content"
 
     def _in_thought(self, is_last: bool) -> Iterator[AnswerPart]:
         """Return reasoning up to its closing mark."""
@@ -151,12 +149,8 @@ class AnswerParser:
     def _in_after_thought(self, is_last: bool) -> Iterator[AnswerPart]:
         """Skip the white space after the reasoning."""
         self.buffer = self.buffer.lstrip()
-        is_prefix = any(prefix.startswith(self.buffer) for prefix in BARE_PREFIXES)
-        if self.buffer and is_prefix and self._takes_bare_calls() and not is_last:
-            return
         if self.buffer:
-            bare = self._takes_bare_calls() and self.buffer.startswith(("{", *BARE_PREFIXES))
-            self.state = "call" if bare else "content"
+            self._begin_answer(self.buffer, is_last)
         yield from ()
 
     def _in_content(self, is_last: bool) -> Iterator[AnswerPart]:
@@ -330,17 +324,10 @@ def _may_be_header(text: str) -> bool:
     return not text or any(text.startswith(start) or start.startswith(text) for start in beginnings)
 
 
-def make_parser(answer_format: AnswerFormat, prompt_opens_thought: bool = False, tools: list | None = None) -> AnswerParser:
+def make_parser(answer_format: AnswerFormat, in_thought: bool = False, tools: list | None = None) -> AnswerParser:
     """Return a parser for one answer."""
     parser = ChannelParser if answer_format.channels else AnswerParser
-    return parser(answer_format, prompt_opens_thought, tools)
-
-
-def parse_answer(
-    answer_format: AnswerFormat, text: str, prompt_opens_thought: bool = False, tools: list | None = None
-) -> ParsedAnswer:
-    """Take a complete answer apart."""
-    return make_parser(answer_format, prompt_opens_thought, tools).parse(text)
+    return parser(answer_format, in_thought, tools)
 
 
 def _without_prefixes(text: str) -> str:

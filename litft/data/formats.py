@@ -150,9 +150,9 @@ def detect_format(record: Record, where: str, missing: Sequence[str] = ()) -> st
         remedy = f"its first line seems to be a record; {names}: question,answer" if is_record else f"{remedy}; {names}"
     if absent := _one_missing_field(record):
         remedy = f"the field {absent[1]!r} is missing, which belongs to {', '.join(absent[0])}"
-    for name, value in record.items():
-        if isinstance(value, list) and value and isinstance(value[0], dict) and name not in KNOWN_FIELDS:
-            remedy = f"its field {name!r} has {len(value):,} records: write each on a line of its own, in a .jsonl file"
+    if (name := field_with_records(record)) is not None:
+        count = f"{len(record[name]):,}"
+        remedy = f"its field {name!r} has {count} records: write each on a line of its own, in a .jsonl file"
     if missing:
         remedy = f"--data.columns OURS=THEIRS: it has no field {', '.join(map(repr, missing))}"
     if preference_kind(record) == "pairs":
@@ -167,6 +167,14 @@ def _one_missing_field(record: Record) -> tuple[list[str], str] | None:
         absent = [name for name in form.fields if name not in present]
         if present and len(absent) == 1:
             return present, absent[0]
+    return None
+
+
+def field_with_records(record: Record) -> str | None:
+    """Return the field that holds a list of records, if an object is no record itself; None if there is none."""
+    for name, value in record.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict) and name not in KNOWN_FIELDS:
+            return name
     return None
 
 

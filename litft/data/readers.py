@@ -17,7 +17,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from litft.data.formats import Record
+from litft.data.formats import Record, field_with_records
 from litft.data.messages import json_type
 
 BLOCK = 1 << 20  # bytes read at once; a text file becomes records of about this size
@@ -252,10 +252,10 @@ def _array(path: Path, file: BinaryIO) -> Records:
 
 def _array_remedy(value: Any) -> str:
     """Return how to make an array of examples of another value."""
-    for name, inner in value.items() if isinstance(value, dict) else ():
-        if isinstance(inner, list) and inner and isinstance(inner[0], dict):
-            return f"its field {name!r} has {len(inner):,} of them: write only that array into the file"
-    return "put [ and ] around it"
+    name = field_with_records(value) if isinstance(value, dict) else None
+    if name is None:
+        return "put [ and ] around it"
+    return f"its field {name!r} has {len(value[name]):,} of them: write only that array into the file"
 
 
 def _table(separator: str, path: Path, file: BinaryIO) -> Records:

@@ -160,13 +160,8 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
     if is_pattern(path):
         return {"train": _files_of(path, sorted(glob(path, recursive=True)))}
     if Path(path).is_dir():
-        files = [*Path(path).iterdir()]
-        supported = {split: [f"{stem}{end}" for stem in stems for end in _endings()] for split, stems in SPLITS.items()}
-        matches = {split: sorted(f.name for f in files if f.name.lower() in names) for split, names in supported.items()}
-        if ambiguous := next((names for names in matches.values() if len(names) > 1), None):
-            raise ValueError(f"{path} contains {' and '.join(ambiguous)}; name the one to use with --data.path")
-        found = {split: File(str(Path(path) / names[0])) for split, names in matches.items() if names}
-        return found or _shards(path, files)
+        files = sorted(Path(path).iterdir())
+        return _named_files(path, files) or _shards(path, files)
     if not hub_dataset(path):
         return {"train": File(path)}
     name, _, own_split = path.partition(":")
@@ -176,6 +171,20 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
     hub_splits = {kind: next((name for name in names if name in dataset), None) for kind, names in SPLITS.items()}
     hub_splits |= {"train": split} if split else {}
     return {kind: HubSplit(name, subset, split) for kind, split in hub_splits.items() if split}
+
+
+def _named_files(path: str, files: list[Path]) -> dict[str, File]:
+    """Return the splits of a folder that are one file each, such as train.jsonl; raise ValueError if a split has two."""
+    found = {}
+    for split, stems in SPLITS.items():
+        supported = {f"{stem}{end}" for stem in stems for end in _endings()}
+        matches = [file for file in files if file.name.lower() in supported]
+        if len(matches) > 1:
+            names = " and ".join(file.name for file in matches)
+            raise ValueError(f"{path} contains {names}; name the one to use with --data.path")
+        if matches:
+            found[split] = File(str(matches[0]))
+    return found
 
 
 def is_pattern(path: str) -> bool:
@@ -198,7 +207,7 @@ def _shards(path: str, files: list[Path]) -> dict[str, File]:
     the others must be of a test split. A folder whose files have different formats is not read.
     """
     readable = []
-    for file in sorted(files):
+    for file in files:
         is_data = file.is_file() and split_suffixes(file)[0] in READERS
         if is_data and not file.name.startswith("."):
             readable.append(file)

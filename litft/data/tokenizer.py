@@ -101,7 +101,7 @@ class Tokenizer:
 
     def special_text(self, token_id: int) -> str:
         """Return the text of a special token."""
-        return self._special_text_by_id.get(token_id) or self.decode([token_id], skip_special=False).strip()
+        return self._special_text_by_id[token_id]
 
     @cached_property
     def _special_text_by_id(self) -> dict[int, str]:

@@ -303,7 +303,7 @@ def _named_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     decoder = json.JSONDecoder(strict=False, parse_constant=_no_constant)
     for form in _NAMED_FORMS:
         calls = []
-        rest = ""  # what is beside the calls
+        rest = ""  # the text outside the calls
         position = 0
         while (match := form.search(text, position)) is not None:
             rest += text[position : match.start()]

@@ -16,7 +16,7 @@ ID_LENGTH = 9  # characters, the only length that Mistral's templates accept
 
 
 class ChatAnswer(str):
-    """The content of an answer, a str, with the reasoning and the tool calls beside it."""
+    """The content of an answer as a str; its reasoning and tool calls are attributes."""
 
     reasoning_content: str
     tool_calls: list[dict[str, Any]]  # as in `message`: with the arguments as an object

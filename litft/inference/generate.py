@@ -20,7 +20,7 @@ from litft.inference.decoder import check_prompt
 from litft.inference.generation import GenerationChunk, GenerationStats, Request, generate_batch
 from litft.inference.session import Session, make_drafter, open_session
 
-# of an output line, beside the completion
+# fields of an output line in addition to the completion
 EXTRA_FIELDS = ("reasoning_content", "tool_calls")
 
 

@@ -25,7 +25,7 @@ from litft.pretrained import resolve
 from litft.training.auto_settings import Settings
 from litft.training.communication_plan import UTILIZATION
 from litft.training.flops import chip_peak_flops, peak_flops
-from litft.training.intervals import FEWEST_VALIDATIONS, validation_interval
+from litft.training.intervals import FEWEST_VALIDATIONS, num_measured, validation_interval
 from litft.training.memory_plan import format_bytes
 from litft.training.schedule import Schedule
 from litft.training.setup import Setup
@@ -51,8 +51,8 @@ def dry_run(setup: Setup, schedule: Schedule, settings: Settings) -> None:
     if chip:
         where = f"{settings.precision} on this machine"
         lines.append(f"the memory is planned for {where}; scripts/plan.py --chip '{chip}' plans it for that GPU")
-    elif setup.args.accelerator == "auto" and settings.device.type == "cpu":
-        lines.append(no_gpu_line())
+    else:
+        lines += _device_lines(setup, settings)
     peak = chip_peak_flops(chip, settings.precision) if chip else peak_flops(settings.device, settings.precision)
     lines += plan_lines(setup, schedule, settings, peak, chip)
     _print_hints_last(lines)
@@ -86,8 +86,7 @@ def method_title(setup: Setup) -> str:
 def description(setup: Setup, schedule: Schedule, settings: Settings, peak: float | None) -> list[str]:
     """The data and the plan, with warnings: what a run prints before it reads the weights."""
     lines = []
-    if setup.args.accelerator == "auto" and settings.device.type == "cpu":
-        lines.append(no_gpu_line())
+    lines += _device_lines(setup, settings)
     lines += [*data_lines(schedule, setup.tokenizer), *plan_lines(setup, schedule, settings, peak)]
     if setup.source.adapter:
         lines.append("training continues from this adapter, with its ranks, targets and tokens")
@@ -104,10 +103,14 @@ def description(setup: Setup, schedule: Schedule, settings: Settings, peak: floa
     return lines
 
 
+def _device_lines(setup: Setup, settings: Settings) -> list[str]:
+    """What a user may not have noticed of the device."""
+    return [no_gpu_line()] if setup.args.accelerator == "auto" and settings.device.type == "cpu" else []
+
+
 def num_validations(args: FinetuneArgs, schedule: Schedule) -> int:
     """The number of validations after steps of the run."""
-    measured = min(len(schedule.data.val), (args.eval.max_batches or len(schedule.data.val)) * schedule.size)
-    interval = validation_interval(args, schedule.steps, measured)
+    interval = validation_interval(args, schedule.steps, num_measured(args, schedule.data))
     return -(-schedule.steps // interval) if interval else 1
 
 

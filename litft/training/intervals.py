@@ -1,6 +1,7 @@
 """When a run validates and saves a checkpoint, if the flags do not say."""
 
 from litft.args import FinetuneArgs
+from litft.data.dataset import DataSplits
 
 VALIDATIONS = 10  # of a run
 FEWEST_VALIDATIONS = 3
@@ -13,15 +14,22 @@ SHORTEST = 60.0  # seconds between checkpoints
 LONGEST = 600.0
 
 
-def validation_interval(args: FinetuneArgs, steps: int, num_measured: int) -> int:
+def num_measured(args: FinetuneArgs, data: DataSplits) -> int:
+    """Return how many examples a validation measures: of each set at most --eval.max_batches batches."""
+    sizes = [len(indices) for indices in data.val_sets.values()] if data.val_sets else [len(data.val)]
+    limit = (args.eval.max_batches or len(data.val)) * args.train.global_batch_size
+    return sum(min(size, limit) for size in sizes)
+
+
+def validation_interval(args: FinetuneArgs, steps: int, measured: int) -> int:
     """Return the steps between validations; 0 for none in between.
 
     The default gives about ten validations, fewer if they would take more than half as long as the training.
-    steps: of the run. num_measured: the examples that a validation measures.
+    steps: of the run. measured: the examples that a validation measures.
     """
     if args.eval.interval is not None:
         return args.eval.interval
-    cost = max(1.0, num_measured / args.train.global_batch_size) * FORWARD_COST  # in training steps
+    cost = max(1.0, measured / args.train.global_batch_size) * FORWARD_COST  # in training steps
     affordable = int(LARGEST_SHARE * steps / cost)
     count = max(FEWEST_VALIDATIONS, min(VALIDATIONS, affordable))
     interval = max(1, round(steps / count))

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +33,7 @@ from litft.training.auto_settings import Settings
 from litft.training.dry_run import description, duration, method_title, run_title
 from litft.training.flops import peak_flops
 from litft.training.html_report import Report, Tile, write_report
+from litft.training.intervals import num_measured
 from litft.training.loggers import finish, make_logger, row_sink
 from litft.training.metrics import Metrics
 from litft.training.schedule import Schedule
@@ -160,14 +162,13 @@ class Recorder:
     def identity(self) -> dict[str, Any]:
         """What must be the same where a run is resumed, or it would silently become another run."""
         data = self.schedule.data
-        measured = sum(map(len, self.validation.indices(self.args.train.global_batch_size).values()))
         return self.setup.identity() | {
             "seed": self.args.seed,
             "precision": self.settings.precision,
             "training data": data.train_digest,
             "split": SPLIT_RULE,
             "validation data (--data.val_path)": data.val_digest,
-            "measured examples (--eval.max_batches)": measured,
+            "measured examples (--eval.max_batches)": num_measured(self.args, data),
         }
 
     def start_lines(self, start_step: int) -> Iterator[str]:
@@ -178,6 +179,11 @@ class Recorder:
             yield f"continuing after step {start_step}"
         elif self.args.resume:
             yield "no checkpoint to continue from; starting at step 0"
+
+    @cached_property
+    def _description(self) -> list[str]:
+        """The data and the plan: the same in every report of the run."""
+        return description(self.setup, self.schedule, self.settings, self.peak)
 
     # ---- checkpoints
 
@@ -328,7 +334,7 @@ class Recorder:
             state=state,
             tiles=self._tiles(),
             flags=self._main_flags(),
-            setup=description(self.setup, self.schedule, self.settings, self.peak),
+            setup=self._description,
             machine=machine_lines(self.fabric.device, self.fabric.world_size),
             lengths=histogram(self.schedule.data.train.lengths),
             answers=self.validation.answers,

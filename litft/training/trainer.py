@@ -27,7 +27,7 @@ from litft.training.compile import is_compiled, uncompiled
 from litft.training.divergence import DivergenceGuard
 from litft.training.dry_run import duration
 from litft.training.flops import Flops
-from litft.training.intervals import checkpoint_is_due, validation_interval
+from litft.training.intervals import checkpoint_is_due, num_measured, validation_interval
 from litft.training.memory_probe import MemoryProbe
 from litft.training.objectives import Objective, Totals
 from litft.training.optimizers import averaged_weights, make_optimizer, set_learning_rate
@@ -95,6 +95,7 @@ class Trainer:
         self.trained = network.trained
         self.objective = setup.objective
         evaluation = setup.tokenizer, self.data, self.args.eval, folder / "samples.jsonl", self.objective, metrics
+        self.num_measured = num_measured(self.args, self.data)  # examples in a validation
         self.validation = Validation(fabric, hosts, self.model, *evaluation)
         self.recorder = Recorder(fabric, hosts, setup, schedule, settings, folder, network, self.validation, self.screen)
         measured = self.validation.indices(self.args.train.global_batch_size).values()
@@ -283,8 +284,7 @@ class Trainer:
 
     def _validation_is_due(self) -> bool:
         """Whether to validate after the steps done so far."""
-        measured = sum(map(len, self.validation.indices(self.args.train.global_batch_size).values()))
-        interval = validation_interval(self.args, self.schedule.steps, measured)
+        interval = validation_interval(self.args, self.schedule.steps, self.num_measured)
         return bool(interval) and self.step % interval == 0
 
     def _end_reason(self) -> str | None:

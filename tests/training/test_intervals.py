@@ -12,17 +12,17 @@ def args(**train) -> LoRAFinetuneArgs:
 
 @pytest.mark.parametrize("steps", [10, 75, 300, 5000])
 def test_a_run_has_about_ten_validations(steps):
-    interval = validation_interval(args(), steps, num_measured=8)
+    interval = validation_interval(args(), steps, measured=8)
     assert 8 <= steps / interval <= 12
 
 
 def test_validations_take_at_most_half_as_long_as_the_training():
     # 128 examples take 16 batches, about 5 steps
-    interval = validation_interval(args(), 60, num_measured=128)
+    interval = validation_interval(args(), 60, measured=128)
     assert 60 / interval == pytest.approx(5, abs=1)
     # but there are at least three
-    assert validation_interval(args(), 9, num_measured=128) == 3
-    assert validation_interval(args(max_time="1h"), 100_000, num_measured=8) == 100
+    assert validation_interval(args(), 9, measured=128) == 3
+    assert validation_interval(args(max_time="1h"), 100_000, measured=8) == 100
 
 
 def test_the_flags_decide_where_they_are_given():
