@@ -112,7 +112,12 @@ def litft_answer(model, prompt, args: SpeedArgs) -> Callable[[], list[int]]:
     from litft.inference.generation import Request, generate_batch
 
     class Silent:
-        """A tokenizer that decodes no text, because transformers' generate decodes none either."""
+        """A tokenizer without text, because transformers' generate decodes none either."""
+
+        special_ids = frozenset()
+
+        def encode(self, text: str, bos: bool | None = None) -> list[int]:
+            return []
 
         def decode(self, ids: list[int], skip_special: bool = True) -> str:
             return ""
