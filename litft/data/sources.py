@@ -161,7 +161,11 @@ def _splits(path: str, subset: str | None, split: str | None) -> dict[str, File 
         return {"train": _files_of(path, sorted(glob(path, recursive=True)))}
     if Path(path).is_dir():
         files = sorted(Path(path).iterdir())
-        return _named_files(path, files) or _shards(path, files)
+        named = _named_files(path, files)
+        if not named:
+            return _shards(path, files)
+        numbered = [file for file in files if re.search(r"\d", file.stem)]
+        return _parts_of_splits(path, numbered) | named
     if not hub_dataset(path):
         return {"train": File(path)}
     name, _, own_split = path.partition(":")
@@ -206,25 +210,45 @@ def _shards(path: str, files: list[Path]) -> dict[str, File]:
     A file belongs to the split whose name it begins with. Where none begins so, all are training examples; where some do,
     the others must be of a test split. A folder whose files have different formats is not read.
     """
+    readable = _readable(files)
+    if len(readable) < 2 or len({split_suffixes(file)[0] for file in readable}) > 1:
+        return {}
+    others = [file for file in readable if not _split_of(file)]
+    if len(others) == len(readable):
+        return {"train": File(path, parts=tuple(map(str, others)))}
+    if others:
+        names = ", ".join(file.name for file in others[:3])
+        raise ValueError(f"{path}: {names} belong to no split, but others do; name a pattern with --data.path")
+    return _parts_of_splits(path, files)
+
+
+def _parts_of_splits(path: str, files: list[Path]) -> dict[str, File]:
+    """Return the training and validation files of a folder, by the split whose name each begins with."""
+    by_split: dict[str, list[str]] = {}
+    for file in _readable(files):
+        split = _split_of(file)
+        if split in SPLITS:
+            by_split.setdefault(split, []).append(str(file))
+    return {split: File(f"{path} ({split})", parts=tuple(paths)) for split, paths in by_split.items()}
+
+
+def _readable(files: list[Path]) -> list[Path]:
+    """Return the files that have a known format and are not hidden."""
     readable = []
     for file in files:
         is_data = file.is_file() and split_suffixes(file)[0] in READERS
         if is_data and not file.name.startswith("."):
             readable.append(file)
-    if len(readable) < 2 or len({split_suffixes(file)[0] for file in readable}) > 1:
-        return {}
-    by_split: dict[str, list[str]] = {}
-    for file in readable:
-        word = re.match(r"[a-z]*", file.name.lower())[0]
-        kind = next((kind for kind, names in SPLITS.items() if word in names), word if word in OTHER_SPLITS else "")
-        by_split.setdefault(kind, []).append(str(file))
-    if by_split.keys() == {""}:
-        return {"train": File(path, parts=tuple(by_split[""]))}
-    if "" in by_split:
-        names = ", ".join(Path(name).name for name in by_split[""][:3])
-        raise ValueError(f"{path}: {names} belong to no split, but others do; name a pattern with --data.path")
-    named = {split: paths for split, paths in by_split.items() if split in SPLITS}
-    return {split: File(f"{path} ({split})", parts=tuple(paths)) for split, paths in named.items()}
+    return readable
+
+
+def _split_of(file: Path) -> str:
+    """Return the split whose name the file's name begins with: train, val, one of OTHER_SPLITS; or none, ""."""
+    word = re.match(r"[a-z]*", file.name.lower())[0]
+    for split, names in SPLITS.items():
+        if word in names:
+            return split
+    return word if word in OTHER_SPLITS else ""
 
 
 def hub_dataset(path: str) -> HubId | None:

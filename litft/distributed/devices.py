@@ -240,6 +240,17 @@ def cgroup_limit(membership: Path = Path("/proc/self/cgroup"), mount_point: Path
     return min(limits)
 
 
+def malloc_name(maps: Path = Path("/proc/self/maps")) -> str:
+    """Return the allocator that serves this process: tcmalloc, jemalloc, mimalloc or glibc; "" where that is unknown."""
+    if not maps.is_file():
+        return ""
+    loaded = maps.read_text()
+    for name in ("tcmalloc", "jemalloc", "mimalloc"):
+        if f"lib{name}" in loaded:
+            return name
+    return "glibc" if "libc.so.6" in loaded else ""
+
+
 def peak_memory(device: torch.device) -> float:
     """Return the peak memory so far in GiB: allocated on the GPU, or resident in this process on a CPU."""
     if device.type == "cuda":

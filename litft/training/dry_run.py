@@ -18,7 +18,7 @@ from litft.data.encoder import Sample
 from litft.data.packing import num_slots
 from litft.data.token_store import EncodingReport
 from litft.data.tokenizer import Tokenizer
-from litft.distributed.devices import lacks_bf16, no_gpu_line, num_shards
+from litft.distributed.devices import lacks_bf16, malloc_name, no_gpu_line, num_shards
 from litft.model.loss import IGNORED
 from litft.model.mixers import kernels
 from litft.pretrained import resolve
@@ -26,7 +26,7 @@ from litft.training.auto_settings import Settings
 from litft.training.communication_plan import UTILIZATION
 from litft.training.flops import chip_peak_flops, peak_flops
 from litft.training.intervals import FEWEST_VALIDATIONS, num_measured, validation_interval
-from litft.training.memory_plan import format_bytes
+from litft.training.memory_plan import format_bytes, process_line
 from litft.training.schedule import Schedule
 from litft.training.setup import Setup
 
@@ -244,9 +244,10 @@ def plan_lines(
         yield note
     if note := kernels.note(setup.source.config, device.type):
         yield note
-    process = "; Python and the libraries take 0.5 to 1 GiB more" if device.type == "cpu" else ""
     recomputed = {"none": "", "selective": "; MLPs are recomputed", "full": "; blocks are recomputed"}[settings.recomputed]
-    yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}{process}"
+    yield f"memory{'' if settings.strategy == 'single' else ' of each'}: {plan.memory.line()}{recomputed}"
+    if device.type == "cpu":
+        yield process_line(plan.memory, malloc_name())
     yield time_line(
         schedule.flops(plan.flops, setup.objective), settings.slowdown, "the run", chip, peak, schedule.layout.ranks
     )

@@ -75,6 +75,24 @@ class Memory:
         return f"{self.peak / unit_bytes:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts}){host}"
 
 
+# What a process on a CPU takes beside its tensors, measured in nine runs (tutorials/performance.md).
+PYTHON_BYTES = int(0.65 * 2**30)  # Python, the libraries and their threads
+GLIBC_BYTES = int(0.3 * 2**30)  # freed memory that glibc's malloc keeps, and more of it the more a step allocates:
+GLIBC_PART = 0.4
+OTHER_PART = 0.15  # the same for other allocators, which keep less
+
+
+def process_line(memory: Memory, malloc: str) -> str:
+    """Describe what a process on a CPU takes in all, in GiB. malloc: the name of its allocator."""
+    step = memory.peak - memory.weights - memory.optimizer
+    least = memory.peak + PYTHON_BYTES
+    kept = GLIBC_BYTES + GLIBC_PART * step if malloc == "glibc" else OTHER_PART * step
+    line = f"the process takes {least / 2**30:.1f} to {(least + kept) / 2**30:.1f} GiB, with Python and the libraries"
+    if malloc == "glibc":
+        line += ", and what glibc's malloc keeps; with tcmalloc it is less (tutorials/performance.md)"
+    return line
+
+
 def byte_unit(size: int) -> tuple[str, int]:
     """Return the unit to print `size` bytes in, and the unit's bytes."""
     return ("GiB", 2**30) if size >= 2**30 else ("MiB", 2**20)

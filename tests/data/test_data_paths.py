@@ -169,6 +169,9 @@ def test_a_folder_of_shards_never_mixes_splits(tiny, tmp_path):
     named = folder("named", "train_part_0.jsonl", "train_part_1.jsonl", "val_part_0.jsonl", "test_0.jsonl", ".cache.jsonl")
     data = load(tiny, DataArgs(path=[named]))
     assert (len(data.train), len(data.val)) == (4, 2)
+    one_file = folder("one file and parts", "train.jsonl", "validation-0.jsonl", "validation-1.jsonl", "notes.json")
+    data = load(tiny, DataArgs(path=[one_file]))
+    assert (len(data.train), len(data.val)) == (2, 4)
     with pytest.raises(ValueError, match=r"a.jsonl, b.jsonl belong to no split"):
         load(tiny, DataArgs(path=[folder("mixed", "a.jsonl", "b.jsonl", "test-0.jsonl")]))
     with pytest.raises(ValueError, match="contains no train"):

@@ -557,3 +557,41 @@ def test_tokens_within_a_padded_vocabulary_are_new_to_the_base(folder, make_mode
     args = RunEvalArgs(str(run))
     source = source_of(args.model(str(run)))
     assert len(compared_sources(args, source)) == 2
+
+
+@pytest.mark.slow
+def test_a_task_may_stop_at_a_special_token(checkpoints, tmp_path):
+    """Many chat tasks of the harness stop at <|im_end|>, also for models whose own end token is another one."""
+    from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
+
+    folder = tmp_path / "other end"
+    copytree(checkpoints["SmolLM2-135M-Instruct"], folder)
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(fields | {"eos_token_id": 0}))
+    fields = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(fields | {"eos_token": "<|endoftext|>"}))
+    header = TASK_HEADER.format(name="stops", folder=tmp_path)
+    header = re.sub(
+        "doc_to_text: .*", r'doc_to_text: "<|im_start|>user\\n{{question}}<|im_end|>\\n<|im_start|>assistant\\n"', header
+    )
+    body = 'output_type: generate_until\ndoc_to_target: "{{answer}}"\ngeneration_kwargs:\n'
+    body += '  until: ["<|im_end|>"]\n  max_gen_toks: 60\n  do_sample: false\nmetric_list:\n  - metric: exact_match\n'
+    (tmp_path / "stops.yaml").write_text(header + body)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokenizer = Tokenizer(folder)
+    lines = []
+    for question in ("What is the capital of France?", "What is the capital of Italy?"):
+        prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+        ids = torch.tensor([tokenizer.encode(prompt, bos=False)])
+        output = model.generate(ids, max_new_tokens=60, do_sample=False)[0, ids.shape[1] :]
+        answer, mark, _ = tokenizer.decode(output.tolist(), skip_special=False).partition("<|im_end|>")
+        assert mark, "the answer does not end"
+        lines.append(json.dumps({"question": question, "answer": answer}) + "\n")
+    (tmp_path / "questions.jsonl").write_text("".join(lines))
+    scores, _ = run_eval(tmp_path, "--checkpoint_dir", folder, "--tasks", "stops.yaml", "--precision", "fp32")
+    settings = {"model_args": {"pretrained": str(folder), "dtype": "float32"}, "device": "cpu"}
+    reference = simple_evaluate("hf", tasks=[str(tmp_path / "stops.yaml")], task_manager=TaskManager(), **settings)
+    assert reference["results"]["stops"]["exact_match,none"] == 1
+    assert "stops: exact_match" in str(scores) and scores["scores"][folder.name]["stops: exact_match"] == 1

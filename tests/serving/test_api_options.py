@@ -5,6 +5,7 @@ import shutil
 from queue import SimpleQueue
 
 import httpx
+import openai
 import pytest
 from server_process import Server
 
@@ -113,6 +114,17 @@ def test_answers_follow_a_json_schema(client):
     assert first.message.content.startswith("{")
     # the next answer in the same row is free again
     assert not ask(client, max_tokens=8).message.content.startswith("{")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [{"type": "nonsense"}, {"$ref": "#/none"}, {"enum": []}, {"type": "integer", "minimum": 2, "maximum": 1}],
+    ids=str,
+)
+def test_a_schema_that_no_answer_follows_is_refused(client, schema):
+    described = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    with pytest.raises(openai.BadRequestError, match="response_format: the schema cannot be"):
+        ask(client, response_format=described)
 
 
 @pytest.mark.parametrize("variables", [{"reasoning_effort": "high"}, {"extra_body": {"chat_template_kwargs": {"mood": 5}}}])

@@ -7,6 +7,7 @@ Each test takes minutes, hence slow. LITFT_TEST_BATCH=16 is the default of the c
 
 import csv
 import os
+import re
 
 import pytest
 import torch
@@ -35,8 +36,16 @@ def run(checkpoints, shared, tmp_path_factory):
     command = f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir out/smol "
     command += f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} --train.learning_rate {RATE} "
     command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH}"
-    script(*command.split(), cwd=folder)
+    done = script(*command.split(), cwd=folder)
+    (folder / "out" / "smol" / "stdout.txt").write_text(done.stdout)
     return folder / "out" / "smol"
+
+
+def test_the_process_takes_what_is_said_at_the_start(run):
+    text = (run / "stdout.txt").read_text()
+    least, most = map(float, re.search(r"the process takes ([\d.]+) to ([\d.]+) GiB", text).groups())
+    peak = float(re.search(r"peak memory of the process ([\d.]+) GiB", text)[1])
+    assert 0.9 * least < peak < 1.1 * most and most < 1.6 * least
 
 
 def peft_loss(model, samples):

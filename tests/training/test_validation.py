@@ -92,6 +92,7 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
     validation = Validation(*single_process, model, tokenizer, replace(data, val=samples), args, tmp_path / "samples.jsonl")
     row = validation.measure(0, Layout(rows=3), 2)
     assert row["exact_match"] == sum(expected) / 4 != sum(matches_one_by_one(model, tokenizer, samples)) / 12
+    assert validation.measure(7, Layout(rows=3), 2)["exact_match"] == row["exact_match"]  # not only before the first step
     (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples[::3], Layout(rows=1))
     assert row["val_loss"] == pytest.approx(loss, rel=1e-5)
 
