@@ -277,8 +277,6 @@ class ChannelParser(AnswerParser):
             self.header = header
             self.buffer = rest
             self.state = "message"
-        elif is_last:  # the answer was cut within a header
-            self.buffer = ""
         yield from ()
 
     def _in_message(self, is_last: bool) -> Iterator[AnswerPart]:

@@ -91,11 +91,8 @@ class JsonGrammars:
     def constraint(self, schema: dict[str, Any], trigger: str = "") -> Constraint:
         """Return the constraint of one answer. Raises ValueError for a schema that is invalid or not supported."""
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
-        problem = LLMatcher.validate_grammar(grammar, self.backend)
-        if problem and not problem.startswith("WARNING"):
-            raise ValueError(f"the schema cannot be used ({' '.join(problem.split())[:300]})")
         constraint = Constraint(LLMatcher(self.backend, grammar, log_level=0), self.tokenizer, self.vocab_size, trigger)
-        constraint.matcher.compute_bitmask()  # some problems show first here
+        constraint.matcher.compute_bitmask()  # finds what is wrong with the schema
         if problem := constraint.problem():
             raise ValueError(problem.removeprefix("response_format: "))
         return constraint

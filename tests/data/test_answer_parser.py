@@ -277,6 +277,10 @@ def test_channels_that_are_cut_or_continued():
     parser = make_parser(channels)
     parser.continue_message("<|start|>assistant<|channel|>final<|message|>Once upon")
     assert parser.parse(" a time").content == " a time"
+    parser = make_parser(channels)
+    parser.continue_message("<|start|>assistant<|channel|>analysis<|message|>First")
+    answer = " this.<|end|><|start|>assistant<|channel|>final<|message|>That."
+    assert parser.parse(answer) == ParsedAnswer("That.", "this.")
 
 
 def test_a_continued_answer_ends_with_its_content(tiny, shared):
