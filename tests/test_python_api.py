@@ -248,6 +248,7 @@ def test_generate_answers_or_continues(tiny, checkpoints):
     assert answer == litft.generate(model, tokenizer, messages, **settings) == "The capital of France is Paris."
 
 
+@pytest.mark.slow
 def test_training_threads_do_not_spin():
     """Next to other programs, spinning threads made steps 20 times as slow. torch reads the variable when it is imported."""
     code = "import os, sys, litft; assert 'torch' not in sys.modules; litft.finetune; print(os.environ['GOMP_SPINCOUNT'])"

@@ -46,19 +46,29 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     """
     path = folder / ADAPTER_CONFIG
     config = read_object(path)
-    if (folder / ADAPTER_RECORD).is_file():
-        config["litft"] = read_object(folder / ADAPTER_RECORD)
-    base_is_valid = isinstance(config.get("base_model_name_or_path") or "", str)
-    litft_field = config.get("litft", {})
-    litft_field = isinstance(litft_field, dict) and all(
-        isinstance(litft_field.get(name, ""), str) for name in ("base_path", "base_fingerprint")
-    )
-    if not (base_is_valid and litft_field):
-        raise ValueError(f"{path}: base_model_name_or_path must be text, litft an object of strings; save it again")
-    tokens = config.get("litft", {}).get("new_tokens", [])
-    if not (isinstance(tokens, list) and all(type(token) is int and 0 <= token < 10**7 for token in tokens)):
-        raise ValueError(f"{path}: litft.new_tokens must be a list of token ids, found {tokens!r:.100}; save it again")
+    if not isinstance(config.get("base_model_name_or_path") or "", str):
+        raise ValueError(f"{path}: base_model_name_or_path must be text; save the adapter again")
+    record_path = folder / ADAPTER_RECORD
+    if record_path.is_file():
+        config["litft"] = read_object(record_path)
+        _check_record(record_path, config["litft"])
+    elif "litft" in config:  # written before the record had a file of its own
+        _check_record(path, config["litft"])
     return config
+
+
+def _check_record(path: Path, record: Any) -> None:
+    """Raise ValueError if litft's own record is invalid."""
+    if not isinstance(record, dict):
+        raise ValueError(f"{path}: litft's record must be an object, found {record!r:.100}; save the adapter again")
+    for name in ("base_path", "base_fingerprint"):
+        value = record.get(name, "")
+        if not isinstance(value, str):
+            raise ValueError(f"{path}: {name} must be text, found {value!r:.100}; save the adapter again")
+    tokens = record.get("new_tokens", [])
+    are_ids = isinstance(tokens, list) and all(type(token) is int and 0 <= token < 10**7 for token in tokens)
+    if not are_ids:
+        raise ValueError(f"{path}: new_tokens must be a list of token ids, found {tokens!r:.100}; save the adapter again")
 
 
 def write_adapter_config(folder: Path, config: dict[str, Any]) -> None:

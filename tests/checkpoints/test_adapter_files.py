@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 import litft
 from litft.args import LoRAArgs, MergeArgs
+from litft.checkpoints.adapter_reader import read_adapter_config
 from litft.export.convert import merge
 from litft.methods import LoRA
 from litft.pretrained import resolve
@@ -224,3 +225,24 @@ def test_a_published_adapter_gives_pefts_logits(shared, make_model, tmp_path, na
     expected = PeftModel.from_pretrained(reference, adapter).eval()(TOKENS).logits
     assert relative(model(TOKENS), expected) <= 1e-5
     assert relative(base_logits, expected) >= 1e-4
+
+
+@pytest.mark.parametrize("file", ["litft.json", "adapter_config.json"])
+@pytest.mark.parametrize(
+    ("record", "words"),
+    [
+        ({"new_tokens": ["a"]}, "new_tokens must be a list of token ids"),
+        ({"base_path": 5}, "base_path must be text"),
+        (["base_path"], "object"),
+    ],
+)
+def test_a_damaged_record_is_named_by_its_file(tmp_path, file, record, words):
+    """Older adapters have litft's record in adapter_config.json."""
+    config = {"peft_type": "LORA", "base_model_name_or_path": "base"}
+    if file == "adapter_config.json":
+        config["litft"] = record
+    else:
+        (tmp_path / file).write_text(json.dumps(record))
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"{file}.*{words}"):
+        read_adapter_config(tmp_path)

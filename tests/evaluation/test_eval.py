@@ -509,6 +509,7 @@ def finetuned_run(folder, tmp_path, name, **data):
     return litft.finetune(args).folder
 
 
+@pytest.mark.slow
 def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys):
     """A part of its files, another seed or another run would count training examples as held out."""
     monkeypatch.chdir(tmp_path)

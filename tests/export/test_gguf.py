@@ -827,7 +827,10 @@ def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
         assert model.tokenize(text.encode(), add_bos=tokenizer.adds_bos, special=True) == tokenizer.encode(text)
 
 
-@pytest.mark.parametrize("name", ["qwen35", "deepseek-v3", "exaone-moe"])
+OTHER_SPLITS = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-v3", "exaone-moe")]
+
+
+@pytest.mark.parametrize("name", ["qwen35", *OTHER_SPLITS])
 def test_texts_are_split_as_by_llama_cpp(name, shared, tmp_path):
     """GPT-2's vocabulary with the pre-tokenizers of other families."""
     folder, pre_tokenizer = tokenizer_folder("gpt2", shared, tmp_path / "model"), PRE_TOKENIZERS[name]

@@ -78,6 +78,7 @@ def test_logits_of_real_checkpoints_equal_transformers(checkpoints, shared, name
     assert relative(cached, expected[:, :120]) <= 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_perplexity_of_a_real_model(checkpoints, shared):
     """An independent reference: the mean loss of SmolLM2 on the first 1,024 tokens of WikiText is 2.544."""

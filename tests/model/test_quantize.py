@@ -253,6 +253,7 @@ def test_quantized_tensors_of_the_wrong_size_are_refused(make_model, tmp_path, d
         litft.load(tmp_path)
 
 
+@pytest.mark.slow
 def test_bitsandbytes_does_not_access_the_network(tmp_path):
     """On some CPUs its import would download code with `kernels`. Both the download and its warning are suppressed."""
     (tmp_path / "kernels.py").write_text("raise SystemExit('fetched from the hub')")

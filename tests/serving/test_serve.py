@@ -560,7 +560,7 @@ def test_a_tensor_parallel_model_is_served(folder, reference):
         assert server.end() == 0 and "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_the_base_is_served_too(method, tmp_path):
     """An adapter's base shares its weights; that of a full fine-tuning run is the model that it began with."""
     run = tmp_path / "tuned"

@@ -23,6 +23,7 @@ def take_steps(*flags):
     return done.stdout
 
 
+@pytest.mark.slow
 def test_steps_of_every_family_and_every_way():
     """No step waits for the GPU, mixes devices, or leaves a trained parameter without a gradient."""
     assert int(re.search(r"(\d+) steps:", take_steps("--covering"))[1]) >= 40

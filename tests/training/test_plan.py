@@ -184,7 +184,8 @@ def test_memory_of_random_flags_and_data(shared, number, tmp_path):
 
 
 # streams with steps in the backward pass, KDA, Mamba-2, a gated delta net
-@pytest.mark.parametrize("number", [9, *(pytest.param(number, marks=pytest.mark.slow) for number in (1, 5, 14))])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [1, 5, 9, 14])
 @pytest.mark.filterwarnings("ignore")
 def test_memory_of_networks_of_other_kinds(shared, number, tmp_path):
     """The plan is within 3 % of two steps of the run."""
@@ -193,7 +194,7 @@ def test_memory_of_networks_of_other_kinds(shared, number, tmp_path):
     assert planned == pytest.approx(expected, rel=0.03), description
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
 def test_memory_of_large_micro_batches_of_a_parallel_block(shared, layers):
     """Its norm saves no input. With a single block, which passes no gradient on, memory peaks in the forward pass."""
@@ -310,6 +311,7 @@ def test_a_budget_selects_the_fastest_settings(shared, tmp_path):
     assert "expected a size such as 24GiB" in plan_script(shared, tmp_path, "--budget", "lots", code=2).stderr
 
 
+@pytest.mark.slow
 def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeypatch):
     """With `--train.micro_batch_size auto` it also takes as many rows as fit."""
     train = TrainArgs(micro_batch_size="auto", global_batch_size=32)

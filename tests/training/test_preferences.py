@@ -328,6 +328,7 @@ def test_kill_9_within_the_reference_pass(checkpoints, tmp_path):
     assert path.read_bytes()[: len(before) // 24 * 24] == before[: len(before) // 24 * 24]
 
 
+@pytest.mark.slow
 def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
     run_finetuning(
         flags(tiny, pairs, tmp_path / "run", train={"max_steps": 30, "learning_rate": 1e-2, "global_batch_size": 16})

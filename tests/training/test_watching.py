@@ -62,6 +62,7 @@ def test_mlflow_continues_the_same_run(args, monkeypatch):
     assert losses == {row["step"]: pytest.approx(row["loss"]) for row in rows_of(Path("run")) if "loss" in row}
 
 
+@pytest.mark.slow
 def test_wandb_continues_the_same_run(args, monkeypatch):
     for name, value in (("MODE", "offline"), ("PROJECT", "theirs"), ("ENTITY", "they"), ("NAME", "a-run")):
         monkeypatch.setenv(f"WANDB_{name}", value)
