@@ -1,36 +1,66 @@
 """Files and folders that become visible only when they are complete. Imports no torch."""
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TextIO
+
+from litft.folder_lock import locked
 
 
 def atomic_write(path: Path, text: str) -> None:
-    """Write a text file; it becomes visible only when complete."""
+    """Write a text file; it becomes visible only when complete. Two processes at once write one after the other."""
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, "utf-8", newline="")
-    _sync(partial)
-    partial.replace(path)
+    while True:
+        file = partial.open("a", encoding="utf-8", newline="")
+        with file:
+            _wait_for_lock(file)
+            if not _is_at(file, partial):  # the former owner has given it its final name
+                continue
+            file.truncate(0)
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+            partial.replace(path)
+        return
+
+
+def _wait_for_lock(file: TextIO) -> None:
+    """Lock a file, for as long as it is open; wait for another process that has locked it."""
+    with suppress(OSError):  # a file system without locks excludes nobody
+        fcntl.lockf(file, fcntl.LOCK_EX)
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Return whether the open file is the one that has this path now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
 def atomic_folder(folder: Path, partial: Path | None = None) -> Iterator[Path]:
     """Within the context, fill the folder that is returned; then it replaces `folder`. After an error it is deleted.
 
-    partial: where to fill it, on the same disk; default: `folder` with the suffix .partial, made anew.
+    partial: where to fill it, on the same disk; default: `folder` with the suffix .partial. What a killed process left
+    there is deleted. Raises ValueError if another process fills it now.
     """
     if partial is None:
         partial = folder.with_name(f"{folder.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
-        partial.mkdir(parents=True)
-    try:
-        yield partial
-        replace_folder(partial, folder)
-    except BaseException:
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    with locked(partial.with_name(f"{partial.name}.lock"), folder):
         shutil.rmtree(partial, ignore_errors=True)
-        raise
+        partial.mkdir()
+        try:
+            yield partial
+            replace_folder(partial, folder)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
 
 
 def replace_folder(partial: Path, folder: Path) -> None:

@@ -1,6 +1,7 @@
 """Run folders: find, create and check them. Imports no torch.
 
 A run folder has config.yaml, metrics.csv, checkpoints/step-NNNNNN/ (to resume) and final/ (the result; written at the end).
+While a finished run is continued, its earlier result is previous/.
 """
 
 import csv
@@ -10,10 +11,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from litft.atomic import atomic_write
+from litft.folder_lock import LOCK
 
 OUT = Path("out")
 CONFIG = "config.yaml"
 _HEADER = "# A run of litft"  # first line of config.yaml: other programs have files of that name
+_PREVIOUS = "previous"  # the folder of the earlier result of a run that is continued
 _LAUNCH_LINE = "# begun by the launch "
 
 
@@ -42,6 +45,18 @@ def command(script: str) -> str:
 def finished(folder: Path) -> bool:
     """Return whether the run is finished."""
     return (folder / "final").is_dir()
+
+
+def set_final_aside(folder: Path) -> None:
+    """Rename final/ to previous/, because the run goes on: without final/ it is not finished."""
+    if finished(folder):
+        delete_previous_final(folder)
+        (folder / "final").rename(folder / _PREVIOUS)
+
+
+def delete_previous_final(folder: Path) -> None:
+    """Delete what `set_final_aside` has kept."""
+    shutil.rmtree(folder / _PREVIOUS, ignore_errors=True)
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -112,7 +127,7 @@ def check(folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | No
     """Raise ValueError if the run would overwrite other files, or delete `inputs`, the paths that it reads."""
     if folder.is_file():
         raise ValueError(f"--out_dir {folder} is a file; name a folder")
-    occupied = folder.is_dir() and any(not path.name.endswith(".partial") for path in folder.iterdir())
+    occupied = folder.is_dir() and any(not _is_temporary(path) for path in folder.iterdir())
     if occupied and not is_run(folder):
         raise ValueError(f"--out_dir {folder} is not empty and is not a litft run; name another folder")
     if occupied and not (resume or overwrite):
@@ -123,10 +138,22 @@ def check(folder: Path, resume: bool, overwrite: bool, inputs: Iterable[str | No
                 raise ValueError(f"--overwrite would delete {path}, which this run reads; name another --out_dir")
 
 
+def _is_temporary(path: Path) -> bool:
+    """Return whether a file or folder of a run is a lock, or is not complete."""
+    return path.name == LOCK or path.name.endswith((".partial", ".partial.lock"))
+
+
 def clear(folder: Path) -> None:
-    """Delete a run folder, for --overwrite. Other folders are left alone."""
-    if is_run(folder):
-        shutil.rmtree(folder.resolve())
+    """Delete what is in a run folder, for --overwrite, but for its lock. Other folders are left alone."""
+    if not is_run(folder):
+        return
+    for path in folder.resolve().iterdir():
+        if path.name == LOCK:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def write_config(folder: Path, method: str, text: str, launch: str | None) -> None:

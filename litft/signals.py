@@ -30,6 +30,23 @@ def defer_signal(number: signal.Signals) -> Iterator[None]:
             signal.raise_signal(number)
 
 
+@contextmanager
+def sigterm_exits() -> Iterator[None]:
+    """Within the context, SIGTERM ends the process as an exception does, so that temporary files are deleted."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    previous = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
 class Signals:
     """Within the context, record signals in `caught`: the number of the last one, 0 if none arrived.
 

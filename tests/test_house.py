@@ -11,6 +11,7 @@ from mutate import problems, read_table
 LIBRARY = ROOT / "litft"
 # import order: a component imports itself and those in rows above it, never others in its own row
 LAYERS = [
+    {"folder_lock"},
     {"errors", "atomic", "environment"},
     {"run_dir"},
     {"args"},
@@ -44,15 +45,16 @@ distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding generation chat_answers
  streaming terminal session chat generate
 training: intervals residence flops metrics loggers html_report screen adafactor optimizers activation_checkpointing compile
- cpu_offload objectives setup run_checkpoints scoring validation memory_trace memory_plan communication_plan schedule
- references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
+ cpu_offload objectives setup file_hashes run_checkpoints scoring validation memory_trace memory_plan communication_plan
+ schedule references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples preferences run_eval
 serving: openai_replies openai_requests engine routes server
 """
 LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
 ORDERS = {component: files.split() for component, _, files in LINES}
-TORCHLESS = {"errors", "atomic", "environment", "run_dir", "args", "signals", "run_list", "recipe_list", "cli"}
+TORCHLESS = {"errors", "folder_lock", "atomic", "environment", "run_dir", "args", "signals"}
+TORCHLESS |= {"run_list", "recipe_list", "cli"}
 
 
 def imports(path: Path) -> set[str]:

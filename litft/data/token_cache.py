@@ -103,10 +103,8 @@ def _code_version() -> str:
 
 def _write(file: File | HubSplit, digest: str, encoder: Encoder, max_bad: float, folder: Path, lock: TextIO) -> None:
     """Write the cache entry, which becomes visible only when complete. The caller holds the lock."""
-    partial = folder.with_suffix(".partial")
-    for leftover in (partial, folder):  # from a killed process, or damaged
-        shutil.rmtree(leftover, ignore_errors=True)
-    with atomic_folder(folder, partial):
+    shutil.rmtree(folder, ignore_errors=True)  # it is damaged
+    with atomic_folder(folder, folder.with_suffix(".partial")) as partial:
         writer = TokenStoreWriter(partial, encoder.tokenizer.special_ids)
         with tqdm(desc=f"tokenizing {Path(file.name).name}", unit=" records", delay=3) as bar:
             for encoded in encode(file.records(), encoder, lock):

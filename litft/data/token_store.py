@@ -82,7 +82,7 @@ class TokenStoreWriter:
     """Writes samples to a folder; after `close`, `TokenStore` can open it."""
 
     def __init__(self, folder: Path, special_ids: set[int]) -> None:
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.special_ids = folder, np.array(sorted(special_ids), np.uint32)
         self.report, self._file, self._hash = EncodingReport(), (folder / "tokens.bin").open("wb"), hashlib.sha256()
         self._lengths: list[int] = []

@@ -2,7 +2,6 @@
 
 import os
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from litft.methods import Method, Values
 from litft.model.quantization import KINDS
 from litft.pretrained import PretrainedFolder, base_record, resolve
 from litft.save_pretrained import Result, check_written, copy_files, copy_tokenizer, write_result
+from litft.signals import sigterm_exits
 from litft.training import run_checkpoints
 from litft.training.setup import Setup
 
@@ -219,11 +219,14 @@ def compare(folder: Path, entries: list[LazyTensor]) -> None:
 def write_folder(out_dir: str, fill: Callable[[Path], None]) -> Path:
     """Create `out_dir` with `fill`, under a temporary name first: it becomes visible only when complete."""
     out = Path(os.path.realpath(out_dir))
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"--out_dir {out_dir} already exists and is not an empty folder; choose another folder")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f"{out.name}.", suffix=".partial", dir=out.parent))
-    with atomic_folder(out, partial):
-        partial.chmod(out.parent.stat().st_mode & 0o777)  # mkdtemp creates it with 0700
+    _check_is_free(out, out_dir)
+    partial = out.with_name(f"{out.name}.litft.partial")  # a folder of the user has hardly this name
+    with sigterm_exits(), atomic_folder(out, partial):
+        _check_is_free(out, out_dir)  # another process may have filled it before this one had the lock
         fill(partial)
     return Path(out_dir)
+
+
+def _check_is_free(out: Path, out_dir: str) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"--out_dir {out_dir} already exists and is not an empty folder; choose another folder")

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,12 +13,13 @@ import litft
 from litft import run_dir
 from litft.args import FinetuneArgs, seconds
 from litft.args.finetune import apply_launcher
-from litft.args.processes import is_first_on_node, launch_id
+from litft.args.processes import global_rank, is_first_on_node, launch_id
 from litft.checkpoints.hub import fetch, hub_id, pinned_data
 from litft.data.dataset import load_data
 from litft.data.sources import hub_dataset
 from litft.distributed.devices import check_devices, make_fabric, pick_accelerator
 from litft.distributed.process_group import launch
+from litft.folder_lock import locked_folder
 from litft.model.quantization import bitsandbytes
 from litft.pretrained import DEMO, resolve
 from litft.training.auto_settings import Settings, choose
@@ -55,21 +57,28 @@ def run_finetuning(
         dry_run(setup, schedule, settings)
         return None
     check_memory(setup, schedule, settings)
-    fabric = make_fabric(args, settings.strategy)
-    hosts = launch(fabric, args.timeout)
-    # the first process makes the folder; all have looked at what was there before any gets here
-    name = str(named or run_dir.claim(setup.method.title)) if fabric.global_rank == 0 else None
-    folder = Path(fabric.broadcast(name))
-    if any(hosts.all_reduce_max(args.resume)):
-        setup.args = replace(setup.args, resume=True, overwrite=False)
-    hosts.check_equal(_shared_facts(setup, schedule, settings))
-    screen = open_screen(fabric.global_rank == 0)
-    if fabric.global_rank == 0:  # before the weights are read, which takes long
-        peak = peak_flops(fabric.device, settings.precision)
-        screen.header(run_title(setup), str(folder), description(setup, schedule, settings, peak))
-    trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics, screen)
-    trainer.metrics.sinks += [callback] if callback else []
-    trainer.fit()
+    # the lock ends with this function; the other processes of the run rely on the first one's
+    with ExitStack() as lock:
+        if named and global_rank() == "0":
+            lock.enter_context(locked_folder(named))
+            _check_folder(args, named)  # again: another run may have ended between the first check and the lock
+        fabric = make_fabric(args, settings.strategy)
+        hosts = launch(fabric, args.timeout)
+        # the first process makes the folder; all have looked at what was there before any gets here
+        name = str(named or run_dir.claim(setup.method.title)) if fabric.global_rank == 0 else None
+        folder = Path(fabric.broadcast(name))
+        if not named and fabric.global_rank == 0:
+            lock.enter_context(locked_folder(folder))
+        if any(hosts.all_reduce_max(args.resume)):
+            setup.args = replace(setup.args, resume=True, overwrite=False)
+        hosts.check_equal(_shared_facts(setup, schedule, settings))
+        screen = open_screen(fabric.global_rank == 0)
+        if fabric.global_rank == 0:  # before the weights are read, which takes long
+            peak = peak_flops(fabric.device, settings.precision)
+            screen.header(run_title(setup), str(folder), description(setup, schedule, settings, peak))
+        trainer = Trainer(fabric, hosts, setup, schedule, settings, folder, metrics, screen)
+        trainer.metrics.sinks += [callback] if callback else []
+        trainer.fit()
     return Outcome(folder, trainer.metrics.newest)
 
 
@@ -99,11 +108,16 @@ def _resolve(args: FinetuneArgs) -> tuple[FinetuneArgs, Path | None]:
     if run_dir.launched_by(folder, launch_id()):
         args = replace(args, resume=True, overwrite=False)
     if folder and not args.dry_run:
-        items = (*args.data.paths, *args.data.val_paths)
-        paths = [path for item in items for path in (item.path, item.template)]
-        inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)
-        run_dir.check(folder, args.resume, args.overwrite, inputs)
+        _check_folder(args, folder)
     return args, folder
+
+
+def _check_folder(args: FinetuneArgs, folder: Path) -> None:
+    """Raise ValueError if the run would overwrite other files, or delete what it reads."""
+    items = (*args.data.paths, *args.data.val_paths)
+    paths = [path for item in items for path in (item.path, item.template)]
+    inputs = (args.checkpoint_dir, args.base_dir, *paths, args.data.template)
+    run_dir.check(folder, args.resume, args.overwrite, inputs)
 
 
 def _pin_hub_ids(args: FinetuneArgs) -> FinetuneArgs:

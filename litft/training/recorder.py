@@ -1,6 +1,7 @@
 """What a run leaves in its folder: config.yaml, metrics.csv, checkpoints/, best/, final/, report.html."""
 
 import dataclasses
+import json
 import math
 import shutil
 import time
@@ -18,12 +19,13 @@ from torch.optim import Optimizer
 from litft import run_dir
 from litft.args.processes import launch_id, started_by
 from litft.atomic import atomic_folder, replace_folder
-from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, read_adapter_config, vllm_obstacles
+from litft.checkpoints.adapter_reader import ADAPTER_CONFIG, ADAPTER_RECORD, read_adapter_config, vllm_obstacles
 from litft.checkpoints.weight_files import SHARD_BYTES
 from litft.data.dataset import SPLIT_RULE, histogram
 from litft.distributed.devices import machine_lines
 from litft.distributed.process_group import HostGroup
 from litft.errors import Interrupted
+from litft.model.config_file import read_object
 from litft.model.placement import full_tensor
 from litft.model.transformer import GPT
 from litft.pretrained import base_record
@@ -97,7 +99,8 @@ class Recorder:
         if not self.args.resume:
             return None, []
         parameters = self.network.parameters
-        progress, damaged = run_checkpoints.restore_newest(self.folder, self.identity(), parameters, optimizer)
+        identity = self.identity()
+        progress, damaged = run_checkpoints.restore_newest(self.folder, identity, parameters, optimizer, self.hosts)
         if progress is not None:
             self.logged_as = progress.get("logger")
         return progress, damaged
@@ -130,6 +133,8 @@ class Recorder:
     def _open(self, start_step: int) -> None:
         config = self._write_config()
         self.is_open = True
+        if start_step < self.schedule.steps:
+            run_dir.set_final_aside(self.folder)
         self.metrics.truncate(start_step or -1)
         run_checkpoints.delete_after(self.folder, start_step)
         self.place_best(start_step)
@@ -221,7 +226,21 @@ class Recorder:
         for earlier, path in self._preliminary_bests() if self.is_writer else ():
             if earlier > (self.saver.writing_step or 0):  # no checkpoint, complete or being written, has it as its best
                 shutil.rmtree(path)
-        self.write(f"best-{step:06d}.partial")
+        self.write(f"best-{step:06d}.partial", step)
+
+    def has_best(self, step: int) -> bool:
+        """Whether best/, or what becomes best/, has the weights after `step` steps; the same in every process."""
+        found = False
+        if self.is_writer:
+            written = [self.folder / "best", *(path for _, path in self._preliminary_bests())]
+            found = any(_step_of(path) == step for path in written)
+        return self.fabric.broadcast(found)
+
+    def write_final(self) -> None:
+        """Write final/, and delete what it was before the run was continued."""
+        self.write("final")
+        if self.is_writer:
+            run_dir.delete_previous_final(self.folder)
 
     def place_best(self, step: int) -> None:
         """Give what was best after `step` steps the name best/."""
@@ -234,8 +253,8 @@ class Recorder:
         paths = [(path.name[len("best-") : -len(".partial")], path) for path in self.folder.glob("best-*.partial")]
         return sorted((int(step), path) for step, path in paths if step.isdecimal())
 
-    def write(self, name: str) -> None:
-        """Write a folder to open, which gets its name only when it is complete.
+    def write(self, name: str, step: int | None = None) -> None:
+        """Write a folder to open, which gets its name only when it is complete. step: noted in it, if given.
 
         A sharded network is gathered tensor by tensor, with all processes; the first one writes.
         """
@@ -255,6 +274,8 @@ class Recorder:
                 method.write(partial, source, values, record | {"litft": record["litft"] | training})
             copy_tokenizer(self.setup.tokenizer, partial)
             check_written(partial, source)
+            if step is not None:
+                _note_step(partial, step)
 
     # ---- the end
 
@@ -285,7 +306,13 @@ class Recorder:
         """The best step, the time and the memory."""
         validation, lines = self.validation, []
         if self.args.save.best and validation.best is not None:
-            lines.append(f"lowest at step {validation.best}, {validation.losses[validation.best]:.4f}, which is in best/")
+            line = f"lowest at step {validation.best}, {validation.losses[validation.best]:.4f}"
+            kept = _step_of(self.folder / "best")
+            if kept == validation.best:
+                line += ", which is in best/"
+            elif kept is not None:
+                line += f"; best/ has step {kept}"
+            lines.append(line)
         return [*lines, f"{self.metrics.seconds:.0f} s of training, {self.metrics.summary(self.fabric.device)}"]
 
     def _scores(self) -> dict[str, list[str]]:
@@ -382,3 +409,19 @@ class Recorder:
         free = f"{shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there" if self.folder.is_dir() else ""
         reason: Iterable[str] = filter(None, [error.strerror or str(error), free, self.newest_checkpoint()])
         return OSError(error.errno, "; ".join(reason), error.filename)
+
+
+def _note_step(folder: Path, step: int) -> None:
+    """Note in litft's record of a folder after how many steps it was written."""
+    path = folder / ADAPTER_RECORD
+    record = read_object(path) if path.is_file() else {}
+    path.write_text(json.dumps(record | {"step": step}, indent=2) + "\n", "utf-8")
+
+
+def _step_of(folder: Path) -> int | None:
+    """Return the step that `_note_step` has noted; None if there is none."""
+    try:
+        step = read_object(folder / ADAPTER_RECORD).get("step")
+    except (OSError, ValueError):
+        return None
+    return step if isinstance(step, int) else None

@@ -1,7 +1,8 @@
 """Checkpoints to resume a run from: `checkpoints/step-NNNNNN/`, folders of torch.distributed.checkpoint (DCP).
 
 The format is the same for one process and for many. A folder is written under a temporary name, synced to disk and renamed,
-so it becomes visible only when complete. Its progress.json has the sizes of the other files, to detect later truncation.
+so it becomes visible only when complete. Its progress.json has the sizes and hashes of the other files, and its own hash, to
+detect later damage.
 """
 
 import json
@@ -22,10 +23,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.optim import Optimizer
 
 from litft.atomic import replace_folder
+from litft.distributed.process_group import HostGroup
 from litft.run_dir import checkpoint_step, checkpoints
+from litft.training.file_hashes import HashingWriter, check_hashes, collect_hashes, object_hash
 from litft.training.optimizers import StochasticRounding, averaged_weights
 
 _PROGRESS = "progress.json"
+_OWN_HASH = "hash"  # the field of progress.json with the hash of all others
 _PARAMETERS = "parameters."  # prefix of the keys of trained parameters
 _DCP = "torch.distributed.checkpoint.metadata"
 _METADATA_CLASSES = {
@@ -88,7 +92,8 @@ class Saver:
         with averaged_weights(optimizer), self._delete_on_error():
             # with one thread: DCP prints errors of additional threads instead of raising them
             write = dcp.async_save if in_background else dcp.save
-            self.result = write(_state(parameters, optimizer), checkpoint_id=self.partial, process_group=self.group)
+            writer = HashingWriter(self.partial)
+            self.result = write(_state(parameters, optimizer), storage_writer=writer, process_group=self.group)
         if not in_background:
             self.finish()
 
@@ -106,8 +111,11 @@ class Saver:
             if isinstance(self.result, Future):
                 self.result.result()
             if self.is_writer:
+                hashes = collect_hashes(self.partial)
                 sizes = {path.name: path.stat().st_size for path in self.partial.iterdir()}
-                (self.partial / _PROGRESS).write_text(json.dumps(self.progress | {"files": sizes}) + "\n", "utf-8")
+                progress = self.progress | {"files": sizes, "hashes": hashes}
+                progress[_OWN_HASH] = object_hash(progress)
+                (self.partial / _PROGRESS).write_text(json.dumps(progress) + "\n", "utf-8")
                 replace_folder(self.partial, self.partial.with_suffix(""))
         self.saved_step = step
         if self.is_writer:
@@ -134,6 +142,9 @@ def read_progress(folder: Path) -> dict[str, Any]:
         for name, types in (("samples", int), ("elapsed", (int, float)), ("identity", dict), ("optimizer", dict)):
             if not isinstance(progress[name], types):
                 raise ValueError(f"{name} {str(progress[name])[:40]!r}")
+        own_hash = progress.pop(_OWN_HASH, None)  # checkpoints before November 2026 have none
+        if own_hash is not None and own_hash != object_hash(progress):
+            raise ValueError(f"{_PROGRESS} has changed since it was written: its hash is another one")
         for name, size in progress["files"].items():
             if (actual_size := (folder / Path(name).name).stat().st_size) != size:
                 raise ValueError(f"{name} has {actual_size:,} bytes, not {size:,}")
@@ -142,8 +153,32 @@ def read_progress(folder: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(folder, error) from None
 
 
+def check_files(folder: Path, progress: dict[str, Any], hosts: HostGroup | None = None) -> None:
+    """Read all files once and compare their hashes. Each process reads a part of them; all have the same result.
+
+    hosts: the processes; None: this one alone. Raises DamagedCheckpoint.
+    """
+    hashes = progress.get("hashes", {})
+    names = sorted(hashes)
+    rank = 0
+    processes = 1
+    if hosts is not None and hosts.processes > 1:
+        rank = distributed.get_rank()
+        processes = hosts.processes
+    problem = ""
+    try:
+        check_hashes(folder, hashes, names[rank::processes])
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    problems = hosts.all_gather(problem) if hosts is not None else [problem]
+    for found in problems:
+        if found:
+            raise DamagedCheckpoint(folder, found)
+
+
 def read_parameters(folder: Path) -> dict[str, Tensor]:
     """Read only the trained parameters, by name, onto the CPU. Raises DamagedCheckpoint if they cannot be read."""
+    check_files(folder, read_progress(folder))
     reader = _Reader(folder)
     state = {
         key: torch.empty(entry.size, dtype=entry.properties.dtype)
@@ -186,9 +221,13 @@ def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, 
 
 
 def restore_newest(
-    run: Path, identity: dict[str, Any], parameters: dict[str, nn.Parameter], optimizer: Optimizer
+    run: Path,
+    identity: dict[str, Any],
+    parameters: dict[str, nn.Parameter],
+    optimizer: Optimizer,
+    hosts: HostGroup | None = None,
 ) -> tuple[dict[str, Any] | None, list[str]]:
-    """Restore parameters and optimizer in place from the newest readable checkpoint.
+    """Restore parameters and optimizer in place from the newest readable checkpoint, with all processes.
 
     Returns its progress.json (None if the run has no checkpoint), and the problems of newer checkpoints. Raises ValueError
     if the checkpoint's identity differs from `identity`, or if all checkpoints are damaged.
@@ -198,6 +237,7 @@ def restore_newest(
         try:
             progress = read_progress(folder)
             _check_identity(folder, progress, identity)
+            check_files(folder, progress, hosts)
             _restore(folder, progress, parameters, optimizer)
             return progress, damaged
         except DamagedCheckpoint as error:

@@ -327,7 +327,7 @@ class Trainer:
                 validation.find_hardest(self.schedule.layout, self.args.train.global_batch_size)
             for item in [] if has_answers else validation.generate_answers(step):
                 self.say(f"  {end(item['prompt'])}\n  -> {beginning(item['answer'])}")
-            if self.args.save.best and step and validation.best == step and not has_answers:
+            if self.args.save.best and step and validation.best == step and not self.recorder.has_best(step):
                 self.recorder.write_best(step)
 
     def _log(self, pace: float) -> None:
@@ -373,7 +373,7 @@ class Trainer:
         if self.recorder.is_writer:
             self.recorder.place_best(self.step)
         with averaged_weights(optimizer):
-            self.recorder.write("final")
+            self.recorder.write_final()
         if self.recorder.is_writer:
             self.recorder.finish()
         self.fabric.barrier()

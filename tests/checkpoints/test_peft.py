@@ -212,7 +212,7 @@ def test_an_unknown_target_is_reported(tiny, targets, message):
         ({"lora_alpha": None}, "lora_alpha None is not valid"),
         ({"alpha_pattern": {"(": 3}}, r"alpha_pattern '\(' is not valid"),
         ({"use_rslora": "no"}, "use_rslora 'no' is not valid"),
-        ({"litft": [1]}, "litft an object"),
+        ({"litft": [1]}, "record must be an object"),
     ],
 )
 def test_invalid_adapter_configs_are_refused(tiny, tmp_path, change, message):

@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import random
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,6 +14,7 @@ from conftest import ENV, FORKS, ROOT, script, start
 from safetensors.torch import load_file, save_file
 
 from litft.cli import run as command
+from litft.training import run_checkpoints
 
 FLAGS = "--train.max_steps 4 --train.global_batch_size 8 --save.interval 2 --data.val_fraction 0.1".split()
 
@@ -74,6 +76,7 @@ def test_a_checkpoint_executes_nothing(folder, capsys):
     (step / ".metadata").write_bytes(pickle.dumps(Evil()))
     progress = json.loads((step / "progress.json").read_text())
     progress["files"][".metadata"] = (step / ".metadata").stat().st_size
+    del progress["hash"], progress["hashes"]  # as in a checkpoint of an older version, or of an attacker
     (step / "progress.json").write_text(json.dumps(progress))
     lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
     stdout = capsys.readouterr().out
@@ -100,6 +103,33 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(folder, capsys, name,
     assert "step-000004 is damaged" in stdout and "using the checkpoint before it" in stdout
     assert "continuing after step 2" in stdout and weights("a") == expected
     assert sorted(path.name for path in Path("a/checkpoints").iterdir()) == ["step-000002", "step-000004"]
+
+
+@pytest.mark.parametrize("name", [".metadata", "progress.json", "__0_0.distcp"])
+def test_every_flipped_bit_of_a_checkpoint_is_noticed(folder, name):
+    step = folder / "a" / "checkpoints" / "step-000004"
+    path = step / name
+    whole = path.read_bytes()
+    run_checkpoints.check_files(step, run_checkpoints.read_progress(step))
+    generator = random.Random(0)
+    for position in sorted(generator.sample(range(len(whole)), 50)):
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        with pytest.raises(run_checkpoints.DamagedCheckpoint, match="step-000004 is damaged"):
+            run_checkpoints.check_files(step, run_checkpoints.read_progress(step))
+
+
+def test_a_flipped_bit_falls_back_to_the_checkpoint_before(folder, capsys):
+    expected = weights("a")
+    path = folder / "a" / "checkpoints" / "step-000004" / "__0_0.distcp"
+    damaged = bytearray(path.read_bytes())
+    damaged[len(damaged) // 2] ^= 16
+    path.write_bytes(damaged)
+    lora("--resume", "--out_dir", "a", capsys=capsys, code=None)
+    stdout = capsys.readouterr().out
+    assert "__0_0.distcp has changed since it was written" in stdout and "using the checkpoint before it" in stdout
+    assert weights("a") == expected
 
 
 def test_a_truncated_file_is_detected_by_its_size(folder, capsys):
@@ -176,7 +206,7 @@ def test_a_run_that_split_its_examples_differently_is_not_resumed(folder, capsys
     """design.md 4.16: a run from before examples were split by their content."""
     for path in (folder / "a" / "checkpoints").glob("*/progress.json"):
         progress = json.loads(path.read_text())
-        assert progress["identity"].pop("split")
+        assert progress["identity"].pop("split") and progress.pop("hash")
         path.write_text(json.dumps(progress))
     assert "would now train on examples it was validated on" in lora("--resume", "--out_dir", "a", capsys=capsys)
 

@@ -19,9 +19,12 @@ from forkserver import Process
 from safetensors.torch import load_file, save_file
 
 import litft
+from litft import run_dir
 from litft.args import DataArgs, EvalArgs, FullFinetuneArgs, LoRAArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs, seconds
 from litft.errors import Interrupted
+from litft.run_list import read_run
 from litft.signals import Signals
+from litft.training.recorder import Recorder
 from litft.training.run_checkpoints import Saver
 
 
@@ -466,6 +469,50 @@ def test_resuming_discards_a_later_best_checkpoint(args, monkeypatch):
     assert not list(folder.glob("*.partial"))
 
 
+def test_the_best_weights_of_an_interrupted_validation_are_written_later(args, monkeypatch):
+    """A signal stops the run before a validation; a crash ends the resumed run between sample answers and best/."""
+    args.save.best, args.train.max_steps = True, 2
+    args.eval = EvalArgs(interval=2, max_new_tokens=4, prompts=["Say it"])
+    args.save.interval = 2
+    interrupt_validation(args, monkeypatch, 2, "measure")
+    resumed = replace(args, resume=True)
+
+    def crash(recorder, step):
+        raise AssertionError("the crash")
+
+    with monkeypatch.context() as patch, pytest.raises(AssertionError, match="the crash"):
+        patch.setattr(Recorder, "write_best", crash)
+        litft.finetune(resumed)
+    folder = Path(args.out_dir)
+    assert not (folder / "best").exists()
+    litft.finetune(resumed)
+    val_losses = {row["step"]: row["val_loss"] for row in rows_of(folder) if "val_loss" in row and row["step"]}
+    assert json.loads((folder / "best" / "litft.json").read_text())["step"] == min(val_losses, key=val_losses.get)
+    model, _ = litft.load(folder / "best")
+    assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
+
+
+def test_a_finished_run_that_is_continued_is_not_finished_until_its_end(args, monkeypatch):
+    args.train.max_steps = 4
+    folder = litft.finetune(args).folder
+    first = weights(folder)
+    longer = replace(args, resume=True, train=replace(args.train, max_steps=8))
+
+    def callback(row):
+        assert row["step"] != 6, "the crash"
+
+    with pytest.raises(AssertionError, match="the crash"):
+        litft.finetune(longer, callback)
+    assert not run_dir.finished(folder) and read_run(folder).state.startswith("not finished")
+    assert (folder / "previous" / "adapter_model.safetensors").read_bytes() == first
+    monkeypatch.setattr(run_dir, "OUT", folder.parent)
+    assert run_dir.newest_run(is_finished=False) == folder
+    litft.finetune(longer)
+    assert run_dir.finished(folder) and weights(folder) != first and not (folder / "previous").exists()
+    litft.finetune(longer)  # there is nothing left to do
+    assert run_dir.finished(folder) and not (folder / "previous").exists()
+
+
 def test_a_longer_run_resumes_at_the_next_example(args):
     """With 24 examples and steps of 16, an epoch ends with a step of 8."""
     args.train = TrainArgs(epochs=1, global_batch_size=16)
@@ -526,6 +573,7 @@ def test_a_checkpoint_with_an_invalid_progress_json_is_damaged(args, capfd):
         lambda p: p["optimizer"].update(parameters={}, groups=[{"params": 1}]),
     ):
         progress = json.loads(original)
+        del progress["hash"]  # otherwise every change is noticed by it
         damage(progress)
         path.write_text(json.dumps(progress))
         litft.finetune(replace(args, resume=True))  # which writes the checkpoint again

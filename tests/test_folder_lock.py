@@ -1,0 +1,151 @@
+"""Locks of folders: one process owns a run's folder or the folder of an export; a dead owner is replaced."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from conftest import ENV, rows_of, script, start
+
+from litft.atomic import atomic_folder, atomic_write
+from litft.export.convert import write_folder
+from litft.folder_lock import LOCK, locked_folder
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from litft.folder_lock import locked_folder
+
+with locked_folder(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+FILL = """
+import sys, time
+from litft.export.convert import write_folder
+
+def fill(partial):
+    (partial / "model.safetensors").write_bytes(b"half")
+    print("half", flush=True)
+    time.sleep(600)
+
+write_folder(sys.argv[1], fill)
+"""
+
+
+def begin(code: str, folder: Path) -> subprocess.Popen:
+    """Start a process that holds a folder, and wait until it does."""
+    process = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, env=ENV)
+    assert process.stdout.readline()
+    return process
+
+
+def end(process: subprocess.Popen, number: signal.Signals) -> int:
+    """End a process by a signal; return its exit code."""
+    process.send_signal(number)
+    with process.stdout:
+        return process.wait(timeout=60)
+
+
+def test_a_living_owner_is_named_and_a_dead_one_is_replaced(tmp_path):
+    folder = tmp_path / "run"
+    process = begin(HOLD, folder)
+    with pytest.raises(ValueError, match=f"run is in use by process {process.pid} on "), locked_folder(folder):
+        pass
+    assert end(process, signal.SIGKILL) == -9 and (folder / LOCK).is_file()
+    with locked_folder(folder):
+        assert str(os.getpid()) in (folder / LOCK).read_text()
+    assert not folder.exists()  # it is empty
+
+
+def test_a_folder_has_one_owner_within_a_process_too(tmp_path):
+    (tmp_path / "kept").write_text("kept")
+    refusals = []
+
+    def second() -> None:
+        try:
+            with locked_folder(tmp_path):
+                pass
+        except ValueError as error:
+            refusals.append(str(error))
+
+    with locked_folder(tmp_path):
+        thread = threading.Thread(target=second)
+        thread.start()
+        thread.join()
+        assert "is in use by this process" in refusals[0]
+    with locked_folder(tmp_path):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_of_two_starts_into_one_folder_one_is_refused(tiny, examples, tmp_path):
+    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", "run"]
+    command += ["--eval.max_new_tokens", "0", "--train.max_steps"]
+    processes = [start(*command, str(steps), cwd=tmp_path, stderr=subprocess.PIPE) for steps in (4, 5)]
+    errors = [process.communicate(timeout=120)[1] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert sorted(codes) == [0, 2], errors
+    winner = codes.index(0)
+    refused = errors[1 - winner]
+    assert "run is in use by process" in refused or "already contains a run" in refused
+    run = tmp_path / "run"
+    steps = 4 + winner
+    assert [int(row["step"]) for row in rows_of(run) if "loss" in row] == list(range(1, steps + 1))
+    assert f"max_steps: {steps}" in (run / "config.yaml").read_text()
+    assert not list(tmp_path.glob("**/*.lock")) + list(tmp_path.glob("**/*.partial"))
+
+
+def test_a_run_is_not_resumed_or_overwritten_while_it_runs(tiny, examples, tmp_path):
+    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", "run"]
+    script(*command, "--train.max_steps", "2", cwd=tmp_path)
+    before = {path: path.read_bytes() for path in tmp_path.glob("run/**/*") if path.is_file()}
+    process = begin(HOLD, tmp_path / "run")
+    for flag in ("--resume", "--overwrite"):
+        done = script(*command, flag, cwd=tmp_path, code=2)
+        assert f"run is in use by process {process.pid}" in done.stderr
+    end(process, signal.SIGKILL)
+    (tmp_path / "run" / LOCK).unlink()
+    assert {path: path.read_bytes() for path in tmp_path.glob("run/**/*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
+def test_an_interrupted_export_leaves_nothing_after_the_next_one(tmp_path, number, code):
+    process = begin(FILL, tmp_path / "out")
+    with pytest.raises(ValueError, match=f"out is in use by process {process.pid}"):
+        write_folder(str(tmp_path / "out"), lambda partial: None)
+    assert end(process, number) == code
+    if number != signal.SIGKILL:
+        assert not list(tmp_path.iterdir())
+    write_folder(str(tmp_path / "out"), lambda partial: (partial / "model").write_text("whole"))
+    assert [str(path.relative_to(tmp_path)) for path in sorted(tmp_path.glob("**/*"))] == ["out", "out/model"]
+
+
+def test_a_folder_that_was_filled_in_the_meantime_is_kept(tmp_path):
+    """The second export has looked before the first one was complete."""
+
+    def fill(partial: Path) -> None:
+        raise AssertionError("the folder is not free")
+
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="already exists"), atomic_folder(tmp_path / "out") as partial:
+        (partial / "model").write_text("first")
+        (tmp_path / "out" / "model").write_text("first")
+        write_folder(str(tmp_path / "out"), fill)
+    assert (tmp_path / "out" / "model").read_text() == "first"
+
+
+def test_texts_of_two_writers_are_whole(tmp_path):
+    path = tmp_path / "config.yaml"
+    code = "import sys; from pathlib import Path; from litft.atomic import atomic_write\n"
+    code += "for _ in range(200): atomic_write(Path(sys.argv[1]), sys.argv[2] * 4000)"
+    writers = [subprocess.Popen([sys.executable, "-c", code, path, letter], env=ENV) for letter in "ab"]
+    while any(writer.poll() is None for writer in writers):
+        text = path.read_text() if path.is_file() else ""
+        assert len(set(text)) <= 1 and len(text) in (0, 4000)
+    assert [writer.returncode for writer in writers] == [0, 0]
+    atomic_write(path, "whole")
+    assert [file.name for file in tmp_path.iterdir()] == ["config.yaml"]
