@@ -12,6 +12,7 @@ from torch import Tensor
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # column of each group of 8 that the i-th lowest 4 bits of a number hold
+_AGAIN = "download the folder again"
 METHODS = ("fp8", "gptq", "awq", "compressed-tensors")
 
 
@@ -58,11 +59,41 @@ def _fp8_weights(metas: dict[str, Tensor | str], block: Iterable[int]) -> Iterab
             stem = name.removesuffix("weight")
             suffix = next((s for s in ("weight_scale_inv", "weight_scale") if f"{stem}{s}" in metas), None)
             if suffix is None:
-                raise ValueError(f"{name} is stored in FP8, but its scale is missing; download the folder again")
+                raise ValueError(f"{name} is stored in FP8, but its scale is missing; {_AGAIN}")
             unused = {s: f"{stem}{s}" for s in ("input_scale", "activation_scale") if f"{stem}{s}" in metas}
             parts = {"weight": name, "scale": f"{stem}{suffix}", **unused}
+            _check_fp8_scale(parts["scale"], metas[parts["scale"]], meta, block)
             dequantize = partial(_call, dequantize_fp8, block=tuple(block))
             yield name, StoredWeight(parts, tuple(meta.shape), torch.bfloat16, dequantize)
+
+
+def _check_fp8_scale(name: str, scale: Any, weight: Tensor, block: Iterable[int]) -> None:
+    """Raise ValueError if a scale is not one number, one a row, or one for each block."""
+    if weight.dim() != 2:
+        raise ValueError(f"{name}: a weight in FP8 must be a matrix, found {tuple(weight.shape)}; {_AGAIN}")
+    sizes = tuple(block)
+    if len(sizes) != 2 or any(type(size) is not int or size < 1 for size in sizes):
+        raise ValueError(f"config.json: weight_block_size must be two positive numbers, found {sizes!r:.100}")
+    rows, columns = weight.shape
+    blocks = (-(-rows // sizes[0]), -(-columns // sizes[1]))
+    shapes = ((), (1,), (1, 1), (rows, 1), blocks)
+    if not isinstance(scale, Tensor) or not scale.is_floating_point():
+        raise ValueError(f"{name}: expected floating-point numbers, found {_dtype_of(scale)}; {_AGAIN}")
+    if tuple(scale.shape) not in shapes:
+        expected = f"one number, {(rows, 1)} or {blocks}"
+        raise ValueError(f"{name}: expected shape {expected}, found {tuple(scale.shape)}; {_AGAIN}")
+
+
+def _check_part(name: str, meta: Any, dtype: torch.dtype | None, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if a stored tensor has another shape or type. dtype: None for any floating-point type."""
+    if not isinstance(meta, Tensor) or (meta.dtype != dtype if dtype else not meta.is_floating_point()):
+        raise ValueError(f"{name}: expected {dtype or 'floating-point numbers'}, found {_dtype_of(meta)}; {_AGAIN}")
+    if tuple(meta.shape) != shape:
+        raise ValueError(f"{name}: expected shape {shape}, found {tuple(meta.shape)}; {_AGAIN}")
+
+
+def _dtype_of(meta: Any) -> str:
+    return str(meta.dtype if isinstance(meta, Tensor) else meta)
 
 
 def _call(function: Callable[..., Tensor], tensors: dict[str, Tensor], **settings: Any) -> Tensor:
@@ -81,35 +112,58 @@ def dequantize_fp8(weight: Tensor, scale: Tensor, block: tuple[int, ...], **unus
 def _integer_weights(
     metas: dict[str, Tensor | str], method: str, settings: dict[str, Any]
 ) -> Iterable[tuple[str, StoredWeight]]:
-    bits, is_first_version = settings.get("bits", 4), settings.get("checkpoint_format", "gptq") == "gptq"
+    bits = settings.get("bits", 4)
+    is_first_version = settings.get("checkpoint_format", "gptq") == "gptq"
     for name, meta in metas.items():
         if not name.endswith(".qweight"):
             continue
         stem = name.removesuffix("qweight")
-        suffixes = ["qweight", "qzeros", "scales", *(["g_idx"] if f"{stem}g_idx" in metas else [])]
+        suffixes = ["qweight", "qzeros", "scales"]
+        if f"{stem}g_idx" in metas:
+            suffixes.append("g_idx")
         parts = {suffix: f"{stem}{suffix}" for suffix in suffixes}
         if missing := [part for part in parts.values() if part not in metas]:
-            raise ValueError(f"{missing[0]} is missing; download the folder again")
-        rows, columns = meta.shape
-        dtype = metas[parts["scales"]].dtype
+            raise ValueError(f"{missing[0]} is missing; {_AGAIN}")
+        if not isinstance(meta, Tensor) or meta.dtype != torch.int32 or meta.dim() != 2:
+            raise ValueError(f"{name}: expected a matrix of torch.int32, found {_dtype_of(meta)}; {_AGAIN}")
+        packed = 32 // bits  # numbers in each int32
         if method == "gptq":
-            shape = (columns, rows * 32 // bits)
-            yield (
-                f"{stem}weight",
-                StoredWeight(parts, shape, dtype, lambda t: dequantize_gptq(**t, bits=bits, v1=is_first_version)),
-            )
+            outputs = meta.shape[1]
+            inputs = meta.shape[0] * packed
+            dequantize = partial(_call, dequantize_gptq, bits=bits, v1=is_first_version, name=parts.get("g_idx", ""))
         else:
-            yield f"{stem}weight", StoredWeight(parts, (columns * 8, rows), dtype, lambda t: dequantize_awq(**t))
+            outputs = meta.shape[1] * packed
+            inputs = meta.shape[0]
+            dequantize = partial(_call, dequantize_awq)
+        scales = metas[parts["scales"]]
+        groups = scales.shape[0] if isinstance(scales, Tensor) and scales.dim() == 2 else 1
+        _check_part(parts["scales"], scales, None, (groups, outputs))
+        _check_part(parts["qzeros"], metas[parts["qzeros"]], torch.int32, (groups, outputs // packed))
+        if "g_idx" in parts and method == "gptq":
+            _check_part(parts["g_idx"], metas[parts["g_idx"]], torch.int32, (inputs,))
+        elif groups == 0 or inputs % groups:
+            reason = f"{groups} groups do not divide the {inputs} input features"
+            raise ValueError(f"{parts['scales']}: {reason}; {_AGAIN}")
+        yield f"{stem}weight", StoredWeight(parts, (outputs, inputs), scales.dtype, dequantize)
 
 
 def dequantize_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, bits: int, v1: bool, g_idx: Tensor | None = None
+    qweight: Tensor,
+    qzeros: Tensor,
+    scales: Tensor,
+    bits: int,
+    v1: bool,
+    g_idx: Tensor | None = None,
+    name: str = "g_idx",
 ) -> Tensor:
     """Return the weight (O, I) of GPTQ (arXiv 2210.17323): scale * (value - zero) for each group of input features.
 
     qweight: (I * bits / 32, O) int32. qzeros: (G, O * bits / 32) int32; the first version stores zeros minus 1.
-    scales: (G, O). g_idx: (I,), the group of each input feature; None: consecutive groups of equal size.
+    scales: (G, O). g_idx: (I,), the group of each input feature; None: consecutive groups of equal size. name: of g_idx,
+    for the ValueError if it names a group that does not exist.
     """
+    if g_idx is not None and not (int(g_idx.min()) >= 0 and int(g_idx.max()) < scales.size(0)):
+        raise ValueError(f"{name}: expected groups from 0 to {scales.size(0) - 1}, found others; {_AGAIN}")
     values = _unpack(qweight.mT, bits)  # (O, I)
     zeros = _unpack(qzeros, bits) + int(v1)  # (G, O)
     features = values.size(1)

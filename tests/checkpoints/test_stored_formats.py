@@ -1,6 +1,7 @@
 """Folders with FP8, GPTQ and AWQ weights: what litft reads is what the formats define."""
 
 import json
+import random
 import shutil
 
 import pytest
@@ -145,3 +146,54 @@ def test_a_missing_scale_is_reported(base, tmp_path):
     write(folder, reference, tmp_path, lambda w: ({"weight": w.to(torch.float8_e4m3fn)}, w), dict(quant_method="fp8"))
     with pytest.raises(ValueError, match="its scale is missing"):
         litft.load(tmp_path)
+
+
+FP8_BLOCKS = dict(quant_method="fp8", weight_block_size=[32, 16], activation_scheme="dynamic", fmt="e4m3")
+STORED = {name: (lambda weight, to=quantize: to(weight)[0], settings) for name, (quantize, settings) in FORMATS.items()}
+STORED["fp8"] = (lambda weight: to_fp8(weight, (32, 16)), FP8_BLOCKS)
+
+
+def damaged(tensor, generator):
+    """Return a stored tensor of another shape or type, or with numbers that mean nothing; and what was done."""
+    kinds = {
+        "a row less": lambda: tensor[:-1],
+        "a row more": lambda: torch.cat([tensor, tensor[:1]]),
+        "flat": lambda: tensor.flatten()[: tensor.numel() // 2],
+        "one number": lambda: tensor.flatten()[:1].view(1, 1, 1),
+        "a batch": lambda: tensor[None],
+    }
+    if tensor.dim() == 2:
+        kinds["a column less"] = lambda: tensor[:, :-1]
+        if tensor.size(0) != tensor.size(1):
+            kinds["transposed"] = lambda: tensor.mT
+    if tensor.dtype == torch.int32:
+        kinds["bytes"] = lambda: tensor.to(torch.int8)
+        kinds["floats"] = lambda: tensor.float()
+        if tensor.dim() == 1:
+            kinds["negative groups"] = lambda: tensor - 1
+            kinds["groups that do not exist"] = lambda: tensor + 1
+    elif tensor.dtype not in (torch.float8_e4m3fn,):
+        kinds["integers"] = lambda: tensor.to(torch.int32)
+    kind = generator.choice(sorted(kinds))
+    return kinds[kind]().contiguous(), kind
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(500, marks=pytest.mark.slow)])
+def test_damaged_parts_are_refused(base, tmp_path, count):
+    """Nothing is used as it comes, and nothing ends in a traceback."""
+    reference, folder = base
+    generator = random.Random(count)
+    for name, (quantize, settings) in STORED.items():
+        write(folder, reference, tmp_path / name, lambda w, q=quantize: (q(w), w), settings)
+    for _ in range(count):
+        name = generator.choice(sorted(STORED))
+        path = tmp_path / name / "model.safetensors"
+        whole = load_file(path)
+        part = generator.choice([part for part in whole if "_proj." in part])
+        tensor, kind = damaged(whole[part], generator)
+        save_file(whole | {part: tensor}, path, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=r"download (the folder|it) (again|in bf16)|expected shape"):
+            pytest.fail(f"{name}, {part}, {kind}: {litft.load(tmp_path / name)}")
+        save_file(whole, path, metadata={"format": "pt"})
+    for name in STORED:
+        litft.load(tmp_path / name)
