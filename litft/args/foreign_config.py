@@ -44,6 +44,7 @@ def in_litfts_terms(
     """
     converted: dict[str, Any] = {}
     notes: list[str] = []
+    of_lora: list[str] = []  # names of settings that this method does not have
     for name, value in entries.items():
         if name in flag_types:
             if value is not None:
@@ -55,12 +56,18 @@ def in_litfts_terms(
         elif translation := translate(name, texts[name], texts):
             for flag, setting in FLAG.findall(translation[0]):
                 text = setting or "true"
-                if flag not in OMITTED and text not in PLACEHOLDERS and is_valid(flag, text):
+                if flag in OMITTED or text in PLACEHOLDERS:
+                    continue
+                if flag not in flag_types:
+                    of_lora.append(name)
+                elif is_valid(flag, text):
                     _put(converted, flag, _value(text))
+    if of_lora:
+        notes.append(f"{', '.join(dict.fromkeys(of_lora))}: settings of finetune/lora.py, which this command does not have")
     if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):  # an adapter keeps its own ranks
         converted["lora"] = {name: value for name, value in converted.get("lora", {}).items() if name == "dropout"}
-    if re.search(r"[\\(|+]", str(entries.get("lora_target_modules", ""))):
-        converted["lora"] = {name: value for name, value in converted["lora"].items() if name != "targets"}
+    if "lora.targets" in flag_types and re.search(r"[\\(|+]", str(entries.get("lora_target_modules", ""))):
+        converted["lora"] = {name: value for name, value in converted.get("lora", {}).items() if name != "targets"}
         if entries.get("lora_target_linear"):
             converted["lora"]["targets"] = "all-linear"
         notes.append("lora_target_modules: a regular expression has no counterpart; name modules, or patterns: *.q_proj")
@@ -106,6 +113,8 @@ def _put_their_defaults(converted: dict[str, Any], entries: Mapping[str, Any]) -
 def _share_template(data: dict[str, Any]) -> None:
     """Move a template that all paths have to the data as a whole, so that chatting uses it, too."""
     items = data.get("path", [])
+    if not isinstance(items, list):
+        return
     if items and all(isinstance(item, dict) and item.get("template") == "alpaca" for item in items):
         data["template"] = "alpaca"
         data["path"] = [{name: value for name, value in item.items() if name != "template"} for item in items]
@@ -117,8 +126,12 @@ def _columns(data_set: Mapping[str, Any]) -> dict[str, Any]:
     if "field" in data_set:
         columns["text"] = data_set["field"]
     if (turns := data_set.get("field_messages")) is not None:
-        speaker = (data_set.get("message_property_mappings") or {}).get("role", data_set.get("message_field_role"))
-        columns[TURNS.get(speaker, "messages" if turns != "conversations" else turns)] = turns
+        properties = data_set.get("message_property_mappings")
+        speaker = data_set.get("message_field_role")
+        if isinstance(properties, Mapping):
+            speaker = properties.get("role", speaker)
+        usual = "conversations" if turns == "conversations" else "messages"
+        columns[TURNS.get(str(speaker), usual)] = turns
     for source in (data_set, data_set.get("type")):
         if isinstance(source, Mapping):
             columns |= {field: source[f"field_{field}"] for field in FIELDS if f"field_{field}" in source}
@@ -145,7 +158,7 @@ def _losses(data_set: Mapping[str, Any]) -> Iterator[str]:
             yield f"{name} {value!r} has no counterpart: turns have role and content, or from and value; rename them"
         elif name == "roles" and value not in (None, {"user": ["human", "user"], "assistant": ["gpt", "assistant"]}):
             yield f"roles {value!r} has no counterpart: rename the speakers in the file, to user and assistant"
-        elif name not in known and not name.startswith("message_field"):
+        elif name not in known and not str(name).startswith("message_field"):
             yield f"{name} has no counterpart"
     if (
         isinstance(prompt := data_set.get("type"), Mapping)
@@ -170,5 +183,7 @@ def _put(tree: dict[str, Any], name: str, value: Any) -> None:
     """Set the value of a dotted name in nested mappings."""
     *groups, leaf = name.split(".")
     for group in groups:
-        tree = tree.setdefault(group, {})
+        if not isinstance(tree.get(group), dict):  # a value where a group belongs, which has a message of its own
+            tree[group] = {}
+        tree = tree[group]
     tree[leaf] = value

@@ -73,7 +73,7 @@ def _is_valid(parser: ArgumentParser, word: str) -> bool:
     """Return whether `word`, one --flag=value, has a value of the flag's type."""
     try:
         parser.parse_args([word])
-    except ArgumentError:
+    except (ArgumentError, OverflowError):  # a whole number beyond the range of floats
         return False
     return True
 
@@ -203,8 +203,14 @@ def _as_list(value: str, flag_type: Any) -> str:
 
 
 def _item_texts(items: list[Any]) -> list[Any]:
-    """Return the items of a list with objects as JSON."""
-    return [json.dumps(item, ensure_ascii=False) if isinstance(item, dict) else item for item in items]
+    """Return the items of a list with objects as JSON, and with dates and the like as text."""
+    texts = []
+    for item in items:
+        if isinstance(item, dict):
+            texts.append(json.dumps(item, ensure_ascii=False, default=str))
+        else:
+            texts.append(item if isinstance(item, str | int | float | list | None) else str(item))
+    return texts
 
 
 def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, str]], list[str]]:
@@ -254,7 +260,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     for name, value in lists.items():
         items = [value] if isinstance(value, dict) else value
         if isinstance(items, list):
-            texts[name] = json.dumps(_item_texts(items), ensure_ascii=False)
+            texts[name] = json.dumps(_item_texts(items), ensure_ascii=False, default=str)
         else:
             texts[name] = _as_list(texts[name], flag_types[name])
     return list(texts.items()), problems

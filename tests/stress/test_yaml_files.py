@@ -1,0 +1,138 @@
+"""YAML files of other programs and of litft with random mistakes: one message and exit code 2, never a traceback."""
+
+import random
+import time
+
+import pytest
+import yaml
+
+from litft.args.parser import FINETUNE, parse
+
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3-8B
+adapter: lora
+lora_r: 32
+lora_alpha: 16
+lora_dropout: 0.05
+lora_target_linear: true
+lora_target_modules: [q_proj, v_proj]
+lora_model_dir:
+load_in_4bit: true
+datasets:
+  - path: mhenrichsen/alpaca_2k_test
+    type: alpaca
+    split: train
+  - path: data.jsonl
+    type: chat_template
+    field_messages: conversations
+    message_property_mappings: {role: from, content: value}
+    roles: {assistant: [gpt, model]}
+    roles_to_train: [assistant]
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+micro_batch_size: 2
+gradient_accumulation_steps: 4
+num_epochs: 3
+optimizer: adamw_8bit
+lr_scheduler: cosine
+learning_rate: 2e-4
+bf16: auto
+gradient_checkpointing: true
+deepspeed: zero2.json
+output_dir: ./out
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: identity,alpaca_en_demo
+template: llama3
+cutoff_len: 2048
+max_samples: 1000
+output_dir: saves/llama3-8b/lora/sft
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 1.0e-4
+num_train_epochs: 3.0
+lr_scheduler_type: cosine
+warmup_ratio: 0.1
+bf16: true
+quantization_bit: 4
+"""
+LITFT = """
+checkpoint_dir: model
+data: {path: [data.json], val_fraction: 0.1, max_seq_length: 512, template: chatml}
+train: {max_steps: 10, learning_rate: 0.0002, global_batch_size: 8}
+lora: {r: 8, alpha: 16.0, targets: [q_proj, v_proj]}
+eval: {interval: 5, prompts: [Hello]}
+save: {best: true}
+objective: dpo
+preference: {beta: 0.2}
+"""
+DATE = yaml.safe_load("2026-11-26")
+VALUES = [None, 0, 5, -1.5, 10**30, True, "", "x", "(", "a,b", "2" * 3000, [], {}, [1], [None], [[[]]], {"a": 1}]
+VALUES += [{1: 2}, {"r": {"r": 8}}, [{"path": 5}], [{"path": ["a"]}], DATE, b"\x00\xff", float("nan"), float("inf")]
+
+
+def mutated(content, generator):
+    """Return a YAML object with one to three mistakes in it, at any depth."""
+    content = yaml.safe_load(yaml.safe_dump(content))
+    for _ in range(generator.randint(1, 3)):
+        place = content
+        while True:
+            keys = list(place) if isinstance(place, dict) else list(range(len(place)))
+            if not keys:
+                break
+            key = generator.choice(keys)
+            if isinstance(place[key], dict | list) and place[key] and generator.random() < 0.7:
+                place = place[key]
+                continue
+            kind = generator.choice(("value", "value", "value", "delete", "nest", "rename"))
+            if kind == "delete":
+                del place[key]
+            elif kind == "nest":
+                place[key] = {str(key): place[key]}
+            elif kind == "rename" and isinstance(place, dict):
+                place[generator.choice((5, None, True, "", f"{key}s", DATE))] = place.pop(key)
+            else:
+                place[key] = generator.choice(VALUES)
+            break
+    return content
+
+
+@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+def test_mistakes_in_yaml_files(tmp_path, count):
+    path = tmp_path / "config.yaml"
+    failures = []
+    for number in range(count):
+        generator = random.Random(number)
+        text = generator.choice((AXOLOTL, LLAMA_FACTORY, LITFT))
+        content = mutated(yaml.safe_load(text), generator)
+        path.write_text(yaml.dump(content, sort_keys=False), "utf-8")
+        method = generator.choice(sorted(FINETUNE))
+        start = time.monotonic()
+        try:
+            parse(FINETUNE[method], ["--config", str(path)])
+        except ValueError as error:
+            assert str(error).strip() and not isinstance(error, UnicodeError)
+        except Exception as error:
+            failures.append(f"{number}, finetune/{method}.py: {type(error).__name__}: {error}")
+        if time.monotonic() - start > 10:
+            failures.append(f"{number}, finetune/{method}.py: {time.monotonic() - start:.0f} s")
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("text", [AXOLOTL, LLAMA_FACTORY], ids=["axolotl", "LLaMA-Factory"])
+@pytest.mark.parametrize("method", sorted(FINETUNE))
+def test_files_of_other_programs_with_every_command(tmp_path, text, method):
+    """Settings of LoRA have no counterpart in another method, which is said."""
+    path = tmp_path / "config.yaml"
+    path.write_text(text, "utf-8")
+    with pytest.raises(ValueError, match="in litft's terms") as error:
+        parse(FINETUNE[method], ["--config", str(path)])
+    message = str(error.value)
+    assert ("settings of finetune/lora.py" in message) == (method != "lora")
