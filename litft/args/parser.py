@@ -44,7 +44,7 @@ def parse(cls: type, argv: list[str], prog: str | None = None) -> Any:
     parser, value_words = _parser(cls, prog=prog, exit_on_error=False), [f"--{name}={value}" for name, value in values]
     try:
         namespace = parser.parse_args(value_words + (passthrough if not problems else []))
-    except ArgumentError as error:  # names only the first invalid flag
+    except (ArgumentError, OverflowError) as error:  # names only the first invalid flag
         invalid = [pair for pair, word in zip(values, value_words, strict=True) if not _is_valid(parser, word)]
         problems += [f"--{name} {value}: expected {_describe(flag_types[name])}{_hint(value)}" for name, value in invalid]
         problems += [] if invalid else [str(error)]

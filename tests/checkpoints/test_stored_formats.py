@@ -169,9 +169,6 @@ def damaged(tensor, generator):
     if tensor.dtype == torch.int32:
         kinds["bytes"] = lambda: tensor.to(torch.int8)
         kinds["floats"] = lambda: tensor.float()
-        if tensor.dim() == 1:
-            kinds["negative groups"] = lambda: tensor - 1
-            kinds["groups that do not exist"] = lambda: tensor + 1
     elif tensor.dtype not in (torch.float8_e4m3fn,):
         kinds["integers"] = lambda: tensor.to(torch.int32)
     kind = generator.choice(sorted(kinds))
@@ -197,3 +194,18 @@ def test_damaged_parts_are_refused(base, tmp_path, count):
         save_file(whole, path, metadata={"format": "pt"})
     for name in STORED:
         litft.load(tmp_path / name)
+
+
+@pytest.mark.parametrize("shift", [-1, 1])
+def test_groups_that_do_not_exist_are_refused(base, tmp_path, shift):
+    """Of -1, torch would take the last group."""
+    reference, folder = base
+    quantize, settings = STORED["gptq, act order"]
+
+    def shifted(weight):
+        stored = quantize(weight)
+        return stored | {"g_idx": stored["g_idx"] + shift}, weight
+
+    write(folder, reference, tmp_path, shifted, settings)
+    with pytest.raises(ValueError, match="g_idx: expected groups from 0 to [12], found others"):
+        litft.load(tmp_path)
