@@ -213,6 +213,12 @@ class PretrainedFolder:
         """Load the network, or this rank's shard of it, with the adapter if the folder is one."""
         return load_models([self], precision, device, quantize, placement)[0]
 
+    def check_base_dir(self, base_dir: str | Path | None) -> None:
+        """Raise ValueError if a base model is named, but this folder is no adapter, which would have one."""
+        if base_dir and self.adapter is None:
+            reason = f"{self.folder} is no adapter, so it has no base model; leave the flag out"
+            raise ValueError(f"--base_dir {base_dir}: {reason}")
+
     def read_adapter(self) -> tuple[Method, dict[str, torch.Tensor]] | None:
         """Return the method and the trained values of an adapter folder; None for other folders."""
         return read_method(self.adapter, self) if self.adapter else None
@@ -345,6 +351,7 @@ def load(
     if quantize not in (None, "none", *KINDS):
         raise ValueError(f"quantize {quantize!r} is not supported; use {', '.join(KINDS)}")
     source = resolve(folder, base_dir)
+    source.check_base_dir(base_dir)
     if warning := source.quantization_warning(source.quantization(quantize)):
         warnings.warn(warning.removeprefix("warning: "), stacklevel=2)
     return source.model(precision, device, quantize), source.tokenizer()

@@ -23,6 +23,7 @@ from litft.args.foreign_config import in_litfts_terms
 from litft.args.recipes import KEY, is_recipe, names, recipe_file
 
 DEMO = Path(__file__).parent.parent / "demo"
+MOST_VALUES = 10_000  # of a YAML file
 
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
@@ -176,6 +177,10 @@ def _implied_flags(values: dict[str, str], cls: type) -> tuple[list[tuple[str, s
             if (run_method := run_dir.method(run)) != method:
                 return [], [f"--resume: {run} is a run of another method; continue it with finetune/{run_method}.py"]
             run_values, problems = _read_config(run / run_dir.CONFIG, cls)
+            # litft does not write them: they would continue another run, or delete this one
+            for name, value in run_values:
+                if name in ("out_dir", "resume", "overwrite", "config"):
+                    problems.append(f"{run / run_dir.CONFIG}: {name} {value} is no setting of a run; remove the line")
             # other devices may need another strategy
             devices_changed = values.keys() & {"devices", "num_nodes"} and "strategy" not in values
             return [pair for pair in run_values if not (devices_changed and pair[0] in ("strategy", "shard_size"))], problems
@@ -230,6 +235,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         content = yaml.safe_load(Path(path).read_text("utf-8")) or {}
         if not isinstance(content, dict):
             raise ValueError(f"expected a mapping of flags, found {type(content).__name__}")
+        _check_size(content)
         recipe = content.pop(KEY, None)
         method = recipe.get("method") if isinstance(recipe, dict) else None
         if method and cls is not FINETUNE.get(method):
@@ -264,6 +270,21 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         else:
             texts[name] = _as_list(texts[name], flag_types[name])
     return list(texts.items()), problems
+
+
+def _check_size(content: Any) -> None:
+    """Raise ValueError if a YAML file stands for more than MOST_VALUES values: nested aliases multiply them."""
+    count = 0
+    waiting = [content]
+    while waiting:
+        value = waiting.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise ValueError(f"it stands for more than {MOST_VALUES:,} values; write them without aliases (&name, *name)")
+        if isinstance(value, dict):
+            waiting += value.values()
+        elif isinstance(value, list):
+            waiting += value
 
 
 def _flatten(content: dict, lists: set[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -43,6 +43,12 @@ def global_rank() -> str:
     return os.environ.get("RANK") or (os.environ.get("SLURM_PROCID", "0") if _started_by_srun() else "0")
 
 
+def is_first_process() -> bool:
+    """Return whether this is the first of all processes, also of those that Fabric starts: they have no RANK yet."""
+    first_node = os.environ.get("NODE_RANK", "0") == "0"
+    return global_rank() == "0" and is_first_on_node() and (first_node or started_by() is not None)
+
+
 def process_counts(devices: int, nodes: int) -> tuple[int, int]:
     """Return (processes per node, nodes) of the launcher or the flags. Raise ValueError if they contradict each other."""
     if (launch := started_by()) is None:

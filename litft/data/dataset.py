@@ -26,6 +26,9 @@ from litft.data.tokenizer import CONTROL, Tokenizer
 
 SPLIT_RULE = "by content"  # what decides the split; a resumed run must use the same rule
 NUM_BARS = 10  # of the histogram
+# variables of chat templates that every program sets
+ALWAYS_SET = ("messages", "tools", "add_generation_prompt", "strftime_now", "raise_exception")
+ALWAYS_SET += ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 @dataclass
@@ -248,11 +251,14 @@ def with_arguments(source: str, items: list[str]) -> str:
     """Return a chat template with other defaults for its variables, NAME=VALUE each; a value is JSON, or else text.
 
     They are part of the template, so that every program that renders it has them. Raise ValueError for a name that the
-    template does not mention.
+    template does not mention, or that every program sets.
     """
     defaults = ""
     for item in items:
         name, _, value = item.partition("=")
+        if name in ALWAYS_SET:
+            reason = f"{name} is set by each conversation or by the tokenizer, so a default has no effect; leave it out"
+            raise ValueError(f"--data.template_args {item}: {reason}")
         if not mentions_variable(source, name):
             raise ValueError(f"--data.template_args {item}: the chat template has no variable {name}; check the spelling")
         try:

@@ -306,11 +306,25 @@ def _parquet(path: Path, file: BinaryIO) -> Records:
         source = parquet.ParquetFile(file if file.seekable() else io.BytesIO(file.read()))
         index = 0
         for batch in source.iter_batches(batch_size=256):
-            for record in batch.to_pylist():
+            for record in _rows(batch):
                 yield f"{path}, row {index}", drop_nulls(record)
                 index += 1
-    except (OSError, ValueError, TypeError, KeyError) as error:  # includes pyarrow's own errors
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:  # includes pyarrow's own errors
         raise ValueError(f"{path} is not a complete Parquet file ({str(error)[:200]}); download it again") from None
+
+
+def _rows(batch: Any) -> list[Record]:
+    """Return the rows of a batch of Arrow; times beyond Python's years, 1 to 9999, as Arrow writes them."""
+    try:
+        return batch.to_pylist()
+    except (OverflowError, ValueError):
+        types = _library("pyarrow.types", Path())
+        columns = []
+        for column in batch.columns:
+            is_time = types.is_timestamp(column.type) or types.is_date(column.type)
+            columns.append(column.cast("string").to_pylist() if is_time else column.to_pylist())
+        names = batch.schema.names
+        return [dict(zip(names, values, strict=True)) for values in zip(*columns, strict=True)]
 
 
 def drop_nulls(record: Record) -> Record:

@@ -87,7 +87,10 @@ def locate(args: DataArgs) -> tuple[list[File | HubSplit], list[tuple[str, File 
     train, val = [], []
     if args.split and not any(hub_dataset(item.path) for item in args.paths):
         raise ValueError(f"--data.split {args.split}: no --data.path is a data set on the hub; leave it out")
-    for item in (*args.paths, *args.val_paths):
+    items = (*args.paths, *args.val_paths)
+    if args.subset and not any(hub_dataset(item.path) for item in items):
+        raise ValueError(f"--data.subset {args.subset}: no path is a data set on the hub; leave it out")
+    for item in items:
         if (item.split or item.subset) and not hub_dataset(item.path):
             raise ValueError(f"{item.text()}: only data sets on the hub have a split or a subset; leave them out")
     for item in args.paths:

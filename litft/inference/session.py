@@ -127,7 +127,9 @@ def source_of(args: ModelArgs) -> PretrainedFolder:
     folder = args.checkpoint_dir or run_dir.newest_finished()
     if not args.checkpoint_dir and is_first_on_node():
         print(f"using {folder}, the newest finished run; --checkpoint_dir names another model", file=sys.stderr)
-    return resolve(folder, args.base_dir)
+    source = resolve(folder, args.base_dir)
+    source.check_base_dir(args.base_dir)
+    return source
 
 
 def _open_sessions(

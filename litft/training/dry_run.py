@@ -121,6 +121,7 @@ def prepare_data(args: PrepareArgs) -> None:
     )
     finetuning.train.global_batch_size = args.global_batch_size
     source = resolve(args.checkpoint_dir, args.base_dir)
+    source.check_base_dir(args.base_dir)
     setup = Setup(finetuning, source)
     vocab_size, kind = setup.method.vocab_size(source.config), setup.objective.data
     data = load_data(args.data, setup.tokenizer, vocab_size, source.config.max_positions, kind=kind)

@@ -13,7 +13,7 @@ import litft
 from litft import run_dir
 from litft.args import FinetuneArgs, seconds
 from litft.args.finetune import apply_launcher
-from litft.args.processes import global_rank, is_first_on_node, launch_id
+from litft.args.processes import is_first_on_node, is_first_process, launch_id
 from litft.checkpoints.hub import fetch, hub_id, pinned_data
 from litft.data.dataset import load_data
 from litft.data.sources import hub_dataset
@@ -59,7 +59,7 @@ def run_finetuning(
     check_memory(setup, schedule, settings)
     # the lock ends with this function; the other processes of the run rely on the first one's
     with ExitStack() as lock:
-        if named and global_rank() == "0":
+        if named and is_first_process():
             lock.enter_context(locked_folder(named))
             _check_folder(args, named)  # again: another run may have ended between the first check and the lock
         fabric = make_fabric(args, settings.strategy)
@@ -140,6 +140,7 @@ def _pinned(path: str) -> str:
 def prepare(args: FinetuneArgs) -> tuple[Setup, Schedule, Settings]:
     """Prepare the method, the data and the plan, before the processes meet and without reading a weight; ValueError."""
     source = resolve(args.checkpoint_dir, args.base_dir)
+    source.check_base_dir(args.base_dir)
     source.check()
     setup = Setup(args, source)
     if setup.quantize != "none":

@@ -207,5 +207,5 @@ def test_groups_that_do_not_exist_are_refused(base, tmp_path, shift):
         return stored | {"g_idx": stored["g_idx"] + shift}, weight
 
     write(folder, reference, tmp_path, shifted, settings)
-    with pytest.raises(ValueError, match="g_idx: expected groups from 0 to [12], found others"):
+    with pytest.raises(ValueError, match=r"g_idx: expected groups from 0 to [12], found others"):
         litft.load(tmp_path)

@@ -176,3 +176,21 @@ def test_a_folder_of_shards_never_mixes_splits(tiny, tmp_path):
         load(tiny, DataArgs(path=[folder("mixed", "a.jsonl", "b.jsonl", "test-0.jsonl")]))
     with pytest.raises(ValueError, match="contains no train"):
         load(tiny, DataArgs(path=[folder("test only", "test-0.jsonl", "test-1.jsonl")]))
+
+
+def test_settings_without_effect_are_refused(tiny, tmp_path):
+    path = str(write_records(tmp_path / "own.jsonl", PLAIN))
+    with pytest.raises(ValueError, match=r"--data\.subset en: no path is a data set on the hub"):
+        load(tiny, DataArgs(path=[path], subset="en"))
+    for item in ("messages=1", "eos_token=x", "add_generation_prompt=true"):
+        with pytest.raises(ValueError, match=f"{item}.* has no effect"):
+            load(tiny, DataArgs(path=[path], template_args=[item]))
+
+
+def test_times_beyond_the_years_of_python_are_text(tiny, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    columns = {name: [record[name] for record in PLAIN[:2]] for name in ("prompt", "completion")}
+    parquet.write_table(pa.table(columns | {"when": pa.array([10**15, 5], pa.timestamp("s"))}), tmp_path / "own.parquet")
+    data = load(tiny, DataArgs(path=[str(tmp_path / "own.parquet")], val_fraction=0.0))
+    assert len(data.train) == 2

@@ -136,3 +136,24 @@ def test_files_of_other_programs_with_every_command(tmp_path, text, method):
         parse(FINETUNE[method], ["--config", str(path)])
     message = str(error.value)
     assert ("settings of finetune/lora.py" in message) == (method != "lora")
+
+
+BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}, *a{n - 1}, *a{n - 1}]\n" for n in range(1, 30))
+HOSTILE = {
+    "aliases": (BOMB, "more than 10,000 values"),
+    "nested lists": (f"data: {'[' * 5000}{']' * 5000}", "no valid YAML"),
+    "a number for a group": ("data: 5", "data"),
+    "binary": ("data: {template: !!binary aGk=}\ntrain: {epochs: !!binary aGk=}", "train.epochs"),
+    "an object": ("data: !!python/object/apply:os.system [touch executed]", "no valid YAML"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_hostile_yaml_files(tmp_path, monkeypatch, name):
+    text, words = HOSTILE[name]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.yaml").write_text(text, "utf-8")
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=words):
+        parse(FINETUNE["lora"], ["--config", "config.yaml"])
+    assert time.monotonic() - start < 5 and not (tmp_path / "executed").exists()

@@ -13,6 +13,7 @@ import torch
 from conftest import ENV, FORKS, ROOT, script, start
 from safetensors.torch import load_file, save_file
 
+import litft
 from litft.cli import run as command
 from litft.training import run_checkpoints
 
@@ -328,3 +329,21 @@ def test_resume_keeps_the_validation_set(folder, capsys):
     flags = ["--resume", "--out_dir", "b", "--train.max_steps", 2]
     assert "validation data" in lora(*flags, "--data.val_path", "second.json", capsys=capsys)
     lora(*flags, capsys=capsys, code=None)
+
+
+@pytest.mark.parametrize("line", ["out_dir: other", "overwrite: true"])
+def test_a_run_continues_in_its_own_folder(folder, capsys, line):
+    """A line that someone has added to config.yaml must not lead to another folder."""
+    config = Path("a/config.yaml")
+    config.write_text(config.read_text() + line + "\n")
+    before = contents(folder)
+    assert "is no setting of a run; remove the line" in lora("--resume", "--out_dir", "a", capsys=capsys)
+    assert contents(folder) == before
+
+
+def test_a_base_for_what_is_no_adapter_is_refused(folder, capsys):
+    shutil.rmtree("a")
+    message = lora("--checkpoint_dir", "model", "--data.path", "data.json", "--base_dir", "model", capsys=capsys)
+    assert "--base_dir model: model is no adapter, so it has no base model" in message
+    with pytest.raises(ValueError, match="is no adapter"):
+        litft.load("model", base_dir="model")
