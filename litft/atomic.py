@@ -1,5 +1,6 @@
 """Files and folders that become visible only when they are complete. Imports no torch."""
 
+import errno
 import fcntl
 import os
 import shutil
@@ -30,7 +31,7 @@ def atomic_write(path: Path, text: str) -> None:
 
 def _wait_for_lock(file: TextIO) -> None:
     """Lock a file, for as long as it is open; wait for another process that has locked it."""
-    with suppress(OSError):  # a file system without locks excludes nobody
+    with suppress(OSError):  # the file system may have no locks
         fcntl.lockf(file, fcntl.LOCK_EX)
 
 
@@ -58,9 +59,20 @@ def atomic_folder(folder: Path, partial: Path | None = None) -> Iterator[Path]:
         try:
             yield partial
             replace_folder(partial, folder)
+        except OSError as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if is_disk_full(error):
+                raise OSError(errno.ENOSPC, "the disk is full", str(folder)) from None
+            raise
         except BaseException:
             shutil.rmtree(partial, ignore_errors=True)
             raise
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Return whether an error means a full disk: numpy and safetensors say so only in their messages."""
+    texts = (f"os error {errno.ENOSPC}", "requested and", "No space left")
+    return error.errno in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in texts)
 
 
 def replace_folder(partial: Path, folder: Path) -> None:

@@ -60,9 +60,9 @@ def _locked_file(path: Path, folder: Path) -> Iterator[TextIO]:
             with file:
                 raise ValueError(_refusal(folder, _owner(file))) from None
         except OSError:
-            # a file system without locks excludes nobody
+            # The file system has no locks, so that nothing can be excluded.
             pass
-        # an owner deletes the file at its end: then this lock is of a file that nobody else can open
+        # The previous owner may have deleted the file in the meantime. Then other processes open a new one.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
             break
         file.close()

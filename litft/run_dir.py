@@ -48,7 +48,7 @@ def finished(folder: Path) -> bool:
 
 
 def set_final_aside(folder: Path) -> None:
-    """Rename final/ to previous/, because the run goes on: without final/ it is not finished."""
+    """Rename final/ to previous/: a run that is continued is not finished."""
     if finished(folder):
         delete_previous_final(folder)
         (folder / "final").rename(folder / _PREVIOUS)

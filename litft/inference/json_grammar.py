@@ -92,7 +92,7 @@ class JsonGrammars:
         """Return the constraint of one answer. Raises ValueError for a schema that is invalid or not supported."""
         grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_OPTIONS)
         constraint = Constraint(LLMatcher(self.backend, grammar, log_level=0), self.tokenizer, self.vocab_size, trigger)
-        constraint.matcher.compute_bitmask()  # finds what is wrong with the schema
+        constraint.matcher.compute_bitmask()  # shows errors of the schema
         if problem := constraint.problem():
             raise ValueError(problem.removeprefix("response_format: "))
         return constraint

@@ -36,7 +36,13 @@ class _HashingFileSystem(FileSystem):
                 yield file
                 return
             stream = _HashingStream(file)
-            yield stream
+            try:
+                yield stream
+            except Exception:
+                # torch's own error says nothing of a full disk
+                if stream.error is not None:
+                    raise stream.error from None
+                raise
         path = Path(path)
         path.with_name(path.name.removesuffix(".tmp") + _SUFFIX).write_text(stream.hash.hexdigest(), "utf-8")
 
@@ -47,13 +53,18 @@ class _HashingStream(io.BufferedIOBase):
     def __init__(self, file: Any) -> None:
         self.file = file
         self.hash = xxh3_64()
+        self.error: OSError | None = None
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         self.hash.update(data)
-        return self.file.write(data)
+        try:
+            return self.file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
 
     def tell(self) -> int:
         return self.file.tell()

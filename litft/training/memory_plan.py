@@ -75,9 +75,9 @@ class Memory:
         return f"{self.peak / unit_bytes:.2f} {unit} at its peak, with micro-batches of {self.shape} ({parts}){host}"
 
 
-# What a process on a CPU takes beside its tensors, measured in nine runs (tutorials/performance.md).
+# Memory of a process on a CPU in addition to its tensors, from nine runs (tutorials/performance.md).
 PYTHON_BYTES = int(0.65 * 2**30)  # Python, the libraries and their threads
-GLIBC_BYTES = int(0.3 * 2**30)  # freed memory that glibc's malloc keeps, and more of it the more a step allocates:
+GLIBC_BYTES = int(0.3 * 2**30)  # freed memory that glibc's malloc keeps, plus a part of what a step allocates
 GLIBC_PART = 0.4
 OTHER_PART = 0.15  # the same for other allocators, which keep less
 

@@ -419,7 +419,7 @@ def _note_step(folder: Path, step: int) -> None:
 
 
 def _step_of(folder: Path) -> int | None:
-    """Return the step that `_note_step` has noted; None if there is none."""
+    """Return the step that `_note_step` has noted, or None."""
     try:
         step = read_object(folder / ADAPTER_RECORD).get("step")
     except (OSError, ValueError):

@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import random
+import resource
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,8 +15,10 @@ from conftest import ENV, FORKS, ROOT, script, start
 from safetensors.torch import load_file, save_file
 
 import litft
+from litft.atomic import atomic_folder
 from litft.cli import run as command
 from litft.training import run_checkpoints
+from litft.training.file_hashes import HashingWriter
 
 FLAGS = "--train.max_steps 4 --train.global_batch_size 8 --save.interval 2 --data.val_fraction 0.1".split()
 
@@ -347,3 +350,31 @@ def test_a_base_for_what_is_no_adapter_is_refused(folder, capsys):
     assert "--base_dir model: model is no adapter, so it has no base model" in message
     with pytest.raises(ValueError, match="is no adapter"):
         litft.load("model", base_dir="model")
+
+
+def test_the_cause_of_a_failed_write_is_named(tmp_path):
+    """torch's own error is one of its zip writer. A limit on the size of files stands for a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))
+    try:
+        with (
+            pytest.raises(OSError, match="File too large"),
+            HashingWriter(tmp_path).fs.create_stream(tmp_path / "file", "wb") as stream,
+        ):
+            torch.save(torch.zeros(2**20), stream)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError("196608 requested and 73152 written"),  # numpy
+        OSError(0, "Error while serializing: I/O error: No space left on device (os error 28)", "x"),  # safetensors
+        OSError(28, "No space left on device", "base/tokenizer.json"),  # shutil, of the source
+    ],
+)
+def test_a_full_disk_is_named_while_a_folder_is_written(tmp_path, error):
+    with pytest.raises(OSError, match=r"the disk is full: .*out"), atomic_folder(tmp_path / "out"):
+        raise error
+    assert not list(tmp_path.iterdir())
