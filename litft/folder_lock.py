@@ -11,10 +11,12 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TextIO
 
 LOCK = ".lock"
+LEASE = 100.0  # seconds; NFS 4 has leases of 90 (RFC 8881)
 _held: set[Path] = set()  # record locks do not exclude other threads of the same process
 
 
@@ -52,39 +54,65 @@ def locked(path: Path, folder: Path) -> Iterator[None]:
 @contextmanager
 def _locked_file(path: Path, folder: Path) -> Iterator[TextIO]:
     """Open and lock a file; raise ValueError if another process has locked it."""
+    file = _try_lock(path)
+    deadline = time.monotonic() + LEASE
+    while file is None:
+        owner = _owner(path)
+        # a file server keeps the locks of a host that is gone until its lease is over
+        is_here = owner.host in ("", socket.gethostname())
+        if is_here or time.monotonic() > deadline:
+            raise ValueError(_refusal(folder, str(owner)))
+        time.sleep(min(1.0, LEASE))
+        file = _try_lock(path)
+    with file:
+        yield file
+
+
+def _try_lock(path: Path) -> TextIO | None:
+    """Open and lock a file; return None if another process has locked it."""
     while True:
         file = path.open("a+", encoding="utf-8")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            with file:
-                raise ValueError(_refusal(folder, _owner(file))) from None
+            file.close()
+            return None
         except OSError:
             # The file system has no locks, so that nothing can be excluded.
             pass
         # The previous owner may have deleted the file in the meantime. Then other processes open a new one.
         if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
-            break
+            return file
         file.close()
-    with file:
-        yield file
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """Who holds a lock."""
+
+    host: str = ""
+    process: int = 0
+    since: str = ""
+
+    def __str__(self) -> str:
+        if not self.host:
+            return "another process"
+        return f"process {self.process} on {self.host}, since {self.since}"
 
 
 def _write_owner(file: TextIO) -> None:
-    owner = {"host": socket.gethostname(), "process": os.getpid(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}
+    owner = _Owner(socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S"))
     file.truncate(0)
-    file.write(json.dumps(owner) + "\n")
+    file.write(json.dumps(asdict(owner)) + "\n")
     file.flush()
 
 
-def _owner(file: TextIO) -> str:
-    """Return who holds a lock, as text."""
-    file.seek(0)
+def _owner(path: Path) -> _Owner:
+    """Return who holds a lock, without its names while they are written."""
     try:
-        owner = json.loads(file.read())
-        return f"process {owner['process']} on {owner['host']}, since {owner['since']}"
-    except (OSError, ValueError, KeyError, TypeError):  # it is being written
-        return "another process"
+        return _Owner(**json.loads(path.read_text("utf-8")))
+    except (OSError, ValueError, TypeError):
+        return _Owner()
 
 
 def _refusal(folder: Path, owner: str) -> str:

@@ -1,5 +1,6 @@
 """Locks of folders: one process owns a run's folder or the folder of an export; a dead owner is replaced."""
 
+import json
 import os
 import signal
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from conftest import ENV, rows_of, script, start
 
+from litft import folder_lock
 from litft.atomic import atomic_folder, atomic_write
 from litft.export.convert import write_folder
 from litft.folder_lock import LOCK, locked_folder
@@ -80,6 +82,22 @@ def test_a_folder_has_one_owner_within_a_process_too(tmp_path):
     with locked_folder(tmp_path):
         pass
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+def test_the_lock_of_another_host_is_awaited(tmp_path, monkeypatch):
+    """A file server releases the locks of a host that is gone after a while."""
+    folder = tmp_path / "run"
+    process = begin(HOLD, folder)
+    owner = json.loads((folder / LOCK).read_text())
+    (folder / LOCK).write_text(json.dumps(owner | {"host": "elsewhere"}))
+    monkeypatch.setattr(folder_lock, "LEASE", 0.3)
+    with pytest.raises(ValueError, match=f"in use by process {process.pid} on elsewhere"), locked_folder(folder):
+        pass
+    monkeypatch.setattr(folder_lock, "LEASE", 60.0)
+    threading.Timer(0.5, process.kill).start()
+    with locked_folder(folder):
+        assert process.wait() == -9
+    process.stdout.close()
 
 
 def test_of_two_starts_into_one_folder_one_is_refused(tiny, examples, tmp_path):
