@@ -272,7 +272,7 @@ class TerminalOutput:
 
 
 def test_in_a_terminal(checkpoints, tmp_path):
-    """Prompt, Markdown, speeds, Ctrl-C that stops only the answer, history, Ctrl-D."""
+    """Prompt, Markdown, speeds, lines typed ahead, Ctrl-C that stops only the answer, history, Ctrl-D."""
     controller, terminal = pty.openpty()
     flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--temperature", "0", "--max_new_tokens", "200"]
     flags += ["--precision", "fp32"]
@@ -293,7 +293,12 @@ def test_in_a_terminal(checkpoints, tmp_path):
     output.until("/help lists the commands")
     output.until(">")
     os.write(controller, b"What is the capital of France?\r")
+    output.until("of France?")
+    time.sleep(1)  # the answer has begun
+    os.write(controller, b"Name a colour.\rName a number.\r")
     assert "Paris" in output.until("tokens/s, the first after")
+    for _ in range(2):
+        output.until("tokens/s, the first after")
     output.until(">")
     os.write(controller, b"Tell me a very long story about a king.\r")
     output.until("about a king.")
@@ -303,4 +308,6 @@ def test_in_a_terminal(checkpoints, tmp_path):
     output.until(">")
     os.write(controller, b"\x04")
     assert process.wait(60) == 0
-    assert "What is the capital of France?" in (tmp_path / "litft" / "chat_history").read_text()
+    history = (tmp_path / "litft" / "chat_history").read_text()
+    assert "+What is the capital of France?" in history
+    assert "+Name a colour.\n\n#" in history, "two lines typed ahead are two messages"
