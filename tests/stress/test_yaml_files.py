@@ -104,7 +104,7 @@ def mutated(content, generator):
     return content
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [20, pytest.param(120, marks=pytest.mark.slow)])
 def test_mistakes_in_yaml_files(tmp_path, count):
     path = tmp_path / "config.yaml"
     failures = []
