@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from litft.folder_lock import locked
+from litft.folder_lock import is_at, locked
 
 
 def atomic_write(path: Path, text: str) -> None:
@@ -19,7 +19,7 @@ def atomic_write(path: Path, text: str) -> None:
         file = partial.open("a", encoding="utf-8", newline="")
         with file:
             _wait_for_lock(file)
-            if not _is_at(file, partial):  # the former owner has given it its final name
+            if not is_at(file, partial):  # the former owner has given it its final name
                 continue
             file.truncate(0)
             file.write(text)
@@ -33,14 +33,6 @@ def _wait_for_lock(file: TextIO) -> None:
     """Lock a file, for as long as it is open; wait for another process that has locked it."""
     with suppress(OSError):  # the file system may have no locks
         fcntl.lockf(file, fcntl.LOCK_EX)
-
-
-def _is_at(file: TextIO, path: Path) -> bool:
-    """Return whether the open file is the one that has this path now."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 @contextmanager
@@ -59,17 +51,14 @@ def atomic_folder(folder: Path, partial: Path | None = None) -> Iterator[Path]:
         try:
             yield partial
             replace_folder(partial, folder)
-        except OSError as error:
+        except BaseException as error:
             shutil.rmtree(partial, ignore_errors=True)
-            if is_disk_full(error):
+            if isinstance(error, OSError) and _is_disk_full(error):
                 raise OSError(errno.ENOSPC, "the disk is full", str(folder)) from None
             raise
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
 
 
-def is_disk_full(error: OSError) -> bool:
+def _is_disk_full(error: OSError) -> bool:
     """Return whether an error means a full disk: numpy and safetensors say so only in their messages."""
     texts = (f"os error {errno.ENOSPC}", "requested and", "No space left")
     return error.errno in (errno.ENOSPC, errno.EDQUOT) or any(text in str(error) for text in texts)

@@ -81,9 +81,17 @@ def _try_lock(path: Path) -> TextIO | None:
             # The file system has no locks, so that nothing can be excluded.
             pass
         # The previous owner may have deleted the file in the meantime. Then other processes open a new one.
-        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+        if is_at(file, path):
             return file
         file.close()
+
+
+def is_at(file: TextIO, path: Path) -> bool:
+    """Return whether the open file is the one that has this path now."""
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 @dataclass(frozen=True)
