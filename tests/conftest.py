@@ -40,6 +40,16 @@ THREADS = int(os.environ.get("LITFT_TEST_THREADS", 1 if "PYTEST_XDIST_WORKER" in
 ENV = {**os.environ, "OMP_NUM_THREADS": str(THREADS), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
+def pytest_addoption(parser):
+    parser.addoption("--stress", type=int, default=1, help="multiply the number of random cases in tests/stress")
+
+
+@pytest.fixture
+def cases(pytestconfig):
+    """Return a function from the number of random cases of a test to that of this run."""
+    return lambda count: count * pytestconfig.getoption("--stress")
+
+
 # files with tests that take minutes: they run first, so that no process of pytest -n runs one alone at the end
 LONGEST = (
     "test_real.py",

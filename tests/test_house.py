@@ -33,7 +33,7 @@ LEVEL = {component: level for level, layer in enumerate(LAYERS) for component in
 ORDER = """
 args: checks sampling methods processes data_path data preference finetune plan inference serving evaluation export hub runs
  recipes aliases foreign_config parser keywords
-model: config_file rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
+model: config_file config_fields rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
  packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
  quantization
 checkpoints: rules conversion stored_formats weight_files adapter_reader peft_targets peft_names peft_format peft_reader hub

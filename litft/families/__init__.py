@@ -14,24 +14,22 @@ A family file defines:
   `GGUF_TENSORS` maps fields of config.json to the tensors of a block that are there if the field is true.
   `gguf_architecture(config)` returns the architecture if it depends on more than the model_type.
 
-The helper functions in llama.py cover most of this. A new field of config.json is also added to the lists below.
+The helper functions in llama.py cover most of this. A new field of config.json is declared in model/config_fields.py:
+a family sees no other fields.
 tutorials/add_a_family.md has an example.
 """
 
 import pkgutil
-import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from litft.checkpoints.peft_names import ModuleNames
 from litft.checkpoints.rules import Rule
 from litft.model.config import Config
-from litft.model.config_file import is_positive
+from litft.model.config_fields import declared_fields, undeclared_fields
 from litft.model.rope_config import scaled_context
 
 
@@ -40,120 +38,6 @@ def families() -> dict[str, ModuleType]:
     """Return the family module of each supported model_type."""
     modules = [import_module(f"{__name__}.{info.name}") for info in pkgutil.iter_modules(__path__)]
     return {model_type: module for module in modules for model_type in module.MODEL_TYPES}
-
-
-# Valid values of config.json fields, for all families. Downloaded files are checked once, here, before any arithmetic.
-_SIZES = (
-    "hidden_size num_attention_heads vocab_size max_position_embeddings n_embd "
-    "n_head n_positions shared_expert_intermediate_size "
-    "decoder_sparse_step query_pre_attn_scalar no_rope_layer_interval d_model ffn_dim attention_heads n_heads "
-    "num_heads max_seq_len window_size kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-    "global_attn_every_n_layers moe_layer_interval interleave_moe_layer_step floor_scale "
-    "intermediate_size_mlp altup_num_inputs laurel_rank global_head_dim full_attention_interval linear_num_value_heads "
-    "linear_num_key_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim mamba_n_heads mamba_d_head "
-    "mamba_d_state mamba_n_groups mamba_d_conv mamba_num_heads mamba_head_dim ssm_state_size conv_L_cache block_multiple_of "
-    "n_groups conv_kernel"
-).split()
-# one Python object each, hence a low maximum
-_COUNTS = "num_hidden_layers n_layer n_layers num_layers n_routed_experts moe_num_experts".split()
-_SIZES_OR_NULL = (
-    "num_key_value_heads head_dim original_max_position_embeddings n_inner num_kv_heads ffn_hidden_size "
-    "rotary_dim num_ln_in_parallel_attn n_group topk_group q_lora_rank v_head_dim prefix_dense_intermediate_size "
-    "top_k_experts num_global_key_value_heads attention_chunk_size "
-    "num_expert_group num_experts_per_token model_max_length"
-).split()
-_POSITIVE = (
-    "rope_theta layer_norm_eps layer_norm_epsilon norm_epsilon rotary_emb_base rotary_pct "
-    "rope_local_base_freq embedding_multiplier residual_multiplier logits_scaling "
-    "swiglu_alpha swiglu_limit norm_eps routed_scaling_factor route_scale attn_scale"
-).split()
-_POSITIVE_OR_NULL = (
-    "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier logit_scale rms_norm_eps"
-).split()
-_FLAGS = (
-    "attention_bias mlp_bias tie_word_embeddings use_bias use_qkv_bias qkv_bias bias use_sliding_window qk_layernorm "
-    "use_parallel_residual multi_query norm_topk_prob scale_attn_weights scale_attn_by_inverse_layer_idx "
-    "attention_out_bias use_post_norm enable_bias do_layer_norm_before layer_norm_elementwise_affine scale_embedding "
-    "mup_enabled lm_head_bias attn_temperature_tuning altup_correct_scale attention_k_eq_v use_double_wide_mlp "
-    "enable_moe_block"
-).split()
-_FLAGS_OR_NULL = "use_qk_norm alibi new_decoder_architecture parallel_attn".split()
-_TEXTS = "hidden_act model_type activation_function activation".split()
-_LISTS_OR_NULL = "layer_types mlp_only_layers no_rope_layers moe_layers activation_sparsity_pattern".split()
-_LARGEST = 10**9  # a larger size means a broken file, and would run out of memory before any error message
-
-
-def _is_size(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _LARGEST
-
-
-def _is_count(value: Any) -> bool:
-    return _is_size(value) and value <= 10_000
-
-
-def _is_size_or_0(value: Any) -> bool:
-    return (value == 0 and not isinstance(value, bool)) or _is_size(value)
-
-
-def _or_null(is_valid: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    return lambda value: value is None or is_valid(value)
-
-
-def _is(expected_type: type) -> Callable[[Any], bool]:
-    return lambda value: isinstance(value, expected_type)
-
-
-# name of a field -> (whether a value is valid, description of valid values)
-_CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(_SIZES, (_is_size, "a whole number of at least 1")),
-    **dict.fromkeys(_SIZES_OR_NULL, (_or_null(_is_size), "a whole number of at least 1, or null")),
-    **dict.fromkeys(  # Gemma 3n and Hunyuan list one number a layer
-        ("intermediate_size", "moe_intermediate_size"),
-        (
-            lambda value: _or_null(_is_size)(value) or (isinstance(value, list) and all(map(_is_size, value))),
-            "a whole number of at least 1, or null",
-        ),
-    ),
-    "use_bidirectional_attention": (lambda value: isinstance(value, bool | str | None), "true, false, a text or null"),
-    "sliding_window": (_or_null(_is_size_or_0), "a whole number, or null"),
-    **dict.fromkeys(
-        ("max_window_layers", "num_kv_shared_layers", "altup_active_idx", "vocab_size_per_layer_input"),
-        (_is_size_or_0, "a whole number"),
-    ),
-    "hidden_size_per_layer_input": (_or_null(_is_size_or_0), "a whole number, or null"),
-    "sliding_window_pattern": (
-        lambda value: _is_size_or_0(value) or isinstance(value, str | None),
-        "a whole number or text",
-    ),
-    **dict.fromkeys(_POSITIVE, (is_positive, "a number above 0")),
-    **dict.fromkeys(_POSITIVE_OR_NULL, (_or_null(is_positive), "a number above 0, or null")),
-    **dict.fromkeys(_FLAGS, (_is(bool), "true or false")),
-    **dict.fromkeys(_FLAGS_OR_NULL, (_or_null(_is(bool)), "true, false or null")),
-    **dict.fromkeys(_COUNTS, (_is_count, "a whole number from 1 to 10,000")),
-    # Granite without experts has 0
-    "num_local_experts": (lambda value: value == 0 or _is_count(value), "a whole number from 1 to 10,000"),
-    "num_experts_per_tok": (_is_size_or_0, "a whole number"),
-    # Hunyuan lists one number a layer
-    **dict.fromkeys(
-        ("num_experts", "moe_topk"),
-        (lambda value: value == 0 or _is_count(value) or isinstance(value, list | None), "a whole number"),
-    ),
-    **dict.fromkeys(_TEXTS, (_is(str), "text")),
-    "hidden_activation": (_or_null(_is(str)), "text or null"),
-    **dict.fromkeys(_LISTS_OR_NULL, (_or_null(_is(list)), "a list or null")),
-    **dict.fromkeys(("rope_scaling", "rope_parameters", "quantization_config"), (_or_null(_is(dict)), "an object or null")),
-}
-
-
-def _check_fields(hf: dict[str, Any]) -> None:
-    """Raise ValueError listing every field with a wrong type or range."""
-    problems = [
-        f"config.json: {name} must be {expected}, found {hf[name]!r}"
-        for name, (is_valid, expected) in _CHECKS.items()
-        if name in hf and not is_valid(hf[name])
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 _ENCODER_DECODER = "an encoder and a decoder, and litft trains decoders"
@@ -216,7 +100,7 @@ def read_config(hf: dict[str, Any]) -> Config:
     """Convert the content of config.json to a Config; raise ValueError naming missing or unsupported fields."""
     try:
         module = family(str(hf["model_type"]))  # first: fields of an unknown family may have other meanings
-        _check_fields(hf)
+        hf = declared_fields(hf)
         config = module.config(hf)
     except KeyError as missing:
         raise ValueError(f"config.json lacks the field {missing}; is it the folder of a causal language model?") from None
@@ -241,10 +125,8 @@ def as_family(hf: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 
 def unread_fields(hf: dict[str, Any]) -> list[str]:
-    """Return the fields of config.json that no family reads: their names are in none of the files."""
-    sources = "".join(path.read_text("utf-8") for path in Path(__file__).parent.glob("*.py"))
-    read = {*re.findall(r"\w+", sources), *_NOT_THE_NETWORK}
-    return sorted(name for name in hf if name not in read)
+    """Return the fields of config.json that no family reads."""
+    return [name for name in undeclared_fields(hf) if name not in _NOT_THE_NETWORK]
 
 
 def gguf_architectures() -> dict[str, str]:

@@ -100,7 +100,7 @@ def _pure_config(hf: dict[str, Any]) -> Config:
     bias = hf.get("use_bias", False)
     mamba = Mamba2Config(
         hf["num_heads"],
-        hf["head_dim"],
+        llama.one_size(hf, "head_dim"),
         hf["n_groups"],
         hf["state_size"],
         hf["conv_kernel"],

@@ -69,7 +69,8 @@ def config(hf: dict[str, Any]) -> Config:
 
 def _with_experts(hf: dict[str, Any], base: Config, layers: list[LayerConfig]) -> tuple[LayerConfig, ...]:
     """Return the layers of Cohere2 MoE; those of the dense prefix have RoPE in any case, and another width."""
-    num_shared, scoring = hf.get("num_shared_experts", 0), hf.get("expert_selection_fn", "softmax")
+    num_shared = hf.get("num_shared_experts") or 0
+    scoring = hf.get("expert_selection_fn", "softmax")
     is_average = num_shared and hf.get("shared_expert_combination_strategy", "average") == "average"
     experts = ExpertsConfig(
         hf.get("num_experts", 8),

@@ -124,7 +124,7 @@ def _with_mup_scales(base: Config, hf: dict[str, Any]) -> Config:
 
 def routed_experts(hf: dict[str, Any]) -> ExpertsConfig:
     """Return DeepSeek V3's experts; the fields have these names in many families."""
-    hidden_dim = hf["moe_intermediate_size"]
+    hidden_dim = llama.one_size(hf, "moe_intermediate_size")
     shared = hf.get("n_shared_experts", hf.get("num_shared_experts", 1)) or 0
     return ExpertsConfig(
         hf.get("n_routed_experts") or hf.get("num_local_experts") or hf["num_experts"],

@@ -98,7 +98,11 @@ def _layers(hf: dict[str, Any], base: Config) -> tuple[LayerConfig, ...]:
         global_kv_heads = next(iter(overrides.values())).get("num_key_value_heads")
     if hf.get("enable_moe_block"):
         experts = ExpertsConfig(
-            hf["num_experts"], hf["top_k_experts"], hf["moe_intermediate_size"], renormalize=True, beside_dense=True
+            hf["num_experts"],
+            hf["top_k_experts"],
+            llama.one_size(hf, "moe_intermediate_size"),
+            renormalize=True,
+            beside_dense=True,
         )
     sharing = kv_sharing(sliding, num_layers - hf.get("num_kv_shared_layers", 0))
     layers = []

@@ -20,12 +20,9 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {"max_position_embeddings": 2048, "activation_function": "gelu_new", **hf}
     gpt2_fields = {gpt2_name: hf[name] for name, gpt2_name in names.items() if name in hf}
     base = llama.config(gpt2.standard_names({**hf, **gpt2_fields, "n_positions": hf["max_position_embeddings"]}))
-    try:
-        kinds = [
-            kind for kinds, repeats in hf.get("attention_types") or [[["global", "local"], 12]] for kind in kinds * repeats
-        ]
-    except (TypeError, ValueError):
-        raise ValueError(f"config.json: attention_types {hf['attention_types']!r:.200} is not a list of pairs") from None
+    kinds: list[str] = []
+    for repeated, repeats in hf.get("attention_types") or [[["global", "local"], 12]]:
+        kinds += repeated * repeats
     if len(kinds) != len(base.layers) or not {"global", "local"}.issuperset(kinds):
         raise ValueError(f"config.json: attention_types must describe {len(base.layers)} layers, found {kinds!r:.200}")
     windows = [hf.get("window_size", 256) if kind == "local" else None for kind in kinds]

@@ -13,8 +13,9 @@ MODEL_TYPES = ("gptj",)
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' GPTJConfig."""
     hf = {"n_positions": 2048, "activation_function": "gelu_new", "tie_word_embeddings": False, **hf}
-    head_dim = hf["n_embd"] // hf["n_head"]
-    base = llama.config(gpt2.standard_names(hf), rope_fraction=(hf.get("rotary_dim", 64) or head_dim) / head_dim)
+    head_dim = hf["n_embd"] / hf["n_head"]
+    rotary_dim = hf.get("rotary_dim", 64) or head_dim
+    base = llama.config(gpt2.standard_names(hf), rope_fraction=rotary_dim / head_dim)
     return replace(
         base,
         norm=NormConfig("layer", hf.get("layer_norm_epsilon", 1e-5), bias=True),

@@ -31,6 +31,8 @@ def config(hf: dict[str, Any]) -> Config:
         return base
     counts = {name: hf.get(name, 1) for name in ("num_experts", "moe_topk")}
     for name, value in counts.items():
+        if value is None:
+            raise KeyError(name)
         if isinstance(value, list) and len(set(value)) == 1:  # one number a layer
             counts[name] = value[0]
         elif isinstance(value, list):

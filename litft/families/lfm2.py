@@ -37,7 +37,8 @@ def config(hf: dict[str, Any]) -> Config:
     hf = {"num_key_value_heads": 8, "tie_word_embeddings": True, "max_position_embeddings": 128000, **hf}
     hf = {"moe_intermediate_size": 1792, "num_experts": 32, "num_experts_per_tok": 4, **hf}  # of mixtures
     hf["tie_word_embeddings"] = hf.get("tie_embedding", hf["tie_word_embeddings"])  # published files have other names
-    is_mixture, hidden_dim = hf["model_type"] == "lfm2_moe", hf.get("block_ff_dim") or hf["intermediate_size"]
+    is_mixture = hf["model_type"] == "lfm2_moe"
+    hidden_dim = hf.get("block_ff_dim") or llama.one_size(hf, "intermediate_size")
     if not is_mixture and hf.get("block_auto_adjust_ff_dim", True):
         multiple, hidden_dim = hf.get("block_multiple_of", 256), int(2 * hidden_dim / 3)
         hidden_dim = int((hf.get("block_ffn_dim_multiplier") or 1.0) * hidden_dim)

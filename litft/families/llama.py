@@ -22,17 +22,13 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float
     if not hf.get("head_dim") and hf["hidden_size"] % num_heads:
         raise ValueError(f"config.json: hidden_size {hf['hidden_size']} is not divisible by num_attention_heads {num_heads}")
     head_dim = hf.get("head_dim") or hf["hidden_size"] // num_heads
-    if hf["intermediate_size"] is None:
-        raise KeyError("intermediate_size")
-    if isinstance(hf["intermediate_size"], list):
-        raise ValueError("config.json: intermediate_size must be one number for all layers of this model_type, found a list")
     layer = LayerConfig(rope=RopeConfig.from_hf(hf, head_dim, rope_theta, rope_fraction))
     return Config(
         model_type=hf["model_type"],
         vocab_size=hf["vocab_size"],
         max_positions=hf.get("max_position_embeddings", 2048),
         dim=hf["hidden_size"],
-        hidden_dim=hf["intermediate_size"],
+        hidden_dim=one_size(hf, "intermediate_size"),
         n_heads=num_heads,
         n_kv_heads=hf.get("num_key_value_heads") or num_heads,
         head_dim=head_dim,
@@ -44,6 +40,19 @@ def config(hf: dict[str, Any], rope_theta: float = 10000.0, rope_fraction: float
         mlp_bias=hf.get("mlp_bias", False),
         tied=hf.get("tie_word_embeddings", False),
     )
+
+
+def one_size(hf: dict[str, Any], name: str) -> int:
+    """Return a field that some families list by layer.
+
+    Raises ValueError if it is a list, and KeyError if it is missing or null.
+    """
+    size = hf[name]
+    if size is None:
+        raise KeyError(name)
+    if isinstance(size, list):
+        raise ValueError(f"config.json: {name} must be one number for all layers of this model_type, found a list")
+    return size
 
 
 def sliding_layers(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list[bool]:
@@ -81,10 +90,8 @@ def layer_windows(hf: dict[str, Any], is_sliding: Callable[[int], bool]) -> list
 
 def ropes_by_type(hf: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return transformers 5's `rope_parameters` by layer type; empty if the file has one set for all layers."""
-    nested = {k: v for k, v in (hf.get("rope_parameters") or {}).items() if k in ("full_attention", "sliding_attention")}
-    if invalid := [value for value in nested.values() if not isinstance(value, dict | None)]:
-        raise ValueError(f"config.json: rope_parameters of a layer type must be an object, found {invalid[0]!r:.200}")
-    return nested
+    parameters = hf.get("rope_parameters") or {}
+    return {kind: parameters[kind] for kind in ("full_attention", "sliding_attention") if kind in parameters}
 
 
 # litft's module names -> the checkpoint's, within a layer

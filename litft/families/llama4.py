@@ -44,7 +44,7 @@ def config(hf: dict[str, Any]) -> Config:
     step = hf.get("interleave_moe_layer_step", 1)
     sparse = hf.get("moe_layers")
     sparse = range(step - 1, len(base.layers), step) if sparse is None else sparse
-    if not all(type(n) is int and 0 <= n < len(base.layers) for n in sparse):
+    if any(n >= len(base.layers) for n in sparse):
         raise ValueError(f"config.json: moe_layers must list numbers of layers, found {sparse!r:.200}")
     layers = tuple(
         replace(

@@ -30,7 +30,10 @@ def config(hf: dict[str, Any]) -> Config:
     base, ropes = llama.config({**hf, "rope_parameters": None}), {**ROPES, **llama.ropes_by_type(hf)}
     count = hf.get("num_local_experts", hf.get("num_experts", 64))  # the name in transformers 5
     experts = ExpertsConfig(
-        count, hf.get("num_experts_per_tok", 8), hf.get("moe_intermediate_size", 896), hf.get("norm_topk_prob", True)
+        count,
+        hf.get("num_experts_per_tok", 8),
+        llama.one_size({"moe_intermediate_size": 896, **hf}, "moe_intermediate_size"),
+        hf.get("norm_topk_prob", True),
     )
     sliding = llama.sliding_layers(hf, lambda index: False)
     rotations = {

@@ -22,7 +22,9 @@ def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' MiniMaxM2Config."""
     defaults = dict(num_key_value_heads=8, head_dim=128, num_experts_per_tok=8, num_local_experts=256)
     hf = {**defaults, "max_position_embeddings": 196608, **hf}
-    fraction = hf["rotary_dim"] / hf["head_dim"] if hf.get("rotary_dim") else 1.0
+    fraction = 1.0
+    if hf.get("rotary_dim"):
+        fraction = hf["rotary_dim"] / llama.one_size(hf, "head_dim")
     base = llama.config(hf, 5e6, fraction)
     experts = deepseek.routed_experts(
         {**hf, "moe_intermediate_size": base.hidden_dim, "n_shared_experts": 0, "norm_topk_prob": True}

@@ -57,7 +57,7 @@ def layer_experts(hf: dict[str, Any], has_shared_expert: bool) -> list[ExpertsCo
     experts = ExpertsConfig(
         hf.get("num_local_experts", hf["num_experts"]),  # the name in transformers 5
         hf["num_experts_per_tok"],
-        hf["moe_intermediate_size"],
+        llama.one_size(hf, "moe_intermediate_size"),
         renormalize=hf.get("norm_topk_prob", False),
         shared_dim=hf["shared_expert_intermediate_size"] if has_shared_expert else 0,
         shared_gate=has_shared_expert,

@@ -48,6 +48,12 @@ class ExpertsConfig:
     beside_dense: bool = False  # experts and the dense MLP side by side, with norms of their own (Gemma 4)
 
     def __post_init__(self) -> None:
+        for number in (self.count, self.top_k, self.hidden_dim):
+            if not isinstance(number, int):
+                raise ValueError(
+                    "config.json: the numbers and sizes of experts must be one whole number for all layers of this "
+                    f"model_type, found {number!r:.200}"
+                )
         if not 1 <= self.top_k <= self.count:
             problem = f"is more than the {self.count} experts" if self.top_k > self.count else "selects no expert"
             raise ValueError(f"config.json: num_experts_per_tok {self.top_k} {problem}; download the file again")
@@ -94,6 +100,13 @@ class DeltaNetConfig:
         widths = [self.n_key_heads * self.key_dim] * 2 + [self.n_heads * self.value_dim]
         return *((self.conv_width - 1, width) for width in widths), (self.n_heads, self.key_dim, self.value_dim)
 
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_key_heads:
+            raise ValueError(
+                f"config.json: {self.n_heads} linear value heads cannot share {self.n_key_heads} key heads evenly; "
+                "linear_num_value_heads must be a multiple of linear_num_key_heads"
+            )
+
 
 @dataclass(frozen=True)
 class Mamba2Config:
@@ -120,6 +133,13 @@ class Mamba2Config:
         """The shapes of a text's state: inputs of the convolution, and the matrices."""
         channels = self.n_heads * self.head_dim + 2 * self.n_groups * self.state_dim
         return (self.conv_width - 1, channels), (self.n_heads, self.state_dim, self.head_dim)
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_groups:
+            raise ValueError(
+                f"config.json: {self.n_heads} Mamba heads do not divide into {self.n_groups} groups; "
+                "the number of heads must be a multiple of the number of groups"
+            )
 
 
 @dataclass(frozen=True)

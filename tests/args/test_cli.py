@@ -6,7 +6,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 import yaml
@@ -90,12 +89,15 @@ def test_help_lists_every_flag(command, capsys):
 
 
 def test_help_is_fast(tmp_path):
-    """It takes less than a second in a new interpreter, and no command imports torch for it."""
+    """It takes less than a second of a CPU in a new interpreter, and no command imports torch for it."""
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
-        subprocess.run([sys.executable, ROOT / "finetune/lora.py", "--help"], check=True, capture_output=True, cwd=tmp_path)
-        seconds.append(time.perf_counter() - start)
+        command = [sys.executable, ROOT / "finetune/lora.py", "--help"]
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=tmp_path)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 0
+        seconds.append(usage.ru_utime + usage.ru_stime)  # unlike wall time, hardly longer beside other tests
     assert min(seconds) < 1
     code = "import contextlib, sys\nfrom litft.cli import COMMANDS, run\nfor command in COMMANDS:\n"
     code += "    with contextlib.suppress(SystemExit): run(command, ['--help'])\nprint('torch' in sys.modules)"

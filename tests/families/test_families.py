@@ -30,6 +30,7 @@ from litft.checkpoints.peft_targets import peft_targets
 from litft.export.convert import convert
 from litft.families import family as module_of
 from litft.families import peft_rules, read_config, unread_fields
+from litft.model.config_fields import declared_fields
 from litft.model.mlp import CONSTANTS
 from litft.model.transformer import GPT
 
@@ -167,6 +168,14 @@ def test_fields_that_no_family_reads_are_found():
     assert unread_fields(read | dict(hidden_sizes=8, attention_of_my_own=True)) == ["attention_of_my_own", "hidden_sizes"]
 
 
+def test_a_family_sees_only_declared_fields():
+    """What a family reads has a type and a range: a field without a declaration has no effect."""
+    read = dict(hidden_size=8, my_own_size=10**30, rope_scaling=dict(factor=2.0, my_factor="x"))
+    assert declared_fields(read) == dict(hidden_size=8, rope_scaling=dict(factor=2.0))
+    with pytest.raises(ValueError, match=r"^config.json: rope_scaling.factor must be a number above 0, or null, found 'x'$"):
+        declared_fields(dict(rope_scaling=dict(factor="x")))
+
+
 # transformers' own default config of these lacks a field, or has values that do not fit together
 INCOMPLETE_DEFAULTS = {
     "deepseek_v2": dict(num_experts_per_tok=2),
@@ -189,19 +198,24 @@ def test_missing_fields_have_the_defaults_of_transformers(family):
 
 
 REFUSED = [
-    ("qwen3_moe", "renormalized", dict(num_local_experts=None), "num_local_experts must be a whole number from 1 to 10,000"),
-    ("qwen3_moe", "renormalized", dict(num_local_experts=10**12), "num_local_experts must be a whole number from 1 to"),
+    ("qwen3_moe", "renormalized", dict(num_local_experts=None), "num_local_experts must be a whole number from 0 to 10,000"),
+    ("qwen3_moe", "renormalized", dict(num_local_experts=10**12), "num_local_experts must be a whole number from 0 to"),
     ("qwen3_moe", "renormalized", dict(num_experts_per_tok=9), "num_experts_per_tok 9 is more than the 5 experts"),
     (
         "llama",
         "grouped",
         dict(num_hidden_layers="8"),
-        "num_hidden_layers must be a whole number from 1 to 10,000, found '8'",
+        "num_hidden_layers must be a whole number from 1 to 1,000, found '8'",
     ),
     ("gpt2", "tied", dict(n_head=3), "hidden_size 32 is not divisible by num_attention_heads 3"),
-    ("qwen2", "late windows", dict(max_window_layers=None), "max_window_layers must be a whole number, found None"),
-    ("qwen2", "late windows", dict(layer_types=[[], [], []]), "layer_types must list 3 values from full_attention"),
-    ("gemma3_text", "two rope bases", dict(rope_parameters=dict(full_attention=[1])), "must be an object, found"),
+    (
+        "qwen2",
+        "late windows",
+        dict(max_window_layers=None),
+        "max_window_layers must be a whole number from 0 to 10,000, found None",
+    ),
+    ("qwen2", "late windows", dict(layer_types=[[], [], []]), "layer_types must be a list of texts, or null"),
+    ("gemma3_text", "two rope bases", dict(rope_parameters=dict(full_attention=[1])), "must be an object, or null, found"),
     (
         "gpt_neox",
         "sequential",

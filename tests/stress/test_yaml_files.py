@@ -104,11 +104,10 @@ def mutated(content, generator):
     return content
 
 
-@pytest.mark.parametrize("count", [20, pytest.param(120, marks=pytest.mark.slow)])
-def test_mistakes_in_yaml_files(tmp_path, count):
+def test_mistakes_in_yaml_files(tmp_path, cases):
     path = tmp_path / "config.yaml"
     failures = []
-    for number in range(count):
+    for number in range(cases(20)):
         generator = random.Random(number)
         text = generator.choice((AXOLOTL, LLAMA_FACTORY, LITFT))
         content = mutated(yaml.safe_load(text), generator)

@@ -128,6 +128,9 @@ class GgufArchitecture:
             )
         if (LONG in self.factors) != (SHORT in self.factors):
             raise ValueError(f"only one of the tensors {LONG} and {SHORT} exists; download the file again")
+        for tensor, divisors in self.factors.items():
+            if not (divisors.isfinite() & (divisors > 0)).all():
+                raise ValueError(f"{tensor} must have finite numbers above 0; download the file again")
 
     def _rope_fields(self, hf: dict[str, Any]) -> dict[str, Any]:
         """Return config.json's fields of the rotary embedding."""
