@@ -49,7 +49,7 @@ training: intervals residence flops metrics loggers html_report screen adafactor
  schedule references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples preferences run_eval
-serving: openai_replies openai_requests engine routes server
+serving: openai_replies openai_requests prefill_turns engine routes server
 """
 LINES = [line.partition(":") for line in ORDER.replace("\n ", " ").strip().split("\n")]
 ORDERS = {component: files.split() for component, _, files in LINES}

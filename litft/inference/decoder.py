@@ -85,15 +85,7 @@ class Decoder:
         if len(ids) > self.capacity:
             raise ValueError(f"the text has {len(ids)} tokens and the cache has room for {self.capacity}; shorten it")
         max_length = min(max_length or self.capacity, self.capacity)
-        shareable = [self._rope_length(other) == self._rope_length(max_length) for other in self.max_length]
-        prefix_lengths = [
-            common_prefix_length(text, ids) if can_share else 0
-            for text, can_share in zip(self.texts, shareable, strict=True)
-        ]
-        source_row = max(range(len(prefix_lengths)), key=lambda other: (prefix_lengths[other], other == row))
-        num_cached, snapshot = min(prefix_lengths[source_row], len(ids) - 1), None
-        if self.states:
-            source_row, num_cached, snapshot = best_start(self.states, prefix_lengths, len(ids), row)
+        source_row, num_cached, snapshot = self._longest_prefix(row, ids, max_length)
         cache = self.prefill_cache or self.views[row]
         if cache is not self.views[source_row]:
             cache.copy(self.views[source_row], num_cached)
@@ -113,6 +105,21 @@ class Decoder:
         if self.states:
             self.states[row].prompt = take_snapshot(self.views[row], len(ids), logits[-1])
         return logits[-1]
+
+    def num_cached(self, row: int, ids: Sequence[int], max_length: int | None = None) -> int:
+        """Return how many tokens of a text `prefill` with the same arguments would copy rather than compute."""
+        return self._longest_prefix(row, ids, min(max_length or self.capacity, self.capacity))[1]
+
+    def _longest_prefix(self, row: int, ids: Sequence[int], max_length: int) -> tuple[int, int, Snapshot | None]:
+        """Return the row that has the longest prefix of a text, the prefix's length, and the states after it, if any."""
+        prefix_lengths = []
+        for text, other_length in zip(self.texts, self.max_length, strict=True):
+            can_share = self._rope_length(other_length) == self._rope_length(max_length)
+            prefix_lengths.append(common_prefix_length(text, ids) if can_share else 0)
+        if self.states:
+            return best_start(self.states, prefix_lengths, len(ids), row)
+        source_row = max(range(len(prefix_lengths)), key=lambda other: (prefix_lengths[other], other == row))
+        return source_row, min(prefix_lengths[source_row], len(ids) - 1), None
 
     def _restore(self, row: int, cache: KVCache, length: int, snapshot: Snapshot | None) -> None:
         """Set the states in `cache` to those after the first `length` tokens: of a snapshot, or those that it has."""

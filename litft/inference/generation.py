@@ -331,20 +331,23 @@ class Batch:
         row = min(spans, key=lambda row: (spans[row], self.assigned[row]))
         self.prefilling[row], self.assigned[row] = Prefill(number, request, time.perf_counter()), max(self.assigned) + 1
 
-    def prefill(self, max_tokens: int | None = None) -> None:
-        """Prefill the oldest queued prompt, or `max_tokens` more of it; after its last token the answer runs.
+    def prefill(self, max_tokens: int | None = None, row: int | None = None) -> None:
+        """Prefill a queued prompt, or compute `max_tokens` more of it; after its last token the answer runs.
 
-        Raises the ValueError of `Decoder.prefill`, and drops the request.
+        row: of the prompt, by default the oldest. Raises the ValueError of `Decoder.prefill`, and drops the request.
         """
-        row, prefill = next(iter(self.prefilling.items()))
+        row = next(iter(self.prefilling)) if row is None else row
+        prefill = self.prefilling[row]
         request, before = prefill.request, self.decoder.processed
         size = len(request.ids)
-        prefill.num_cached = size if max_tokens is None else min(prefill.num_cached + max_tokens, size)
-        try:
+        max_length = request.max_length or size + request.max_new_tokens
+        prefill.num_cached = size
+        if max_tokens is not None:
             # tokens that are in the cache are not computed again
-            logits = self.decoder.prefill(
-                row, request.ids[: prefill.num_cached], request.max_length or size + request.max_new_tokens
-            )
+            start = self.decoder.num_cached(row, request.ids, max_length)
+            prefill.num_cached = min(start + max_tokens, size)
+        try:
+            logits = self.decoder.prefill(row, request.ids[: prefill.num_cached], max_length)
         except ValueError:
             del self.prefilling[row]
             raise

@@ -3,6 +3,7 @@
 import os
 import sys
 import threading
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from litft.inference.generation import Batch, GenerationChunk, Request
 from litft.inference.sampling import Sampling
 from litft.inference.session import Session
 from litft.model.kv_cache import KVCache
+from litft.serving.prefill_turns import PrefillTurns
 
 Deliver = Callable[[GenerationChunk | Exception], None]  # called in the engine's thread; an exception is its last call
 
@@ -55,6 +57,7 @@ class Engine:
         self._lock, self._numbers = threading.Lock(), count()
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()  # from other threads, run in the engine's thread
         self._batches: dict[str, Batch] = {}
+        self._turns: dict[str, PrefillTurns] = {}  # by model name, as the batches
         self._waiting: dict[int, Job] = {}
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -169,15 +172,19 @@ class Engine:
         if name not in self._batches:
             session = self.models[name]
             self._batches[name] = Batch(session.decoder(self.rows, self.capacity), session.tokenizer)
+            self._turns[name] = PrefillTurns()
         return self._batches[name]
 
     def _advance(self, name: str) -> None:
         """Prefill the next part of a model's prompts, then run one decode step for its answers."""
         batch = self._batches[name]
         numbers = [prompt.number for prompt in batch.prefilling.values()] + [number for number, _ in batch.running.values()]
+        turns = self._turns[name]
         try:
-            self._prefill(batch)
-            for number, chunk in batch.step() if batch.running else ():
+            self._prefill(batch, turns)
+            running = [number for number, _ in batch.running.values()]
+            start = time.perf_counter()
+            for number, chunk in batch.step() if running else ():
                 if isinstance(chunk, Exception):
                     self._finish(number, chunk)
                     continue
@@ -186,23 +193,31 @@ class Engine:
                 if chunk.finish_reason:
                     self._finish(number)
                 deliver(chunk)
+            turns.decoded(running, time.perf_counter() - start)
+            turns.forget_all_but(self._jobs)
         except Exception as error:  # out of memory, a failing device: later requests get a new batch
             traceback.print_exc()
             del self._batches[name]
             for number in numbers:
                 self._finish(number, error)
 
-    def _prefill(self, batch: Batch) -> None:
-        """Prefill one chunk of tokens, of several short prompts or one long one. This bounds the wait of running answers."""
+    def _prefill(self, batch: Batch, turns: PrefillTurns) -> None:
+        """Prefill up to PREFILL_CHUNK tokens, of several short prompts or one long one, which bounds the wait of answers.
+
+        Requests that arrive meanwhile wait for one slice only.
+        """
         num_tokens = 0
         while batch.prefilling and num_tokens < PREFILL_CHUNK:
-            prompt = next(iter(batch.prefilling.values()))
-            done_before = prompt.num_cached
+            row = turns.next_row(batch)
+            if row is None:
+                break
+            number = batch.prefilling[row].number
             try:
-                batch.prefill(PREFILL_CHUNK)
+                num_tokens += turns.prefill(batch, row)
             except ValueError as error:  # an error of this request only
-                self._finish(prompt.number, error)
-            num_tokens += prompt.num_cached - done_before
+                self._finish(number, error)
+            self._run_commands()
+            self._admit()
 
     def _finish(self, number: int, error: BaseException | None = None) -> None:
         with self._lock:

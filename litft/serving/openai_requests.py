@@ -23,6 +23,8 @@ from litft.inference.session import Session
 from litft.serving.openai_replies import ChatReply, CompletionReply, Reply
 
 MAX_CHOICES = 128  # per request, as in OpenAI's API
+MANY_CHARACTERS = 8  # in a token; texts of more than so many a token of the capacity are tokenized in parts
+CUT_TOKENS = 64  # by which the tokens of a text's beginning may exceed those of the text
 MAX_STOPS, MAX_STOP_LENGTH = 32, 1000
 RESERVED_VARIABLES = {"self", "source", "messages", "tools", "add_generation_prompt", "day", "strftime_now"}
 DEFAULT_COMPLETION_TOKENS = 16  # for a completion without max_tokens, as in OpenAI's API
@@ -79,9 +81,19 @@ class ApiRequest(BaseModel):
     uses_template: ClassVar[bool]
     prompt_field: ClassVar[str]  # name of the field with the prompt
 
-    def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
-        """Return the token ids of each prompt."""
+    def prompts(self, tokenizer: Tokenizer, capacity: int) -> list[list[int]]:
+        """Return the token ids of each prompt. Raise ApiError for a text of far more than `capacity` tokens."""
         raise NotImplementedError
+
+    def encode(self, tokenizer: Tokenizer, text: str, capacity: int, bos: bool | None = None) -> list[int]:
+        """Return the token ids of a text; tokenize no more of it than shows that it is too long."""
+        end = MANY_CHARACTERS * capacity
+        while end < len(text):
+            count = len(tokenizer.encode(text[:end], bos=bos))
+            if count >= capacity + CUT_TOKENS:
+                raise _too_long(f"more than {capacity}", capacity, self.prompt_field)
+            end *= 2
+        return tokenizer.encode(text, bos=bos)
 
     @property
     def num_prompts(self) -> int:
@@ -155,11 +167,10 @@ class ApiRequest(BaseModel):
 
     def _checked_prompts(self, session: Session, capacity: int) -> list[list[int]]:
         try:
-            prompts = self.prompts(session.tokenizer)
+            prompts = self.prompts(session.tokenizer, capacity)
             longest = max(map(len, prompts), default=0)
             if longest >= capacity:
-                reason = f"the prompt has {longest} tokens, but prompt plus answer are limited to {capacity}"
-                raise ApiError(400, f"{reason}; shorten it", "context_length_exceeded", self.prompt_field)
+                raise _too_long(str(longest), capacity, self.prompt_field)
             for ids in prompts:
                 check_prompt(session.model, ids)
         except ValueError as error:
@@ -209,7 +220,7 @@ class ChatRequest(ApiRequest):
     _prompt: str = PrivateAttr("")  # as rendered
     _tools: list[dict[str, Any]] | None = PrivateAttr(None)
 
-    def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
+    def prompts(self, tokenizer: Tokenizer, capacity: int) -> list[list[int]]:
         """Return the conversation in the model's chat template, up to the answer."""
         messages = check_messages(self.messages, "the request")
         tools = None if self.tool_choice == "none" else read_tools(self.tools, "the request")
@@ -228,7 +239,7 @@ class ChatRequest(ApiRequest):
             opens_answer = self.add_generation_prompt is not False
             self._prompt = tokenizer.apply_chat_template(messages, tools, opens_answer, **variables)
         self._tools = tools
-        return [tokenizer.encode(self._prompt, bos=False)]
+        return [self.encode(tokenizer, self._prompt, capacity, bos=False)]
 
     def constraint(self, session: Session) -> Constraint | None:
         """Return the constraint that response_format asks for."""
@@ -301,13 +312,15 @@ class CompletionRequest(ApiRequest):
     def num_prompts(self) -> int:
         return len(self._prompt_list)
 
-    def prompts(self, tokenizer: Tokenizer) -> list[list[int]]:
+    def prompts(self, tokenizer: Tokenizer, capacity: int) -> list[list[int]]:
         """Return token ids unchanged, and texts encoded without a template, with the tokenizer's BOS."""
         prompts = self._prompt_list
         valid_ids = range(tokenizer.vocab_size)
         if invalid_ids := [token for ids in prompts if isinstance(ids, list) for token in ids if token not in valid_ids]:
             raise ValueError(f"token id {invalid_ids[0]} does not exist; ids go from 0 to {len(valid_ids) - 1}")
-        return [tokenizer.encode(text) if isinstance(text, str) else text for text in prompts or [[]]]
+        return [
+            self.encode(tokenizer, prompt, capacity) if isinstance(prompt, str) else prompt for prompt in prompts or [[]]
+        ]
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -327,6 +340,12 @@ class CompletionRequest(ApiRequest):
 
     def reply(self, name: str, tokenizer: Tokenizer) -> "Reply":
         return CompletionReply(name, tokenizer, self.n or 1, self.num_top_logprobs is not None)
+
+
+def _too_long(tokens: str, capacity: int, field: str) -> ApiError:
+    """Return the error of a prompt that leaves no room for an answer."""
+    reason = f"the prompt has {tokens} tokens, but prompt plus answer are limited to {capacity}"
+    return ApiError(400, f"{reason}; shorten it", "context_length_exceeded", field)
 
 
 def json_grammars(session: Session) -> Any:

@@ -147,8 +147,7 @@ class Endpoint:
 
     async def answer(self, request_type: type[ApiRequest], request: HttpRequest) -> Response:
         """Answer a request, as one response or a stream. A client's disconnect cancels its answers."""
-        body = await self._body(request)
-        api_request = parse_request(request_type, body)
+        api_request = parse_request(request_type, await self._body(request))
         name = self._check_model(api_request.model) if api_request.model else next(iter(self.models))
         session = self.models[name]
         # in a thread, because tokenizing long prompts would block other requests
@@ -179,11 +178,15 @@ class Endpoint:
 
     async def _read(self, request: HttpRequest) -> bytes:
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.max_bytes:
-                raise ApiError(413, f"the request is longer than {self.max_bytes:,} bytes; shorten it", "request_too_large")
-        return bytes(body)
+        try:
+            async for part in request.stream():
+                body += part
+                if len(body) > self.max_bytes:
+                    reason = f"the request is longer than {self.max_bytes:,} bytes; shorten it"
+                    raise ApiError(413, reason, "request_too_large")
+            return bytes(body)
+        finally:
+            body.clear()  # the traceback of an exception keeps this frame until the next garbage collection
 
 
 class HostCheck:
