@@ -1,5 +1,6 @@
 """A YAML file of axolotl or LLaMA-Factory in litft's terms, to replace it after the error messages about its names."""
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -94,7 +95,7 @@ def data_items(data_set: Any) -> Iterator[tuple[Any, list[str]]]:
         settings["columns"] = columns
     files = settings.get("path")
     for path in files if isinstance(files, list) else [files]:
-        is_file = Path(str(path)).suffix != "" or Path(str(path)).exists()  # only data sets on the hub have splits
+        is_file = Path(str(path)).suffix != "" or os.path.exists(str(path))  # only data sets on the hub have splits
         kept = {n: v for n, v in (settings | {"path": path}).items() if not (is_file and n in ("split", "subset"))}
         yield (path if kept.keys() == {"path"} else kept), [f"{path}: {note}" for note in _losses(data_set)]
 

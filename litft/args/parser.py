@@ -7,6 +7,7 @@ mistakes and suggests the nearest flag name.
 import dataclasses
 import difflib
 import json
+import os
 from argparse import SUPPRESS
 from collections.abc import Iterator
 from pathlib import Path
@@ -141,7 +142,7 @@ def _read_argv(argv: list[str], cls: type) -> tuple[list[tuple[str, str]], list[
             )
             value = "true" if is_bare else words.pop(0) if words and not words[0].startswith("--") else None
         if name == "config":
-            recipe = value if value and is_recipe(value) and not Path(value).is_file() else recipe
+            recipe = value if value and is_recipe(value) and not os.path.isfile(value) else recipe
             file_values, file_problems = _read_config(value, cls)
             values, problems = values + file_values, problems + file_problems
         elif name not in flag_types:
@@ -222,7 +223,7 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
     """Return the (name, value) pairs of a YAML file or of a recipe, and its problems."""
     if path is None:
         return [], ["--config needs a value: a YAML file of flags"]
-    if not Path(path).is_file():
+    if not os.path.isfile(path):
         if cls not in FINETUNE.values():
             return [], [f"--config {path}: no such file"]
         if not is_recipe(str(path)):
@@ -364,7 +365,8 @@ def _unknown_flag(name: str, flag_types: dict[str, Any], value: str | None, give
 
 def _not_a_flag(word: str, flag_types: dict[str, Any]) -> str:
     """Return a message about a word without --, which may be the value of a flag."""
-    is_file, is_folder = word.endswith((".yaml", ".yml")), Path(word).is_dir()
+    is_file = word.endswith((".yaml", ".yml"))
+    is_folder = os.path.isdir(word)  # unlike Path.is_dir, false for a word that is too long for a path
     flag = (
         "config"
         if is_file

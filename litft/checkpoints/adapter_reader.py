@@ -2,12 +2,12 @@
 
 import hashlib
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import regex
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
@@ -163,8 +163,8 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
         invalid.append(f"modules_to_save {saved!r}")
     for key in alpha_pattern:
         try:
-            re.compile(key)
-        except (re.error, TypeError):
+            regex.compile(key)
+        except (regex.error, TypeError):
             invalid.append(f"alpha_pattern {key!r}")
     if invalid:
         raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not valid; save the adapter again")

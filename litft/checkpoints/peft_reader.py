@@ -4,16 +4,17 @@ An adapter for a resized vocabulary has its tables of all rows: its new rows bec
 """
 
 import math
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import regex
 import torch
 from torch import Tensor, nn
 
 from litft.checkpoints.adapter_reader import (
+    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     check_lora_config,
     initial_update,
@@ -42,6 +43,8 @@ MOST_ROWS = 0.1  # the share of a table's rows from which on the table was train
 _SAVED_TABLE = "modules_to_save.weight"
 
 # Dimensions: E experts, R rank, N new tokens, C hidden dim, V vocabulary of the base, W that of the adapter
+
+MATCH_SECONDS = 1.0  # for one expression of alpha_pattern and one name; an honest one takes microseconds
 
 
 @dataclass
@@ -489,6 +492,13 @@ def _matching_pattern(patterns: dict[str, float] | None, name: str, default: flo
     """Return the value of the first key in PEFT's alpha_pattern, a regular expression, that matches the end of `name`."""
     for key, value in (patterns or {}).items():
         # as in PEFT, where the name may be that of a multimodal model's language model
-        if any(re.fullmatch(rf"(.*\.)?({key})", full_name) for full_name in all_names(name)):
+        try:
+            is_match = any(
+                regex.fullmatch(rf"(.*\.)?({key})", full_name, timeout=MATCH_SECONDS) for full_name in all_names(name)
+            )
+        except TimeoutError:
+            reason = f"alpha_pattern {key!r:.200}: the expression takes too long to match"
+            raise ValueError(f"{ADAPTER_CONFIG}: {reason}; save the adapter again") from None
+        if is_match:
             return value
     return default

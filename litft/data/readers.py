@@ -21,6 +21,8 @@ from litft.data.formats import Record, field_with_records
 from litft.data.messages import json_type
 
 BLOCK = 1 << 20  # bytes read at once; a text file becomes records of about this size
+COMPRESSED_BLOCK = 1 << 11  # bytes of a .zst file, which may be a thousand times as many of text
+LONGEST_TOKEN = 16  # characters after an error in JSON that may end within a word, an escape or a number
 
 Records = Iterator[tuple[str, Record | ValueError]]
 
@@ -70,22 +72,24 @@ class _Zstandard(io.RawIOBase):
 
     def __init__(self, path: Path) -> None:
         self.library = _library("zstandard", path)
-        self.file, self.buffered = path.open("rb"), b""
+        self.file = path.open("rb")
+        self.buffered, self.at = b"", 0  # decompressed bytes, and how many of them were returned
         self.decompressor = self.library.ZstdDecompressor().decompressobj()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: memoryview) -> int:
-        while not self.buffered:
-            block = self.file.read(1 << 14)
+        while self.at == len(self.buffered):
+            block = self.file.read(COMPRESSED_BLOCK)
             if not block and not self.decompressor.eof:
                 raise EOFError("it is truncated")
             if not block:
                 return 0
-            self.buffered = self._decompress(block)
-        count = min(len(buffer), len(self.buffered))
-        buffer[:count], self.buffered = self.buffered[:count], self.buffered[count:]
+            self.buffered, self.at = self._decompress(block), 0
+        count = min(len(buffer), len(self.buffered) - self.at)
+        buffer[:count] = memoryview(self.buffered)[self.at : self.at + count]
+        self.at += count
         return count
 
     def _decompress(self, block: bytes) -> bytes:
@@ -201,7 +205,9 @@ class _Values:
                 value, end = self.decode(self.text, self.at)
             except json.JSONDecodeError as error:
                 offset = self.dropped + error.pos
-                if not self.read_more():
+                # a text that only goes on has its error at its end, or an open quotation mark
+                is_cut = error.msg.startswith("Unterminated string") or error.pos + LONGEST_TOKEN > len(self.text)
+                if not is_cut or not self.read_more():
                     raise self.error(error.msg, offset) from None
             except (ValueError, RecursionError) as error:  # too many digits, or too deep nesting
                 raise self.error(str(error)) from None

@@ -12,8 +12,7 @@ from litft.model.config_file import read_object
 
 # with more boundaries, sentencepiece's are computed from the lengths of pieces: exact unless the model rewrites characters
 MANY_BOUNDARIES = 64
-
-
+LARGEST_ID = 2**24  # of a token
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
@@ -64,6 +63,9 @@ class FastBackend:
         self.special_ids |= {self.backend.token_to_id(text) for text in special}
 
     def serialized(self) -> tuple[str, bytes]:
+        largest = max(self.vocabulary().values(), default=0)
+        if largest > LARGEST_ID:  # the library writes a line for each id up to it
+            raise ValueError(f"tokenizer.json has the token id {largest:,}, which no model has; download it again")
         return "tokenizer.json", self.backend.to_str().encode(errors="surrogatepass")
 
     def state(self) -> bytes:

@@ -59,6 +59,38 @@ def test_a_zst_file_of_several_frames_is_read_to_its_end(tmp_path):
     assert [record for _, record in read_records(tmp_path / "a.jsonl.zst")] == RECORDS
 
 
+def peak_memory(path):
+    """Return the bytes that reading a file takes at most, and the error that ends it, if any."""
+    tracemalloc.start()
+    error = None
+    try:
+        for _ in read_records(path):
+            pass
+    except ValueError as caught:
+        error = str(caught)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak, error
+
+
+def test_an_error_is_found_without_the_rest_of_the_file(tmp_path):
+    record = json.dumps({"text": "hello world " * 100})
+    path = tmp_path / "a.json"
+    path.write_text(f'[{{"text": "a" "b"}}, {", ".join([record] * 30_000)}]')
+    peak, error = peak_memory(path)
+    assert "line 1: invalid JSON (Expecting ',' delimiter, column 15)" in error
+    assert peak < 10 * 2**20
+
+
+def test_a_text_of_one_repeated_line_is_read_in_parts(tmp_path):
+    """Compressed, it is a ten-thousandth as long."""
+    compress = pytest.importorskip("zstandard").compress
+    line = json.dumps({"text": "hello world " * 100}).encode() + b"\n"
+    (tmp_path / "a.jsonl.zst").write_bytes(compress(line * 80_000))
+    peak, error = peak_memory(tmp_path / "a.jsonl.zst")
+    assert error is None and peak < 60 * 2**20
+
+
 def test_null_fields_added_by_arrow_are_removed(tmp_path):
     """Arrow gives every struct the union of all fields, filled with null."""
     records = [{"tools": [{"name": "f", "arguments": {"x": 1}}]}, {"tools": [{"name": "g", "arguments": {"y": "a"}}]}]

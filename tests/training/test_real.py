@@ -35,7 +35,8 @@ def run(checkpoints, shared, tmp_path_factory):
     folder = tmp_path_factory.mktemp("real")
     command = f"finetune/lora.py --checkpoint_dir {checkpoints['SmolLM2-135M-Instruct']} --out_dir out/smol "
     command += f"--data.path {shared / 'data' / 'alpaca_2k.json'} --train.max_steps {STEPS} --train.learning_rate {RATE} "
-    command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH}"
+    command += f"--train.global_batch_size {BATCH} --eval.max_batches {VALIDATION // BATCH} "
+    command += f"--eval.interval {STEPS} --eval.max_new_tokens 8"
     done = script(*command.split(), cwd=folder)
     (folder / "out" / "smol" / "stdout.txt").write_text(done.stdout)
     return folder / "out" / "smol"
