@@ -21,6 +21,7 @@ from litft.model.transformer import GPT
 PREFILL_CHUNK = 512  # prompt tokens in one forward pass; bounds the memory for activations
 NOT_A_NUMBER = "the model's logits are NaN; look for NaN or infinity in its weights"
 LENGTH_DEPENDENT_ROPES = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the text
+SHOWS_NAN = 16  # torch's attention on a CPU computes finite numbers from NaN for fewer queries
 MIN_BOUND = 256  # compiled code attends to this many keys, doubled until all cached keys fit
 
 # B rows, V vocabulary
@@ -48,6 +49,8 @@ class Decoder:
         self._length_rope = next((rope for rope in ropes if rope.rope_type in LENGTH_DEPENDENT_ROPES), None)
         self.max_length = [self.capacity] * rows  # final length of each text, for ropes that depend on it
         self.processed = 0  # tokens that went through the model
+        # of a model in training, whose loss shows NaN; ranks of a sharded one would wait for each other
+        self._may_hide_nan = self.device.type == "cpu" and not trained
         self._forward_chunk, self._forward_token = compile_forward(model) if compiled else (model, model)
 
     def _allocate(self, rows: int, capacity: int) -> None:
@@ -95,6 +98,8 @@ class Decoder:
             if num_cached == len(ids):
                 self.views[row].copy(cache, len(ids))
                 return snapshot.logits.clone()
+        if self._may_hide_nan:
+            self._check_weights(longest=len(ids) - num_cached)
         for start in range(num_cached, len(ids), PREFILL_CHUNK):
             logits = self.extend(row, ids[start : start + PREFILL_CHUNK], cache)
         if cache is not self.views[row]:
@@ -105,6 +110,16 @@ class Decoder:
         if self.states:
             self.states[row].prompt = take_snapshot(self.views[row], len(ids), logits[-1])
         return logits[-1]
+
+    def _check_weights(self, longest: int) -> None:
+        """Raise BrokenModel if the model has NaN that the passes so far hide. longest: tokens of the pass that follows."""
+        self._may_hide_nan = False
+        if longest >= SHOWS_NAN:
+            return
+        tokens = torch.arange(SHOWS_NAN)[None] % self.model.config.vocab_size
+        with self._no_grad():
+            if self.model(tokens).isnan().any():
+                raise BrokenModel(NOT_A_NUMBER)
 
     def num_cached(self, row: int, ids: Sequence[int], max_length: int | None = None) -> int:
         """Return how many tokens of a text `prefill` with the same arguments would copy rather than compute."""

@@ -12,6 +12,8 @@ from litft.training.flops import Flops
 from litft.training.memory_trace import Shape
 from litft.training.objectives import Objective
 
+LARGEST_STEP = 100  # times the training examples
+
 
 class Schedule:
     """A run's steps. The position in the data is the number of samples seen.
@@ -31,6 +33,11 @@ class Schedule:
         self.val_fraction = args.data.val_fraction
         self.is_by_epochs = args.train.max_steps is None and args.train.max_time is None
         self.order = Sampler(data.train.sizes, args.seed, data.weights)
+        if not self.is_by_epochs and self.size > LARGEST_STEP * self.order.size:
+            raise ValueError(
+                f"--train.global_batch_size {self.size:,}: a step would have each of the {self.order.size:,} training "
+                f"examples more than {LARGEST_STEP} times; lower it, or leave out --train.max_steps and --train.max_time"
+            )
         self.samples = planned_samples(args.train, self.order.size)
         self.layout = initial_layout(args, data, ranks)
         self.go_on(0, 0)

@@ -317,5 +317,14 @@ def test_a_full_row_ends_and_an_empty_prompt_is_refused(windowed):
         Decoder(windowed, 1, 10).prefill(0, [1])
 
 
+def test_nan_in_a_query_projection_is_found_with_a_short_prompt(tiny):
+    """For fewer than 16 queries, torch's attention on a CPU computes finite numbers from NaN."""
+    model, _ = litft.load(tiny, "fp32")
+    model.requires_grad_(False)
+    model.blocks[1].attention.q_proj.weight[3, 5] = torch.nan
+    with pytest.raises(ValueError, match="logits are NaN"):
+        Decoder(model, 1, 64).prefill(0, [1, 2, 3])
+
+
 def test_common_prefix_length():
     assert [common_prefix_length([1, 2, 3], other) for other in ([1, 2, 3, 4], [1, 2], [1, 3], [], [2])] == [3, 2, 1, 0, 0]

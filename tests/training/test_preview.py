@@ -246,6 +246,14 @@ def test_a_run_of_many_samples_resumes_quickly(tiny, tmp_path, cases):
 FEW = [{"prompt": f"q{n}", "completion": f"a{n}"} for n in range(6)]
 
 
+def test_a_step_of_far_more_examples_than_there_are_is_refused(tiny, tmp_path):
+    path = write_records(tmp_path / "few.jsonl", FEW)
+    words = ["--checkpoint_dir", tiny, "--data.path", path, "--data.val_fraction", "0", "--dry_run"]
+    words += ["--train.max_steps", "1", "--train.global_batch_size", "60000"]
+    done = script("finetune/lora.py", *words, cwd=tmp_path, code=2)
+    assert "--train.global_batch_size 60,000: a step would have each of the 6 training examples more than" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("command", "flags", "advised"),
     [
