@@ -133,15 +133,27 @@ def encode(records: Records, encoder: Encoder, lock: TextIO) -> Iterator[Encoded
     chunks = iter(lambda: list(islice(records, CHUNK)), [])
     first_chunks = list(islice(chunks, 9))
     workers = min(cores(), MAX_PROCESSES)
-    if len(first_chunks) < 9 or workers == 1:
+    pool = None
+    if len(first_chunks) == 9 and workers > 1:
+        pool = _make_pool(encoder, workers, lock)
+    if pool is None:
         yield from (encoder(where, record) for chunk in chain(first_chunks, chunks) for where, record in chunk)
     else:
-        yield from _in_parallel(chain(first_chunks, chunks), encoder, workers, lock)
+        yield from _in_parallel(chain(first_chunks, chunks), pool, workers)
 
 
-def _in_parallel(chunks: Iterable[list], encoder: Encoder, workers: int, lock: TextIO) -> Iterator[Encoded]:
+def _make_pool(encoder: Encoder, workers: int, lock: TextIO) -> ProcessPoolExecutor | None:
+    """Return a pool of processes; None if there is no room for its semaphores, as in containers with a small /dev/shm."""
     # fork: the tokenizer is not pickled, and the main script is not imported again
-    pool = ProcessPoolExecutor(workers, get_context("fork"), _init_worker, (encoder, lock, os.getpid()))
+    try:
+        return ProcessPoolExecutor(workers, get_context("fork"), _init_worker, (encoder, lock, os.getpid()))
+    except OSError as error:
+        reason = error.strerror or str(error)
+        print(f"note: one process tokenizes: several cannot share memory ({reason}; /dev/shm)", file=sys.stderr)
+        return None
+
+
+def _in_parallel(chunks: Iterable[list], pool: ProcessPoolExecutor, workers: int) -> Iterator[Encoded]:
     try:
         pending = deque(pool.submit(_encode_chunk, chunk) for chunk in islice(chunks, 3 * workers))
         while pending:

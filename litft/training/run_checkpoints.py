@@ -323,9 +323,17 @@ def _plain_errors(folder: Path) -> Iterator[None]:
         yield
     except CheckpointException as error:
         causes = [cause for cause, _ in error.failures.values()]
-        if any(isinstance(cause, KeyboardInterrupt) for cause in causes):
-            raise KeyboardInterrupt from None
+        for cause in causes:
+            if (interrupt := _interrupt_before(cause)) is not None:
+                raise KeyboardInterrupt(*interrupt.args) from None
         raise OSError(0, str(causes[0]).split("\n")[0], str(folder)) from None
+
+
+def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
+    """Return the Ctrl-C that led to an error: torch's file writer raises one of its own when it is closed too early."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def _init_state(optimizer: Optimizer) -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -554,10 +555,24 @@ def test_parallel_tokenization_gives_the_same_samples(shared, checkpoints, tmp_p
     sequential = [encoder(where, record) for where, record in records]
     chunks = iter([records[start : start + 50] for start in range(0, 600, 50)])
     with (tmp_path / "lock").open("w") as lock:
-        parallel = list(token_cache._in_parallel(chunks, encoder, 2, lock))
+        pool = token_cache._make_pool(encoder, 2, lock)
+        parallel = list(token_cache._in_parallel(chunks, pool, 2))
     assert [result.where for result in parallel] == [result.where for result in sequential]
     for one, other in zip(sequential, parallel, strict=True):
         assert all(map(np.array_equal, one.samples, other.samples)) and len(one.samples) == len(other.samples)
+
+
+def test_one_process_tokenizes_where_processes_cannot_share_memory(tiny, tmp_path, capsys):
+    """As in a container whose /dev/shm is full: semaphores are files there."""
+    encoder = Encoder(Tokenizer(tiny), 512)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with (tmp_path / "lock").open("w") as lock:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            pool = token_cache._make_pool(encoder, 2, lock)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert pool is None and "note: one process tokenizes" in capsys.readouterr().err
 
 
 PREPARE = """

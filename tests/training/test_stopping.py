@@ -1,5 +1,6 @@
 """How runs end (signals, time limits, patience, NaN, out of memory, full disks), and that they resume bit-identically."""
 
+import io
 import json
 import math
 import os
@@ -7,6 +8,7 @@ import re
 import signal
 import subprocess
 import time
+import traceback
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +19,7 @@ import yaml
 from conftest import ROOT, rows_of, script, start, write_records
 from forkserver import Process
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.api import CheckpointException
 
 import litft
 from litft import run_dir
@@ -25,7 +28,7 @@ from litft.errors import Interrupted
 from litft.run_list import read_run
 from litft.signals import Signals
 from litft.training.recorder import Recorder
-from litft.training.run_checkpoints import Saver
+from litft.training.run_checkpoints import Saver, _plain_errors
 
 
 def losses(run: Path) -> list[float]:
@@ -119,6 +122,30 @@ def test_a_second_ctrl_c_interrupts_at_once(capfd):
         for _ in range(2):
             os.kill(os.getpid(), signal.SIGINT)
     assert capfd.readouterr().err == "\nCtrl-C: saving after this step (again: stop at once, without saving)\n"
+
+
+class InterruptedWrite(io.RawIOBase):
+    """A file during whose second write Ctrl-C is pressed twice."""
+
+    writes = 0
+
+    def writable(self):
+        return True
+
+    def write(self, content):
+        self.writes += 1
+        if self.writes == 2:
+            raise KeyboardInterrupt("stopped at once, without saving")
+        return len(content)
+
+
+def test_a_second_ctrl_c_while_a_checkpoint_is_written(tmp_path):
+    """torch's file writer raises a RuntimeError about its position then."""
+    with pytest.raises(RuntimeError) as caught:
+        torch.save({"weight": torch.ones(1000)}, InterruptedWrite())
+    failed = CheckpointException("save", {0: (caught.value, traceback.extract_stack())})
+    with pytest.raises(KeyboardInterrupt, match="stopped at once, without saving"), _plain_errors(tmp_path):
+        raise failed
 
 
 # runs from Python, patience and time limits
