@@ -79,9 +79,13 @@ def metrics_rows(path: Path) -> Iterator[dict[str, str]]:
         return
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
         reader = csv.DictReader(file)
-        if reader.fieldnames and "step" not in reader.fieldnames:
+        try:
+            names = reader.fieldnames
+        except csv.Error:
+            names = ["?"]
+        if names and "step" not in names:
             raise ValueError(f"{path} does not start with a row of column names; fix it, or move it away")
-        for row in reader:
+        for row in _readable(reader):
             values = {name: value for name, value in row.items() if name and value}
             try:
                 complete = None not in row.values()
@@ -89,6 +93,17 @@ def metrics_rows(path: Path) -> Iterator[dict[str, str]]:
                     yield values
             except (KeyError, ValueError, TypeError):
                 continue
+
+
+def _readable(reader: csv.DictReader) -> Iterator[dict[str, str]]:
+    """Yield the rows of a table without those that the library refuses: with zero bytes, or an endless quoted cell."""
+    while True:
+        try:
+            yield next(reader)
+        except csv.Error:
+            continue
+        except StopIteration:
+            return
 
 
 def newest_run(is_finished: bool) -> Path | None:
