@@ -45,8 +45,9 @@ distributed: devices process_group fsdp tensor_parallel device_map
 inference: sampling json_grammar state_snapshots decoder fused_linears speculative tp_decoding generation chat_answers
  streaming terminal session chat generate
 training: intervals residence flops metrics loggers html_report screen adafactor optimizers activation_checkpointing compile
- cpu_offload objectives setup file_hashes run_checkpoints scoring validation memory_trace memory_plan communication_plan
- schedule references auto_settings dry_run plan_command memory_advice recorder memory_probe divergence trainer finetune
+ cpu_offload objectives setup file_hashes base_files run_checkpoints scoring validation memory_trace memory_plan
+ communication_plan schedule references auto_settings dry_run plan_command memory_advice recorder memory_probe
+ divergence trainer finetune
 export: model_card convert publish gguf
 evaluation: lm_eval_model examples preferences run_eval
 serving: openai_replies openai_requests prefill_turns engine routes server

@@ -52,6 +52,11 @@ class Checkpoint:
         return sorted((self._file_of.keys() - statistics - stored_parts) | self._stored.keys())
 
     @property
+    def files(self) -> list[Path]:
+        """The files that have tensors."""
+        return sorted(set(self._file_of.values()))
+
+    @property
     def is_quantized(self) -> bool:
         """Whether some weights are stored quantized (packed by bitsandbytes)."""
         return bool(self._packed)

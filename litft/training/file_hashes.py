@@ -92,12 +92,17 @@ def collect_hashes(folder: Path) -> dict[str, str]:
 def check_hashes(folder: Path, hashes: dict[str, str], names: Iterable[str]) -> None:
     """Raise ValueError if one of the files `names` does not have its hash. Raises OSError if it cannot be read."""
     for name in names:
-        computed = xxh3_64()
-        with (folder / Path(name).name).open("rb") as file:
-            while chunk := file.read(_CHUNK):
-                computed.update(chunk)
-        if computed.hexdigest() != hashes[name]:
+        if file_hash(folder / Path(name).name) != hashes[name]:
             raise ValueError(f"{name} has changed since it was written: its hash is another one")
+
+
+def file_hash(path: Path) -> str:
+    """Return the hash of a file's content. Raises OSError if it cannot be read."""
+    computed = xxh3_64()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            computed.update(chunk)
+    return computed.hexdigest()
 
 
 def object_hash(value: Any) -> str:

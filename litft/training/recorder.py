@@ -32,6 +32,7 @@ from litft.pretrained import base_record
 from litft.save_pretrained import Result, check_written, copy_tokenizer, write_result
 from litft.training import run_checkpoints
 from litft.training.auto_settings import Settings
+from litft.training.base_files import BaseFiles
 from litft.training.dry_run import description, duration, method_title, run_title
 from litft.training.flops import peak_flops
 from litft.training.html_report import Report, Tile, write_report
@@ -83,6 +84,7 @@ class Recorder:
         columns = [*setup.objective.scores, *validation.columns, *(validation.metrics.keys() - {"exact_match"})]
         self.metrics = Metrics(path if self.is_writer else None, peak, columns)
         self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
+        self.base_files = BaseFiles(setup.source.checkpoint.files)
         self.is_claimed = False  # config.yaml is written
         self.is_open = False  # the folder is this run's
         self.next_report = 0.0  # time.monotonic() from which on it may be written again
@@ -103,6 +105,7 @@ class Recorder:
         progress, damaged = run_checkpoints.restore_newest(self.folder, identity, parameters, optimizer, self.hosts)
         if progress is not None:
             self.logged_as = progress.get("logger")
+            self.base_files.check(progress.get("base_files") or {})
         return progress, damaged
 
     def claim(self) -> None:
@@ -123,6 +126,7 @@ class Recorder:
         """
         if self.is_writer:
             self._open(start_step)
+            self.base_files.start()
         self.fabric.barrier()
         if any(self.hosts.all_reduce_max(not run_dir.is_run(self.folder))):
             reason = "a process does not see what the first one writes there"
@@ -200,6 +204,7 @@ class Recorder:
             "identity": self.identity(),
             "tokenizer": self.setup.tokenizer.choices(),
             "logger": [self.args.logger, self.logger.version] if self.logger else None,
+            "base_files": self.base_files.record() if self.is_writer else {},
         }
 
         def when_written() -> None:

@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -558,6 +559,24 @@ def test_resuming_a_finished_run_writes_its_validation(args):
     eval_args = replace(args.eval, exact_match=True)
     result = litft.finetune(replace(args, resume=True, eval=eval_args), callback_rows.append)
     assert "exact_match" in result.metrics and "exact_match" in rows_of(result.folder)[-1] and callback_rows
+
+
+def test_a_base_that_has_changed_is_not_resumed(args, tiny, tmp_path):
+    """Also where the first values of each tensor are the same. A file that was only copied again is."""
+    base = tmp_path / "base"
+    shutil.copytree(tiny, base)
+    args.checkpoint_dir, args.train.max_steps, args.save.interval = str(base), 2, 1
+    litft.finetune(args)
+    path = base / "model.safetensors"
+    os.utime(path, (1, 1))
+    args.train.max_steps = 3
+    litft.finetune(replace(args, resume=True))
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"].view(-1)[-1] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    args.train.max_steps = 4
+    with pytest.raises(ValueError, match=r"model\.safetensors has changed since the run began"):
+        litft.finetune(replace(args, resume=True))
 
 
 def test_damaged_metrics_rows_are_dropped(args):
