@@ -78,32 +78,27 @@ def metrics_rows(path: Path) -> Iterator[dict[str, str]]:
     if not path.is_file():
         return
     with path.open(newline="", encoding="utf-8", errors="replace") as file:
-        reader = csv.DictReader(file)
-        try:
-            names = reader.fieldnames
-        except csv.Error:
-            names = ["?"]
+        names = _cells(next(file, ""))
         if names and "step" not in names:
             raise ValueError(f"{path} does not start with a row of column names; fix it, or move it away")
-        for row in _readable(reader):
-            values = {name: value for name, value in row.items() if name and value}
+        for line in file:
+            cells = _cells(line)
+            if len(cells) < len(names):
+                continue
+            values = {name: cell for name, cell in zip(names, cells, strict=False) if name and cell}
             try:
-                complete = None not in row.values()
-                if complete and int(values["step"]) >= 0 and [float(value) for value in values.values()]:
+                if int(values["step"]) >= 0 and [float(value) for value in values.values()]:
                     yield values
-            except (KeyError, ValueError, TypeError):
+            except (KeyError, ValueError):
                 continue
 
 
-def _readable(reader: csv.DictReader) -> Iterator[dict[str, str]]:
-    """Yield the rows of a table without those that the library refuses: with zero bytes, or an endless quoted cell."""
-    while True:
-        try:
-            yield next(reader)
-        except csv.Error:
-            continue
-        except StopIteration:
-            return
+def _cells(line: str) -> list[str]:
+    """Return the cells of one line, none if it is damaged: a quotation mark must not swallow the lines after it."""
+    try:
+        return next(csv.reader([line]), [])
+    except csv.Error:  # zero bytes before Python 3.11, or a very long cell
+        return []
 
 
 def newest_run(is_finished: bool) -> Path | None:

@@ -46,8 +46,8 @@ def test_damaged_files(tmp_path, cases):
 
 @pytest.mark.parametrize("damage", ['2,"3.0\n', "2,\0\0\0\n"], ids=["a quotation mark", "zero bytes"])
 def test_rows_around_the_damage_are_kept(tmp_path, damage):
-    """The library refuses a cell of 131,072 characters, and before Python 3.11 zero bytes."""
+    """A quotation mark opens a cell that ends at the next one; zero bytes are refused before Python 3.11."""
     rows = "".join(f"{step},1.5\n" for step in range(3, 60_000))
     (tmp_path / "metrics.csv").write_text(f"step,loss\n1,2.0\n{damage}{rows}")
     steps = [int(row["step"]) for row in metrics_rows(tmp_path / "metrics.csv")]
-    assert steps[0] == 1 and steps[-1] == 59_999 and len(steps) > 40_000
+    assert steps[0] == 1 and steps[-1] == 59_999 and len(steps) >= 59_997
