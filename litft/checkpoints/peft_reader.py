@@ -42,9 +42,9 @@ _FROZEN_TABLES = ("base_layer.weight", "token_adapter.base_layer.weight", "origi
 MOST_ROWS = 0.1  # the share of a table's rows from which on the table was trained, not single rows
 _SAVED_TABLE = "modules_to_save.weight"
 
-# Dimensions: E experts, R rank, N new tokens, C hidden dim, V vocabulary of the base, W that of the adapter
-
 MATCH_SECONDS = 1.0  # for one expression of alpha_pattern and one name; an honest one takes microseconds
+
+# Dimensions: E experts, R rank, N new tokens, C hidden dim, V vocabulary of the base, W that of the adapter
 
 
 @dataclass

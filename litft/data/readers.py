@@ -205,7 +205,7 @@ class _Values:
                 value, end = self.decode(self.text, self.at)
             except json.JSONDecodeError as error:
                 offset = self.dropped + error.pos
-                # a text that only goes on has its error at its end, or an open quotation mark
+                # where the text is incomplete, the error is at its end, or an open quotation mark
                 is_cut = error.msg.startswith("Unterminated string") or error.pos + LONGEST_TOKEN > len(self.text)
                 if not is_cut or not self.read_more():
                     raise self.error(error.msg, offset) from None

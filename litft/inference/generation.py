@@ -320,6 +320,11 @@ class Batch:
         """The rows without a request."""
         return [row for row in range(len(self.assigned)) if row not in self.running and row not in self.prefilling]
 
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of all requests: in prefill and running."""
+        return [prompt.number for prompt in self.prefilling.values()] + [number for number, _ in self.running.values()]
+
     def add(self, number: int, request: Request) -> None:
         """Queue a request for prefill in a free row.
 

@@ -178,7 +178,7 @@ class Engine:
     def _advance(self, name: str) -> None:
         """Prefill the next part of a model's prompts, then run one decode step for its answers."""
         batch = self._batches[name]
-        numbers = [prompt.number for prompt in batch.prefilling.values()] + [number for number, _ in batch.running.values()]
+        numbers = batch.numbers
         turns = self._turns[name]
         try:
             self._prefill(batch, turns)
@@ -198,7 +198,8 @@ class Engine:
         except Exception as error:  # out of memory, a failing device: later requests get a new batch
             traceback.print_exc()
             del self._batches[name]
-            for number in numbers:
+            # also those that were admitted between slices of prefill
+            for number in dict.fromkeys([*numbers, *batch.numbers]):
                 self._finish(number, error)
 
     def _prefill(self, batch: Batch, turns: PrefillTurns) -> None:

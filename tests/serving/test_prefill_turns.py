@@ -53,6 +53,28 @@ def test_a_short_request_ends_before_a_long_prompt(session):
         assert tokens[name] == [token for _, chunk in chunks for token in chunk.tokens]
 
 
+def test_a_request_admitted_before_a_failure_is_told_of_it(session, monkeypatch):
+    """Requests are admitted between two slices of a prompt, of which the second fails."""
+    engine = Engine({"model": session}, rows=2, capacity=4096, max_waiting=0)
+    ended = SimpleQueue()
+    prefill = PrefillTurns.prefill
+
+    def failing(turns, batch, row):
+        if turns.seconds:
+            raise RuntimeError("out of memory")
+        tokens = prefill(turns, batch, row)
+        engine.submit("model", [(request(SHORT), lambda chunk: ended.put(("short", chunk)))])
+        return tokens
+
+    monkeypatch.setattr(PrefillTurns, "prefill", failing)
+    engine.start()
+    engine.submit("model", [(request(LONG), lambda chunk: ended.put(("long", chunk)))])
+    errors = dict(ended.get(timeout=10) for _ in range(2))
+    engine.stop()
+    engine.join()
+    assert {name: str(error) for name, error in errors.items()} == {"long": "out of memory", "short": "out of memory"}
+
+
 @pytest.fixture
 def batch(session):
     return Batch(session.decoder(4, 4096), session.tokenizer)

@@ -1,4 +1,4 @@
-"""Random mistakes in JSON objects, and a count of what they lead to."""
+"""Random mistakes in JSON objects, and the check of what they lead to."""
 
 import json
 import random
@@ -40,7 +40,7 @@ def _change(place: dict | list, generator: random.Random) -> None:
 
 
 def failure(attempt: Callable[[], object], most_seconds: float = 10, most_memory: int = 1024 * MIB) -> str | None:
-    """Return what is wrong with an attempt that may only succeed or raise ValueError; None: nothing."""
+    """Return how an attempt failed; None if it succeeded, or raised ValueError with a text."""
     start = time.monotonic()
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     try:
