@@ -48,6 +48,8 @@ def failure(attempt: Callable[[], object], most_seconds: float = 10, most_memory
     except ValueError as error:
         if not str(error).strip():
             return "a message without text"
+        if isinstance(error, UnicodeError):
+            return f"an error of Python: {error}"
     except BaseException as error:  # also a panic of a library in Rust
         if isinstance(error, KeyboardInterrupt):
             raise
