@@ -58,6 +58,11 @@ class PretrainedFolder:
         return content if "text_config" in content else None
 
     @property
+    def weight_files(self) -> list[Path]:
+        """The files with the weights of the base."""
+        return self.checkpoint.files
+
+    @property
     def rules(self) -> list[Rule]:
         """The rules for the tensor names and layouts of this model family."""
         return family(self.config.model_type).rules(self.config)

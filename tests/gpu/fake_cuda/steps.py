@@ -93,6 +93,8 @@ MORE_FAMILIES = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
 class UnreadFolder(PretrainedFolder):
     """A folder with only a config: its weights are allocated, not read."""
 
+    weight_files: list[Path] = []
+
     def check(self) -> None:
         """Do nothing: there are no weight files."""
 
