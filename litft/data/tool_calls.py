@@ -282,13 +282,20 @@ def _keyed_calls(text: str, schemas: _Schemas) -> list[ToolCall] | None:
     return calls
 
 
+# names begin where a word does, so that a long word is read once and not from each of its characters
+_NAME_START = r"(?<![\w.\-])"
 # the name of a function, what separates it from its arguments, and where these begin
 _NAMED_FORMS = (
-    re.compile(r"(?P<name>[\w.\-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"),  # Mistral
-    re.compile(r"(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),  # Kimi K2
-    re.compile(r"<\|tool_call:name\|>(?P<name>[\w.\-]+)<\|tool_call:args\|>\s*(?=\{)"),  # Solar
-    re.compile(r"<｜tool▁sep｜>(?P<name>[\w.\-]+)\s*```(?:json)?\s*(?=\{)"),  # DeepSeek V3, R1
-    re.compile(r"<｜tool▁call▁begin｜>(?P<name>[\w.\-]+)<｜tool▁sep｜>\s*(?=\{)"),  # DeepSeek V3.1
+    # Mistral
+    re.compile(_NAME_START + r"(?P<name>[\w.\-]+)(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{)"),
+    # Kimi K2
+    re.compile(_NAME_START + r"(?:functions\.)?(?P<name>[\w.\-]+?)(?::\d+)?\s*<\|tool_call_argument_begin\|>\s*(?=\{)"),
+    # Solar
+    re.compile(r"<\|tool_call:name\|>(?P<name>[\w.\-]+)<\|tool_call:args\|>\s*(?=\{)"),
+    # DeepSeek V3, R1
+    re.compile(r"<｜tool▁sep｜>(?P<name>[\w.\-]+)\s*```(?:json)?\s*(?=\{)"),
+    # DeepSeek V3.1
+    re.compile(r"<｜tool▁call▁begin｜>(?P<name>[\w.\-]+)<｜tool▁sep｜>\s*(?=\{)"),
 )
 
 

@@ -1,5 +1,6 @@
 """Answers taken apart into reasoning, content and tool calls: what templates write is read back, whole and streamed."""
 
+import time
 from functools import partial
 
 import pytest
@@ -82,7 +83,8 @@ NO_CALLS = [
     "[1, 2]",
     "[f(1)]",
     "[f(a=open('x'))]",
-    "a" * 9999,
+    "a" * 30_000,
+    "a" * 30_000 + " b[ARGS]{",
 ]
 NO_CALLS += [
     '{"name": "f", "arguments": {"x": NaN}}',
@@ -97,8 +99,11 @@ NO_CALLS += ["<function=weather><parameter=town>Os</function>", "call:weather{to
 
 @pytest.mark.parametrize("text", NO_CALLS, ids=lambda text: text[:20])
 def test_other_text_is_no_call(text):
+    """Also in a long answer without spaces, which is read in time that grows with its length."""
+    start = time.process_time()
     with pytest.raises(ValueError, match="not a tool call"):
         read_calls(text, TOOLS)
+    assert time.process_time() - start < 2
 
 
 def test_text_that_is_no_call_stays_as_it_is():
