@@ -123,6 +123,11 @@ class PretrainedFolder:
         with torch.device("meta"), default_dtype(dtype):
             return placement.build_network(self.config)
 
+    @cached_property
+    def outline(self) -> GPT:
+        """The unquantized network on the meta device, for names and shapes. It must not be changed."""
+        return self.meta_model()
+
     def check_length(self, flag: str, tokens: int | None) -> None:
         """Raise ValueError if the model has learned positions, but not for so many tokens."""
         max_positions = self.config.max_positions
@@ -136,7 +141,7 @@ class PretrainedFolder:
     @cached_property
     def checked_mappings(self) -> list[TensorMapping]:
         """`mappings`, after checking that they fill the network."""
-        return check_weights(self.meta_model(), self.checkpoint, self.stored_rules)
+        return check_weights(self.outline, self.checkpoint, self.stored_rules)
 
     @cached_property
     def mappings(self) -> list[TensorMapping]:
@@ -207,7 +212,7 @@ class PretrainedFolder:
                 filled.add(id(getattr(model.get_submodule(module), leaf, None)))
         if self.config.tied:
             filled.add(id(model.lm_head.weight))
-        base_names = {name for name, _ in self.meta_model().named_parameters(remove_duplicate=False)}
+        base_names = {name for name, _ in self.outline.named_parameters(remove_duplicate=False)}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if name in base_names and id(parameter) not in filled:
                 raise RuntimeError(f"{name} was built, but not filled from {self.base}; this is a fault of litft")

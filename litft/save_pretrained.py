@@ -16,7 +16,7 @@ from litft.checkpoints.conversion import TensorMapping, mappings_to_hf
 from litft.checkpoints.hub import PROCESSOR_FILES, TOKENIZER_FILES
 from litft.checkpoints.peft_names import missing_modules
 from litft.checkpoints.rules import Rule
-from litft.checkpoints.weight_files import LazyTensor, check_weights, write_weights
+from litft.checkpoints.weight_files import LazyTensor, write_weights
 from litft.data.tokenizer import NAMED_TEMPLATES, TEMPLATE_FILE, Tokenizer
 from litft.families import family
 from litft.methods import Method, Values, read_method
@@ -58,8 +58,8 @@ def model_entries(
     source: PretrainedFolder, dtype: torch.dtype, result: Result | None = None, rules: list[Rule] | None = None
 ) -> list[LazyTensor]:
     """List all tensors of the base merged with `result`, named by `rules` (default: those of the family)."""
-    base = source.meta_model()
-    mappings = check_weights(base, source.checkpoint, source.stored_rules)
+    base = source.outline
+    mappings = source.checked_mappings
     locations = {name: (mapping, index) for mapping in mappings for index, name in enumerate(mapping.targets)}
     if result:
         result.method.check_merge(list(locations), result.values)

@@ -145,14 +145,14 @@ def _connect(path: str) -> socket.socket:
 
 
 def preload() -> None:
-    """Import what the commands import, but nothing that reads the command's environment at import time."""
+    """Import what the commands import, and build their parsers; nothing that reads the environment at import time."""
     sys.modules["torchmetrics"] = None  # Fabric imports it if it is installed, and it imports transformers
     import lightning_fabric.strategies  # noqa: F401
 
     del sys.modules["torchmetrics"]
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
+    import torch.distributed.tensor
 
     import litft.cli
     import litft.evaluation.run_eval
@@ -160,10 +160,18 @@ def preload() -> None:
     import litft.families
     import litft.inference.chat
     import litft.inference.generate
-    import litft.training.finetune  # noqa: F401
+    import litft.training.finetune
+    from litft.args.parser import parser_of
+    from litft.families import families
     from litft.model.quantization import bitsandbytes
+    from litft.training.flops import peak_flops
 
     bitsandbytes()
+    families()
+    for command in litft.cli.COMMANDS.values():
+        parser_of(command.args)
+    torch.set_num_threads(1)  # OpenMP's threads would not survive the fork
+    peak_flops(torch.device("cpu"), "fp32")
 
 
 class Server:

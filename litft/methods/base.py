@@ -32,7 +32,11 @@ class BaseFolder(Protocol):
         """The names of modules in the class that opens the base folder, for adapter files."""
 
     def meta_model(self) -> GPT:
-        """Return the network on the meta device."""
+        """Create the network on the meta device."""
+
+    @property
+    def outline(self) -> GPT:
+        """The network on the meta device, for names and shapes. It must not be changed."""
 
     def tensor(self, name: str) -> Tensor:
         """Return the base's tensor with a litft name."""

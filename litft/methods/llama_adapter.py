@@ -141,7 +141,7 @@ class Adapter(Method):
             "adapter_layers": len(self.layers),
             "inference_mode": True,
         }
-        if "ADAPTION_PROMPT" in self.peft_types and is_peft_compatible(source.meta_model().config) and not self.tokens:
+        if "ADAPTION_PROMPT" in self.peft_types and is_peft_compatible(source.outline.config) and not self.tokens:
             config |= {"peft_type": "ADAPTION_PROMPT", "target_modules": "self_attn"}
             values = {_to_peft(name): value for name, value in values.items()}
         if self.tokens:

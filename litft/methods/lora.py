@@ -145,7 +145,7 @@ class LoRA(Method):
     def write(self, folder: Path, source: BaseFolder, values: Values, record: dict[str, Any]) -> None:
         """Write PEFT's two files, adapter_config.json and adapter_model.safetensors."""
         values = {name: value.cpu() for name, value in values.items()}
-        model = source.meta_model()
+        model = source.outline
         factors = {name: self.factors(name, values) for name in self.specs}
         if self.args.dora:
             targets = peft_targets(model, source.adapter_rules).values()
@@ -163,7 +163,7 @@ class LoRA(Method):
     @classmethod
     def read(cls, folder: Path, source: BaseFolder) -> tuple["LoRA", Values]:
         """Read PEFT's two files, written by litft or by PEFT."""
-        model = source.meta_model()
+        model = source.outline
         adapter = read_adapter(folder, model, source.adapter_rules, source.tensor)
         bias = {peft_value: value for value, peft_value in _PEFT_BIAS.items()}[adapter.bias]
         method = cls(LoRAArgs(dora=any(weights.m is not None for weights in adapter.factors.values()), bias=bias))
@@ -240,7 +240,7 @@ def _unadapted_linears(
     In a DoRA file, a fused tensor needs the magnitudes of all its rows. run_record: entries of the run in
     adapter_config.json; the magnitudes are the row norms of the base as it was quantized in that run.
     """
-    unadapted, model = {}, source.meta_model()
+    unadapted, model = {}, source.outline
     kind, dtype = run_record.get("quantize"), torch.bfloat16 if run_record.get("precision") == "bf16" else torch.float32
     for target in targets:
         adapted = [factors[name] for name in target.linears if name in factors]

@@ -97,5 +97,5 @@ def _options(setup: Setup, schedule: Schedule, settings: Settings) -> Iterator[t
 def _lora(setup: Setup) -> Method:
     """Return LoRA with default settings for the same model."""
     method = copy.copy(method_of(LoRAFinetuneArgs()))
-    method.choose(setup.source.meta_model(), setup.source.adapter_rules)
+    method.choose(setup.source.outline, setup.source.adapter_rules)
     return method

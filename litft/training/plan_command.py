@@ -63,7 +63,7 @@ def plan_on_paper(args: PlanArgs) -> PlanOnPaper:
     source, method = resolve(args.checkpoint_dir), method_of(finetuning[args.method])
     if source.adapter:
         raise ValueError(f"{source.adapter} is an adapter; pass its base, {source.base}, and the method's flags")
-    method.choose(source.meta_model(), source.adapter_rules)
+    method.choose(source.outline, source.adapter_rules)
     source.check_length("--max_seq_length", args.max_seq_length)
     tokens, shards = length_limit(args.max_seq_length, source.config.max_positions), num_shards(args, args.strategy)
 

@@ -61,7 +61,7 @@ class Setup:
         method = method_of(self.args)
         adapter = self.source.read_adapter()
         if adapter is None:
-            method.choose(self.source.meta_model(), self.source.adapter_rules)
+            method.choose(self.source.outline, self.source.adapter_rules)
             return method, None
         saved_method, values = adapter
         if type(saved_method) is not type(method):
@@ -82,7 +82,7 @@ class Setup:
     def _merge_remedy(self, method: Method, values: Values) -> str:
         """How else to build on an adapter."""
         try:
-            method.check_merge([name for name, _ in self.source.meta_model().named_parameters()], values)
+            method.check_merge([name for name, _ in self.source.outline.named_parameters()], values)
         except ValueError:
             return f"it cannot be merged, so begin with its base, {self.source.base}"
         return f"merge it first: python scripts/merge_lora.py --checkpoint_dir {self.source.adapter}"
@@ -150,7 +150,7 @@ class Setup:
         """What the network computes in: as asked for, or what fits where the weights are cut into so many shards."""
         if not self.method.saves_full_model:
             return pick_precision(self.args.precision, device)
-        size = sum(p.numel() for p in self.source.meta_model().parameters())
+        size = sum(p.numel() for p in self.source.outline.parameters())
         return pick_full_precision(self.args.precision, device, size // shards)
 
     def build(

@@ -146,7 +146,7 @@ def _write_adapter(folder: Path, trained: TrainedModel, args: GgufExportArgs) ->
     sites = _adapter_sites(method, trained)
     outtype = "f32" if args.outtype == "auto" else args.outtype
     factors = {site: method.factors(site, values) for site in sites}
-    targets = peft_targets(trained.source.meta_model(), gguf_rules(trained.source.config))
+    targets = peft_targets(trained.source.outline, gguf_rules(trained.source.config))
     if any(isinstance(targets[site].rule, Tile | KeysAndValues) for site in sites):
         raise ValueError("llama.cpp stores this model's heads in another form than an adapter can; leave --merge false out")
     fused = {target.name: target.fuse(factors) for target in dict.fromkeys(targets[site] for site in sites)}
