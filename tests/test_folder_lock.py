@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ENV, rows_of, script, start
+from forkserver import Process
 
 from litft import folder_lock
 from litft.atomic import atomic_folder, atomic_write
@@ -38,21 +40,28 @@ write_folder(sys.argv[1], fill)
 """
 
 
-def begin(code: str, folder: Path) -> subprocess.Popen:
-    """Start a process that holds a folder, and wait until it does."""
-    process = subprocess.Popen([sys.executable, "-c", code, folder], stdout=subprocess.PIPE, env=ENV)
-    assert process.stdout.readline()
-    return process
+@pytest.fixture
+def begin(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Path], Process]:
+    """Return a function that starts a process that holds a folder, and waits until it does."""
+
+    def start_and_wait(code: str, folder: Path) -> Process:
+        path = tmp_path_factory.mktemp("script") / "hold.py"
+        path.write_text(code)
+        process = start(path, folder, cwd=path.parent, stdout=subprocess.PIPE)
+        assert process.stdout.readline()
+        return process
+
+    return start_and_wait
 
 
-def end(process: subprocess.Popen, number: signal.Signals) -> int:
+def end(process: Process, number: signal.Signals) -> int:
     """End a process by a signal; return its exit code."""
     process.send_signal(number)
     with process.stdout:
         return process.wait(timeout=60)
 
 
-def test_a_living_owner_is_named_and_a_dead_one_is_replaced(tmp_path):
+def test_a_living_owner_is_named_and_a_dead_one_is_replaced(begin, tmp_path):
     folder = tmp_path / "run"
     process = begin(HOLD, folder)
     with pytest.raises(ValueError, match=f"run is in use by process {process.pid} on "), locked_folder(folder):
@@ -84,7 +93,7 @@ def test_a_folder_has_one_owner_within_a_process_too(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
-def test_the_lock_of_another_host_is_awaited(tmp_path, monkeypatch):
+def test_the_lock_of_another_host_is_awaited(begin, tmp_path, monkeypatch):
     """A file server releases the locks of a host that is gone after a while."""
     folder = tmp_path / "run"
     process = begin(HOLD, folder)
@@ -117,7 +126,7 @@ def test_of_two_starts_into_one_folder_one_is_refused(tiny, examples, tmp_path):
     assert not list(tmp_path.glob("**/*.lock")) + list(tmp_path.glob("**/*.partial"))
 
 
-def test_a_run_is_not_resumed_or_overwritten_while_it_runs(tiny, examples, tmp_path):
+def test_a_run_is_not_resumed_or_overwritten_while_it_runs(begin, tiny, examples, tmp_path):
     command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", "run"]
     script(*command, "--train.max_steps", "2", cwd=tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.glob("run/**/*") if path.is_file()}
@@ -131,7 +140,7 @@ def test_a_run_is_not_resumed_or_overwritten_while_it_runs(tiny, examples, tmp_p
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)], ids=["SIGTERM", "SIGKILL"])
-def test_an_interrupted_export_leaves_nothing_after_the_next_one(tmp_path, number, code):
+def test_an_interrupted_export_leaves_nothing_after_the_next_one(begin, tmp_path, number, code):
     process = begin(FILL, tmp_path / "out")
     with pytest.raises(ValueError, match=f"out is in use by process {process.pid}"):
         write_folder(str(tmp_path / "out"), lambda partial: None)

@@ -41,7 +41,9 @@ IN_MEMORY = {
 }
 
 
-@pytest.mark.parametrize("kind", IN_MEMORY)
+@pytest.mark.parametrize(
+    "kind", ["list", "generator", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("dataset", "iterator"))]
+)
 def test_examples_in_memory_train_like_a_file(settings, kind, tmp_path):
     path = write_records(tmp_path / "train.jsonl", RECORDS)
     expected = litft.finetune(data=path, **settings)

@@ -208,9 +208,8 @@ TEN_STEPS = {
 }
 
 
-@pytest.mark.parametrize(
-    "variant", [pytest.param(variant, marks=[] if variant == "dora" else [pytest.mark.slow]) for variant in TEN_STEPS]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", TEN_STEPS)
 def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
     """Start from an adapter with random A and B; PiSSA and OLoRA start from their own initialization."""
     from peft import LoraConfig, get_peft_model

@@ -106,7 +106,7 @@ def compare(tiny, examples, folder, strategy, case_names, single_runs):
         assert (single_dir / "best").is_dir() and (parallel_dir / "best").is_dir()
 
 
-@pytest.mark.parametrize("strategy", FAST)
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("ddp", marks=pytest.mark.slow)])
 def test_losses_and_files_equal_those_of_one_process(tiny, examples, tmp_path, strategy, single_runs):
     compare(tiny, examples, tmp_path, strategy, FAST[strategy], single_runs)
 

@@ -397,11 +397,13 @@ def test_every_family_survives_a_round_trip(converted, tmp_path):
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, atol=1e-6, rtol=0)  # GGUF stores Gemma's norms plus 1
+    model, model_back = litft.load(folder)[0], litft.load(back)[0]
+    reference = transformers.AutoModelForCausalLM.from_pretrained(back)
     for length in (40, 100):  # also beyond the original context
         tokens = draw(1, length, seed=1)
-        expected = litft.load(folder)[0](tokens)
-        assert relative(litft.load(back)[0](tokens), expected) <= 1e-5
-        assert relative(transformers.AutoModelForCausalLM.from_pretrained(back)(tokens).logits, expected) <= 3e-5
+        expected = model(tokens)
+        assert relative(model_back(tokens), expected) <= 1e-5
+        assert relative(reference(tokens).logits, expected) <= 3e-5
 
 
 @torch.no_grad()
@@ -827,10 +829,8 @@ def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
         assert model.tokenize(text.encode(), add_bos=tokenizer.adds_bos, special=True) == tokenizer.encode(text)
 
 
-OTHER_SPLITS = [pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek-v3", "exaone-moe")]
-
-
-@pytest.mark.parametrize("name", ["qwen35", *OTHER_SPLITS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35", "deepseek-v3", "exaone-moe"])
 def test_texts_are_split_as_by_llama_cpp(name, shared, tmp_path):
     """GPT-2's vocabulary with the pre-tokenizers of other families."""
     folder, pre_tokenizer = tokenizer_folder("gpt2", shared, tmp_path / "model"), PRE_TOKENIZERS[name]
@@ -872,6 +872,7 @@ def test_unknown_pre_tokenizers_are_refused(shared, tmp_path):
         to_gguf(folder, tmp_path / "file")
 
 
+@pytest.mark.slow
 def test_phi3_drops_spaces_after_special_tokens_by_model_name(shared, tmp_path):
     """llama.cpp does so if general.name contains phi-3, and then exits if <|endoftext|> is missing."""
     folder = make_folder("llama", tmp_path / "my-Phi3", shared)

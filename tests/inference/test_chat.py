@@ -274,7 +274,7 @@ class TerminalOutput:
 def test_in_a_terminal(checkpoints, tmp_path):
     """Prompt, Markdown, speeds, lines typed ahead, Ctrl-C that stops only the answer, history, Ctrl-D."""
     controller, terminal = pty.openpty()
-    flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--temperature", "0", "--max_new_tokens", "200"]
+    flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--temperature", "0", "--max_new_tokens", "60"]
     flags += ["--precision", "fp32"]
     env = ENV | {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "COLUMNS": "100", "LINES": "30"}
     command = [sys.executable, ROOT / "generate" / "chat.py", *map(str, flags)]
@@ -302,7 +302,7 @@ def test_in_a_terminal(checkpoints, tmp_path):
     output.until(">")
     os.write(controller, b"Tell me a very long story about a king.\r")
     output.until("about a king.")
-    time.sleep(3)
+    time.sleep(1)
     os.write(controller, b"\x03")
     assert "stopped: " in output.until("tokens/s, the first after")
     output.until(">")

@@ -16,6 +16,7 @@ def model(request):
     """A tiny bf16 network with grouped heads; with windows and softcaps, sinks, or experts."""
     config_class, variations = ROWS[request.param]
     values = {**TINY, **next(iter(variations.values())), "max_position_embeddings": 1024}
+    values["num_hidden_layers"] = 2
     config = read_config(getattr(transformers, config_class)(**values).to_dict())
     torch.manual_seed(0)
     model = GPT(config).bfloat16().eval().requires_grad_(False)

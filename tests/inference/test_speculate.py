@@ -70,7 +70,7 @@ CHANGED = Sampling(0.7, top_p=0.9, repetition_penalty=1.3)
 @pytest.mark.parametrize(
     ("settings", "name"),
     [
-        pytest.param(Sampling(1.0), "wrong", id="1-wrong"),
+        pytest.param(Sampling(1.0), "wrong", id="1-wrong", marks=pytest.mark.slow),
         pytest.param(CHANGED, "draft", id="changed-draft"),
         pytest.param(Sampling(1.0), "draft", id="1-draft", marks=pytest.mark.slow),
         pytest.param(CHANGED, "wrong", id="changed-wrong", marks=pytest.mark.slow),

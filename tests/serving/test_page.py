@@ -138,7 +138,7 @@ def chat(*texts):
     return [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
 
 
-@pytest.mark.parametrize("page", SIZES, indirect=True)
+@pytest.mark.parametrize("page", ["wide", pytest.param("narrow", marks=pytest.mark.slow)], indirect=True)
 def test_a_conversation(page, folders, server):
     """Two turns equal the answers of litft.stream; then the page is cleared."""
     send(page, "Hello <b>there</b>")

@@ -29,6 +29,7 @@ def test_steps_of_every_family_and_every_way():
     assert int(re.search(r"(\d+) steps:", take_steps("--covering"))[1]) >= 40
 
 
+@pytest.mark.slow
 def test_a_gpu_without_bf16_computes_in_fp32_and_says_so():
     report = take_steps("--only", "auto precision", "llama: grouped: LoRA, packed", "--capability", "7.5")
     assert "Tesla T4 has no bf16 arithmetic (compute capability 7.5): precision auto is fp32" in report

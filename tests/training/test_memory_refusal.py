@@ -61,7 +61,7 @@ def test_full_fine_tuning_of_8b_without_a_gpu_is_refused(large_model, examples, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("command", ["finetune/lora.py", "generate/base.py"])
+@pytest.mark.parametrize("command", [pytest.param("finetune/lora.py", marks=pytest.mark.slow), "generate/base.py"])
 def test_a_limit_of_the_address_space_is_named(large_model, examples, tmp_path, command):
     """The weights cannot be mapped into memory."""
     flags = ["--prompt", "hi"] if command.startswith("generate") else ["--data.path", examples, "--quantize", "nf4"]

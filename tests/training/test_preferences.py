@@ -240,7 +240,7 @@ def test_the_reference_of_a_quantized_base_is_the_quantized_base(tiny, pairs, tm
         assert actual == pytest.approx(plain_log_probs(model, data.train[index]), rel=1e-6)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp"])
 def test_two_processes_learn_as_one(tiny, pairs, tmp_path, strategy):
     """Also with labels, whose KL divergence is that of the global batch."""
     common = f"--checkpoint_dir {tiny} --data.path {pairs} --data.val_fraction 0.2 --train.max_steps 3 "
@@ -268,7 +268,7 @@ def test_two_processes_learn_as_one(tiny, pairs, tmp_path, strategy):
             assert expected and [row[name] for row in two if name in row] == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-@pytest.mark.parametrize("objective", ["dpo", "kto", "orpo"])
+@pytest.mark.parametrize("objective", ["dpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("kto", "orpo"))])
 def test_an_interrupted_run_equals_an_uninterrupted_one(tiny, pairs, tmp_path, objective):
     common = ["--checkpoint_dir", tiny, "--data.path", pairs, "--data.val_fraction", "0.2", "--objective", objective]
     common += "--train.max_steps 4 --train.global_batch_size 8 --eval.interval 2 --eval.max_new_tokens 0".split()

@@ -24,7 +24,7 @@ from litft.training.scoring import evenly_spaced
 pytestmark = pytest.mark.slow
 
 BATCH = int(os.environ.get("LITFT_TEST_BATCH", 4))
-STEPS, VALIDATION = 6, 2 * BATCH  # VALIDATION is in samples; a micro-batch has four
+STEPS, VALIDATION = 3, BATCH  # VALIDATION is in samples; a micro-batch has four
 RATE = 5e-4
 MESSAGES = [{"role": "user", "content": "Name three primary colours."}]
 

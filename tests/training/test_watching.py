@@ -75,7 +75,7 @@ def test_wandb_continues_the_same_run(args, monkeypatch):
     assert ["wandb", *names] == progress["logger"]
 
 
-@pytest.mark.parametrize("project, expected", [(None, "theirs"), ("mine", "mine")])
+@pytest.mark.parametrize("project, expected", [pytest.param(None, "theirs", marks=pytest.mark.slow), ("mine", "mine")])
 def test_the_project_flag_precedes_the_environment(tmp_path, monkeypatch, project, expected):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "theirs")

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 from unittest import mock
 
 import fake_cuda  # before torch
@@ -93,7 +93,7 @@ MORE_FAMILIES = ("llama", "gemma2", "gpt_oss", "qwen3_moe")
 class UnreadFolder(PretrainedFolder):
     """A folder with only a config: its weights are allocated, not read."""
 
-    weight_files: list[Path] = []
+    weight_files: ClassVar[list[Path]] = []
 
     def check(self) -> None:
         """Do nothing: there are no weight files."""
