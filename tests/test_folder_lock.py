@@ -2,10 +2,12 @@
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -109,21 +111,24 @@ def test_the_lock_of_another_host_is_awaited(begin, tmp_path, monkeypatch):
     process.stdout.close()
 
 
-def test_of_two_starts_into_one_folder_one_is_refused(tiny, examples, tmp_path):
-    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", examples, "--out_dir", "run"]
-    command += ["--eval.max_new_tokens", "0", "--train.max_steps"]
-    processes = [start(*command, str(steps), cwd=tmp_path, stderr=subprocess.PIPE) for steps in (4, 5)]
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    codes = [process.returncode for process in processes]
-    assert sorted(codes) == [0, 2], errors
-    winner = codes.index(0)
-    refused = errors[1 - winner]
-    assert "run is in use by process" in refused or "already contains a run" in refused
-    run = tmp_path / "run"
-    steps = 4 + winner
-    assert [int(row["step"]) for row in rows_of(run) if "loss" in row] == list(range(1, steps + 1))
-    assert f"max_steps: {steps}" in (run / "config.yaml").read_text()
-    assert not list(tmp_path.glob("**/*.lock")) + list(tmp_path.glob("**/*.partial"))
+def test_of_two_starts_into_one_folder_one_is_refused(tiny, examples, tmp_path, cases):
+    command = ["finetune/lora.py", "--checkpoint_dir", tiny, "--data.path", examples, "--eval.max_new_tokens", "0"]
+    for number in range(cases(1)):
+        run = tmp_path / f"run{number}"
+        flags = [*command, "--out_dir", run, "--train.max_steps"]
+        first = start(*flags, "4", cwd=tmp_path, stderr=subprocess.PIPE)
+        time.sleep(random.Random(number).random() * (number % 3))  # at once, or a moment later
+        second = start(*flags, "5", cwd=tmp_path, stderr=subprocess.PIPE)
+        processes = [first, second]
+        errors = [process.communicate(timeout=120)[1] for process in processes]
+        codes = [process.returncode for process in processes]
+        assert sorted(codes) == [0, 2], (number, errors)
+        winner = codes.index(0)
+        refused = errors[1 - winner]
+        assert f"{run.name} is in use by process" in refused or "already contains a run" in refused
+        steps = 4 + winner
+        assert [int(row["step"]) for row in rows_of(run) if "loss" in row] == list(range(1, steps + 1))
+        assert f"max_steps: {steps}" in (run / "config.yaml").read_text()
 
 
 def test_a_run_is_not_resumed_or_overwritten_while_it_runs(begin, tiny, examples, tmp_path):

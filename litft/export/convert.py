@@ -208,11 +208,19 @@ def _dtype(source: PretrainedFolder, precision: str) -> torch.dtype:
 
 
 def compare(folder: Path, entries: list[LazyTensor]) -> None:
-    """Read all tensors back and compare; raise OSError on a difference, which only a faulty disk or a bug can cause."""
+    """Read all tensors back and compare them.
+
+    Raises OSError on a difference, which only a faulty disk or a bug can cause, and ValueError for NaN or infinity.
+    """
     written = Checkpoint(folder)
     assert written.names == sorted(entry.name for entry in entries)
     for entry in entries:
-        if not torch.equal(written.read(entry.name), entry.make()):
+        expected = entry.make()
+        if not expected.isfinite().all():
+            dtype = str(expected.dtype).removeprefix("torch.")
+            reason = "the weights that it is made from are damaged, or too large for this dtype; use others"
+            raise ValueError(f"{entry.name} contains NaN or infinity in {dtype}: {reason}")
+        if not torch.equal(written.read(entry.name), expected):
             raise OSError(0, f"{entry.name} read back from the disk differs from what was written", str(folder))
 
 

@@ -96,6 +96,8 @@ def _part_files(path: Path) -> list[Path]:
     if not (split := _SPLIT.fullmatch(path.name)):
         return [path]
     count = int(split[3])
+    if not 1 <= int(split[2]) <= count:
+        raise ValueError(f"{path}: its name says part {int(split[2])} of {count}; rename it, or download it again")
     paths = [path.with_name(f"{split[1]}-{number:05d}-of-{count:05d}.gguf") for number in range(1, count + 1)]
     if missing := [part.name for part in paths if not part.is_file()]:
         raise ValueError(
