@@ -11,6 +11,8 @@ from rich.table import Table
 from litft import run_dir
 from litft.args import RunsArgs
 
+COMMON_NAMES = ("final", "best", "base", "merged", "model")  # of folders; they do not tell which model it is
+
 
 class Run(NamedTuple):
     """A run as its folder describes it."""
@@ -59,8 +61,8 @@ def read_run(folder: Path) -> Run:
     objective = config.get("objective", "sft")
     method = run_dir.method(folder) + ("" if objective == "sft" else f", {objective}")
     started = datetime.fromtimestamp((folder / run_dir.CONFIG).stat().st_mtime)
-    model = Path(str(config.get("checkpoint_dir", "")))
-    model = str(Path(model.parent.name, model.name)) if model.name in ("final", "best") else model.name
+    path = Path(str(config.get("checkpoint_dir", "")))
+    model = str(Path(path.parent.name, path.name)) if path.name in COMMON_NAMES else path.name
     return Run(folder, started, method, model, int(newest.get("step", 0)), losses, state)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
-from litft.run_list import find_runs
+from litft.run_list import find_runs, read_run
 
 
 def command(*words: str, cwd: Path, code: int = 0) -> str:
@@ -46,6 +46,9 @@ def test_runs_are_listed_with_their_state(tiny, tmp_path):
     expected = {"loss": outcome.metrics["loss"], "validation loss": outcome.metrics["val_loss"]}
     for name, value in expected.items():
         assert abs(runs["stopped"].losses[name] - value) < 1e-6
+    config = (whole / "config.yaml").read_text()
+    (whole / "config.yaml").write_text(config.replace(str(tiny), "models/smol/base"))
+    assert read_run(whole).model == "smol/base"
     lines = command("runs", cwd=tmp_path).splitlines()
     assert len(lines) == 4 and lines[0].split()[:5] == ["run", "last", "start", "method", "model"]
     assert "has no runs" in command("runs", "--folder", "nothing", cwd=tmp_path, code=2)

@@ -94,7 +94,13 @@ def main() -> None:
     random.seed(args.seed)
     import_module("litft.training.finetune")  # imported once, before the first fork
     root = Path(tempfile.mkdtemp(prefix="litft-kills-"))
-    records = [{"instruction": f"Count to {n}", "output": " ".join(map(str, range(1, n % 12 + 2)))} for n in range(60)]
+    records = []
+    for n in range(60):
+        answer = " ".join(map(str, range(1, n % 12 + 2)))
+        if "--objective" in args.flags:
+            records.append({"prompt": f"Count to {n}", "chosen": answer, "rejected": f"{n}"})
+        else:
+            records.append({"instruction": f"Count to {n}", "output": answer})
     (root / "data.json").write_text(json.dumps(records), "utf-8")
     arguments = [
         f"finetune {args.method}",

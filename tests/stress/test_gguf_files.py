@@ -72,7 +72,5 @@ def test_names_of_parts_that_do_not_exist(content, tmp_path, name):
 def test_weights_that_are_no_numbers(content, tmp_path):
     path = tmp_path / "model.gguf"
     path.write_bytes(content[:-4] + struct.pack("<f", float("nan")))
-    with pytest.raises(
-        ValueError, match="contains NaN or infinity in float32: the weights that it is made"
-    ):
+    with pytest.raises(ValueError, match="contains NaN or infinity in float32: the weights that it is made"):
         read(GgufConvertArgs(checkpoint_dir=str(path), out_dir=str(tmp_path / "out")))

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import random
 import statistics
 import threading
 import time
@@ -98,6 +99,57 @@ def test_requests_leave_no_memory(checkpoints, cases, kind):
         asyncio.run(send(server, kind, cases(144)))
         server.wait_until_idle(30)
         print(f"{kind.__name__}: {before / MIB:.0f} MiB, then {server.memory / MIB:.0f} MiB")
+        assert server.memory - before < 50 * MIB
+        assert server.end() == 0 and "Traceback" not in server.log
+
+
+async def answer(server, request):
+    """Return the text of the server's answer to a request."""
+    host, port = server.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    body = json.dumps(request).encode()
+    writer.write(request_head(len(body)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
+    head, _, content = (await reader.read()).partition(b"\r\n\r\n")
+    writer.close()
+    assert b" 200 " in head.splitlines()[0], head
+    return json.loads(content)["choices"][0]["message"]["content"]
+
+
+def random_request(generator):
+    """Return a request for a few tokens, greedy or with a seed."""
+    words = [generator.choice(("Lily", "dog", "the", "park", "went", "7", "big")) for _ in range(generator.randint(1, 30))]
+    messages = [{"role": "user", "content": " ".join(words)}]
+    settings = generator.choice(({"temperature": 0}, {"temperature": 1.0, "seed": generator.randrange(100)}))
+    return {"messages": messages, "max_tokens": generator.randint(1, 8), **settings}
+
+
+@pytest.mark.slow
+def test_many_clients_get_the_answers_of_one(checkpoints, cases):
+    """64 clients at once; memory does not grow with the number of requests."""
+    generator = random.Random(0)
+    requests = [random_request(generator) for _ in range(40)]
+    order = [generator.randrange(len(requests)) for _ in range(cases(400))]
+    with Server(checkpoints["stories260K"], "--batch_size", "16") as server:
+
+        async def one_by_one():
+            return [await answer(server, request) for request in requests]
+
+        async def client(indices):
+            return [(index, await answer(server, requests[index])) for index in indices]
+
+        async def together(indices):
+            return await asyncio.gather(*(client(indices[number::64]) for number in range(64)))
+
+        expected = asyncio.run(one_by_one())
+        asyncio.run(together(order[:200]))
+        server.wait_until_idle(30)
+        before = server.memory
+        start = time.monotonic()
+        for answers in asyncio.run(together(order)):
+            for index, text in answers:
+                assert text == expected[index], requests[index]
+        server.wait_until_idle(30)
+        print(f"{len(order)} requests in {time.monotonic() - start:.0f} s, {(server.memory - before) / MIB:.0f} MiB more")
         assert server.memory - before < 50 * MIB
         assert server.end() == 0 and "Traceback" not in server.log
 
