@@ -14,6 +14,7 @@ import json
 import os
 import random
 import signal
+import sys
 import tempfile
 import time
 from importlib import import_module
@@ -21,6 +22,8 @@ from pathlib import Path
 
 from litft.cli import run
 from litft.training import run_checkpoints
+
+ROOT = Path(__file__).parents[2]
 
 
 def start(arguments: list[str], log: Path) -> int:
@@ -30,7 +33,12 @@ def start(arguments: list[str], log: Path) -> int:
     try:
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), 1)
         os.dup2(1, 2)
-        run(arguments[0], arguments[1:])
+        command, *flags = arguments
+        sys.argv = [
+            str(ROOT / f"{command.replace(' ', '/')}.py"),
+            *flags,
+        ]  # which the other processes of a run are started with
+        run(command)
         os._exit(0)
     except SystemExit as exit_request:
         os._exit(int(exit_request.code or 0))
