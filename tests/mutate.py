@@ -1,11 +1,13 @@
-"""Mutation testing from a table: `tests/mutations.toml` lists one-line bugs, and the tests that must fail on each.
+"""Mutation testing from a table: `tests/mutations.toml` lists small bugs, and the tests that must fail on each.
 
 python tests/mutate.py                  # every entry
 python tests/mutate.py attention -n 2   # entries whose file, description or tests contain the text, two at a time
-python tests/mutate.py --check          # only check that each line is in its file once, and that each test exists
+python tests/mutate.py --check          # only check that each piece of code is there once, and that each test exists
+python tests/mutate.py --move           # give entries whose code has moved to another function or file its new place
 
-Each entry is applied to a copy of the tree, in which its tests are run. An entry is killed if each of its tests fails.
-Surviving entries are listed, and the exit code is then 1.
+An entry names its code by file, function and syntax (see mutation_places.py), so that formatting does not matter. It is
+applied to a copy of the tree, in which its tests are run, and is killed if each of its tests fails. Surviving entries are
+listed, and the exit code is then 1.
 """
 
 import argparse
@@ -19,7 +21,10 @@ import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from mutation_places import Source, parse_pattern
 
 try:
     import tomllib
@@ -38,13 +43,28 @@ class Mutation:
 
     what: str  # the bug in a sentence
     file: str
-    line: str  # occurs in the file exactly once
+    code: str  # is in the function exactly once; in files of other languages, a text that is in the file exactly once
     bug: str  # what replaces it
     tests: list[str]  # node ids; without parameters, at least one case of the test must fail
+    function: str = ""  # or class, with its outer ones (`Decoder.step`); empty: the module itself
 
-    def applied(self, text: str) -> str:
+    @property
+    def is_python(self) -> bool:
+        """Whether the code is found by its syntax."""
+        return self.file.endswith(".py")
+
+    def count(self, source: Source | str) -> int:
+        """Return how often the code is in its place."""
+        if isinstance(source, str):
+            return source.count(self.code)
+        return len(source.find(self.function, parse_pattern(self.code)))
+
+    def applied(self, source: Source | str) -> str:
         """Return the file's text with the bug."""
-        return text.replace(self.line, self.bug)
+        if isinstance(source, str):
+            return source.replace(self.code, self.bug)
+        (place,) = source.find(self.function, parse_pattern(self.code))
+        return source.replaced(place, self.bug)
 
 
 def read_table(pattern: str = "") -> list[Mutation]:
@@ -58,21 +78,23 @@ def test_names(path: Path) -> set[str]:
     return {node.name for node in ast.parse(path.read_text("utf-8")).body if isinstance(node, ast.FunctionDef)}
 
 
+@cache
+def read_source(path: Path) -> Source | str:
+    """Return a Python file's text and functions, or the text of another file; an empty text if there is no file."""
+    text = path.read_text("utf-8") if path.is_file() else ""
+    return Source(text) if path.suffix == ".py" else text
+
+
 def problems(entries: list[Mutation], root: Path = ROOT) -> list[str]:
-    """Return messages about lines that do not occur once, bugs that are not valid Python, and missing tests."""
-    messages, names = [], {}
+    """Return messages about code that is not there once, bugs that are not valid Python, and missing tests."""
+    messages = []
+    names: dict[str, set[str]] = {}
     for entry in entries:
-        path = root / entry.file
-        text = path.read_text("utf-8") if path.is_file() else ""
-        if (count := text.count(entry.line)) != 1:
-            messages.append(f"{entry.file}: {entry.line!r} occurs {count} times, expected once ({entry.what})")
-        elif entry.file.endswith(".py"):
-            try:
-                ast.parse(entry.applied(text))
-            except SyntaxError as error:
-                messages.append(f"{entry.file}: with {entry.bug!r} it is no valid Python ({error.msg}, line {error.lineno})")
-        if entry.line == entry.bug or not entry.tests:
-            messages.append(f"{entry.file}: {entry.line!r} needs a bug that differs, and tests that fail on it")
+        message = _problem_of_code(entry, root)
+        if message:
+            messages.append(message)
+        if entry.code == entry.bug or not entry.tests:
+            messages.append(f"{entry.file}: {entry.code!r} needs a bug that differs, and tests that fail on it")
         for test in entry.tests:
             file, _, name = test.split("[")[0].partition("::")
             if file not in names:
@@ -81,6 +103,72 @@ def problems(entries: list[Mutation], root: Path = ROOT) -> list[str]:
                 messages.append(f"{test}: no such test ({entry.what})")
     repeated = {entry.what for entry in entries if sum(other.what == entry.what for other in entries) > 1}
     return messages + [f"described twice: {what}" for what in sorted(repeated)]
+
+
+def _problem_of_code(entry: Mutation, root: Path) -> str | None:
+    """Return what is wrong with an entry's code or bug."""
+    source = read_source(root / entry.file)
+    where = f"{entry.file}, {entry.function or 'outside of functions'}: {entry.code!r}"
+    try:
+        count = entry.count(source)
+    except SyntaxError as error:
+        return f"{where} is no statement, expression or header ({error.msg})"
+    if count != 1:
+        return f"{where} is there {count} times, expected once ({entry.what}){_proposal(entry, root) if count == 0 else ''}"
+    if entry.is_python:
+        try:
+            ast.parse(entry.applied(source))
+        except SyntaxError as error:
+            return f"{where}: with {entry.bug!r} it is no valid Python ({error.msg}, line {error.lineno})"
+    return None
+
+
+def new_places(entry: Mutation, root: Path = ROOT) -> list[tuple[str, str]]:
+    """Return the files and functions that have an entry's code, of all files of the library."""
+    if not entry.is_python:
+        return []
+    pattern = parse_pattern(entry.code)
+    found = []
+    for folder in ("litft", "scripts", "tests"):
+        for path in sorted((root / folder).rglob("*.py")):
+            source = read_source(path)
+            for function in dict.fromkeys(name for name, _ in source.scopes):
+                for place in source.find(function, pattern):
+                    found.append((path.relative_to(root).as_posix(), place.function))
+    return found
+
+
+def _proposal(entry: Mutation, root: Path) -> str:
+    """Return where an entry's code may be now, for a message."""
+    places = new_places(entry, root)
+    if places:
+        listed = "; ".join(f"{file}, {function or 'outside of functions'}" for file, function in places[:5])
+        return f"\n    it is now in {listed}" + (": run --move" if len(places) == 1 else "")
+    source = read_source(root / entry.file)
+    if isinstance(source, str) or not source.text:
+        return "\n    the file is gone"
+    function, text, likeness = source.nearest(entry.function, entry.code)
+    if likeness < 0.5:
+        return ""
+    return f"\n    the nearest is in {function or 'the module'}: {text!r}"
+
+
+def move(entries: list[Mutation]) -> int:
+    """Write the new places of entries whose code has moved, and is in one place, into the table; return their number."""
+    blocks = TABLE.read_text("utf-8").split("[[mutation]]")
+    moved = 0
+    for index, entry in enumerate(entries, 1):
+        if entry.count(read_source(ROOT / entry.file)):
+            continue
+        places = new_places(entry)
+        if len(places) != 1:
+            continue
+        file, function = places[0]
+        block = blocks[index].replace(f'file = "{entry.file}"', f'file = "{file}"', 1)
+        blocks[index] = block.replace(f'function = "{entry.function}"', f'function = "{function}"', 1)
+        moved += 1
+    TABLE.write_text("[[mutation]]".join(blocks), "utf-8")
+    return moved
 
 
 def prepare_tree(folder: Path) -> Path:
@@ -125,7 +213,7 @@ class Runner:
         """Apply an entry to a free tree and start its tests."""
         tree = self.trees.pop()
         path = tree / entry.file
-        path.write_text(entry.applied(path.read_text("utf-8")), "utf-8")
+        path.write_text(entry.applied(read_source(ROOT / entry.file)), "utf-8")
         if (pid := os.fork()) == 0:
             try:
                 run_tests(tree, entry.tests, tree.parent / "log")
@@ -187,13 +275,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("pattern", nargs="?", default="", help="a part of the file, the description or a test")
     parser.add_argument("-n", type=int, default=1, help="how many entries at a time")
-    parser.add_argument("--check", action="store_true", help="only check that the lines and tests exist")
+    parser.add_argument("--check", action="store_true", help="only check that the code and the tests exist")
+    parser.add_argument("--move", action="store_true", help="write the new places of code that has moved into the table")
     args = parser.parse_args()
+    if args.move:
+        print(f"{move(read_table())} entries have new places")
+        return
     entries = read_table(args.pattern)
     if messages := problems(entries):
         sys.exit("\n".join(messages))
     if args.check:
-        print(f"{len(entries)} mutations: every line is there once, every test exists")
+        print(f"{len(entries)} mutations: every piece of code is there once, every test exists")
         return
     start, survivors = time.monotonic(), run_all(entries, args.n)
     minutes = (time.monotonic() - start) / 60
