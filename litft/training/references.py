@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from lightning_fabric import Fabric
 from tqdm import tqdm
+from xxhash import xxh3_64_intdigest
 
 from litft.data.encoder import Sample
 from litft.data.packing import Layout
@@ -116,7 +117,7 @@ class References:
         identity: what they depend on. say: prints a line. before_batch: called by every process before each forward pass; it
         may raise.
         """
-        facts = json.dumps(identity | {"limit": self.schedule.data.limit}, default=str)
+        facts = json.dumps(identity | {"limit": self.schedule.data.limit, "rows": "hashed"}, default=str)
         # config.yaml turns some whole numbers into floats
         facts = json.dumps(json.loads(facts, parse_int=float), sort_keys=True)
         key = hashlib.sha256(facts.encode()).hexdigest()[:16]
@@ -157,25 +158,48 @@ def log_probs(
 
 
 class LogProbFile:
-    """A file of rows (index, log-probabilities), fp64; a last row that a crash has cut short is ignored."""
+    """A file of rows, each with the index of a sample, its log-probabilities, and a hash of both.
+
+    A last row that a crash has cut short is ignored, and so are rows that have changed since they were written.
+    """
 
     def __init__(self, path: Path, width: int) -> None:
-        self.path, self.width = path, width
+        self.path = path
+        self.row = np.dtype([("index", np.int64), ("values", np.float64, (width,)), ("hash", np.uint64)])
+
+    def rows(self) -> np.ndarray:
+        """Return the rows that are as they were written."""
+        if not self.path.is_file():
+            return np.empty(0, self.row)
+        complete = self.path.stat().st_size // self.row.itemsize
+        rows = np.fromfile(self.path, self.row, complete)
+        return rows[rows["hash"] == self._hashes(rows)]
 
     def read_into(self, values: np.ndarray) -> None:
         """Set the rows of `values` that the file has, and remove an incomplete last row from the file."""
-        if not self.path.is_file():
-            return
-        row_bytes = 8 * (1 + self.width)
-        complete = self.path.stat().st_size // row_bytes
-        rows = np.fromfile(self.path, np.float64, complete * (1 + self.width)).reshape(complete, 1 + self.width)
-        with self.path.open("r+b") as file:
-            file.truncate(complete * row_bytes)
-        rows = rows[(rows[:, 0] >= 0) & (rows[:, 0] < len(values))]
-        values[rows[:, 0].astype(np.int64)] = rows[:, 1:]
+        rows = self.rows()
+        if self.path.is_file():
+            with self.path.open("r+b") as file:
+                file.truncate(self.path.stat().st_size // self.row.itemsize * self.row.itemsize)
+        rows = rows[(rows["index"] >= 0) & (rows["index"] < len(values))]
+        values[rows["index"]] = rows["values"]
 
     def append(self, indices: list[int], values: np.ndarray) -> None:
         """Add rows."""
+        rows = np.zeros(len(indices), self.row)
+        rows["index"] = indices
+        rows["values"] = values
+        rows["hash"] = self._hashes(rows)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
-            file.write(np.column_stack((np.array(indices, np.float64), values)).astype(np.float64).tobytes())
+            file.write(rows.tobytes())
+
+    def _hashes(self, rows: np.ndarray) -> np.ndarray:
+        """Return a hash of each row's index and log-probabilities."""
+        hashed = self.row.itemsize - np.dtype(np.uint64).itemsize
+        contents = rows.tobytes()
+        hashes = np.empty(len(rows), np.uint64)
+        for number in range(len(rows)):
+            start = number * self.row.itemsize
+            hashes[number] = xxh3_64_intdigest(contents[start : start + hashed])
+        return hashes

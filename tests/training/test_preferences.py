@@ -179,8 +179,8 @@ def flags(base: Path, data: Path, out: Path, kind=LoRAFinetuneArgs, objective: s
 def reference_of(run: Path, part: str = "train") -> dict[int, list[float]]:
     """The stored log-probabilities of a run, by sample."""
     (path,) = (run / FOLDER).glob(f"{part}-*.bin")
-    rows = np.fromfile(path, np.float64).reshape(-1, 3)
-    return {int(index): values.tolist() for index, *values in rows.tolist() for values in [np.array(values)]}
+    rows = LogProbFile(path, 2).rows()
+    return dict(zip(rows["index"].tolist(), rows["values"].tolist(), strict=True))
 
 
 def plain_log_probs(model: nn.Module, sample: Sample) -> list[float]:
@@ -294,18 +294,20 @@ def test_a_run_killed_within_the_reference_resumes_it(tiny, pairs, tmp_path, mon
     run_finetuning(args)
     (path,) = (tmp_path / "run" / FOLDER).glob("train-*.bin")
     stored = path.read_bytes()
-    assert len(stored) == 32 * 3 * 8
+    rows = LogProbFile(path, 2).rows()
+    assert len(rows) == 32 and len(stored) == rows.nbytes
     killed = tmp_path / "killed"
     (killed / FOLDER).mkdir(parents=True)
     (killed / "config.yaml").write_bytes((tmp_path / "run" / "config.yaml").read_bytes())
-    marked = np.frombuffer(stored[: 10 * 24], np.float64).copy()
-    marked[1::3] += 1e-9  # as if computed elsewhere: such rows are not computed again
-    (killed / FOLDER / path.name).write_bytes(marked.tobytes() + b"torn")
+    file = LogProbFile(killed / FOLDER / path.name, 2)
+    marked = rows["values"][:10] + 1e-9  # as if computed elsewhere: such rows are not computed again
+    file.append(rows["index"][:10].tolist(), marked)
+    with file.path.open("ab") as stream:
+        stream.write(b"torn")
     run_finetuning(replace(args, out_dir=str(killed), resume=True))
-    resumed = (killed / FOLDER / path.name).read_bytes()
-    assert len(resumed) == len(stored) and resumed[:240] == marked.tobytes()
-    rows = np.frombuffer(resumed, np.float64).reshape(-1, 3)
-    assert len(set(rows[:, 0])) == 32
+    resumed = file.rows()
+    assert len(resumed) == len(rows) and file.path.stat().st_size == len(stored)
+    assert np.array_equal(resumed["values"][:10], marked) and len(set(resumed["index"].tolist())) == 32
 
 
 @pytest.mark.slow
@@ -323,9 +325,10 @@ def test_kill_9_within_the_reference_pass(checkpoints, tmp_path):
     process.wait()
     (path,) = folder.glob("train-*.bin")
     before = path.read_bytes()
-    assert 0 < len(before) < 24 * 380
+    row_bytes = LogProbFile(path, 2).row.itemsize
+    assert 0 < len(before) < row_bytes * 380
     script("finetune/lora.py", "--resume", "--out_dir", "run", "--train.max_steps", "2", cwd=tmp_path)
-    assert path.read_bytes()[: len(before) // 24 * 24] == before[: len(before) // 24 * 24]
+    assert path.read_bytes()[: len(before) // row_bytes * row_bytes] == before[: len(before) // row_bytes * row_bytes]
 
 
 @pytest.mark.slow
@@ -350,12 +353,31 @@ def test_the_accuracy_rises_and_the_report_shows_it(tiny, pairs, tmp_path):
 def test_log_probs_of_a_torn_file_are_read_up_to_the_tear(tmp_path):
     file = LogProbFile(tmp_path / "x" / "y.bin", 1)
     file.append([3, 1], np.array([[-1.0], [-2.0]]))
+    size = file.path.stat().st_size
     with file.path.open("ab") as stream:
         stream.write(b"12345")
     values = np.full((5, 1), np.nan)
     file.read_into(values)
     assert values[[1, 3], 0].tolist() == [-2.0, -1.0] and np.isnan(values[[0, 2, 4]]).all()
-    assert file.path.stat().st_size == 32
+    assert file.path.stat().st_size == size
+
+
+def test_log_probs_with_a_flipped_bit_are_computed_again(tmp_path):
+    file = LogProbFile(tmp_path / "x.bin", 2)
+    expected = np.random.default_rng(0).normal(size=(3, 2))
+    file.append([0, 1, 2], expected)
+    content = file.path.read_bytes()
+    row_bytes = len(content) // 3
+    for position in range(row_bytes, 2 * row_bytes):
+        changed = bytearray(content)
+        changed[position] ^= 1 << position % 8
+        file.path.write_bytes(changed)
+        values = np.full((3, 2), np.nan)
+        file.read_into(values)
+        assert np.isnan(values[1]).all() and np.array_equal(values[[0, 2]], expected[[0, 2]])
+    file.append([1], expected[1:2])
+    file.read_into(values)
+    assert np.array_equal(values, expected)
 
 
 def test_mismatches_are_drawn_by_seed_and_epoch(tiny, pairs, tmp_path):
