@@ -57,6 +57,11 @@ class ParsedAnswer:
                 self.content += part.text
 
 
+# characters of one answer that may be read as calls and turn out to be none: a model that repeats a broken call writes
+# thousands of marks, and each could begin or end a call
+MAX_FAILED = 400_000
+
+
 class AnswerParser:
     """Takes one answer apart, chunk by chunk.
 
@@ -79,6 +84,7 @@ class AnswerParser:
         self.started: set[str] = set()  # the kinds of text returned so far
         self.has_calls = False
         self.tried = 0  # characters of the buffer in which no closing mark has completed a call
+        self.failed = 0  # characters that were read as calls and are none
 
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; return what is complete now."""
@@ -156,7 +162,8 @@ class AnswerParser:
     def _in_content(self, is_last: bool) -> Iterator[AnswerPart]:
         """Return content up to the mark that opens calls."""
         calls = self.format.calls
-        marks = (calls.opening,) if calls is not None and calls.opening else ()
+        may_call = calls is not None and bool(calls.opening) and self.failed <= MAX_FAILED
+        marks = (calls.opening,) if may_call else ()
         start, mark = first_mark(self.buffer, marks)
         if mark:
             yield from self._text("content", self.buffer[:start])
@@ -172,16 +179,19 @@ class AnswerParser:
         """
         marks = self.format.calls
         start = max(self.tried, len(marks.opening))
-        while marks.closing and (end := self.buffer.find(marks.closing, start)) >= 0:
+        while marks.closing and self.failed <= MAX_FAILED:
+            end = self.buffer.find(marks.closing, start)
+            if end < 0:
+                break
             calls = self._calls_in(self.buffer[:end])
             start = end + len(marks.closing)
             if calls:
                 yield from self._after_calls(calls, start)
                 return
         self.tried = start
-        if not is_last:
+        if not is_last and self.failed <= MAX_FAILED:
             return
-        calls = self._calls_in(self.buffer)
+        calls = self._calls_in(self.buffer) if self.failed <= MAX_FAILED else []
         if calls:
             yield from self._after_calls(calls, len(self.buffer))
             return
@@ -193,6 +203,13 @@ class AnswerParser:
         self.buffer = self.buffer[len(mark) :]
 
     def _calls_in(self, region: str) -> list[ToolCall]:
+        """Return the calls from the opening mark on; none if it is no call, which counts as an attempt that failed."""
+        calls = self._read_calls(region)
+        if not calls:
+            self.failed += len(region)
+        return calls
+
+    def _read_calls(self, region: str) -> list[ToolCall]:
         """Return the calls from the opening mark on; none if it is no call."""
         opening = self.format.calls.opening
         body = region

@@ -100,6 +100,9 @@ class _Zstandard(io.RawIOBase):
             try:
                 pieces.append(self.decompressor.decompress(block))
             except self.library.ZstdError as error:
+                if "too much memory" in str(error):
+                    reason = "was compressed with a window of more than 128 MiB, which takes as much memory to read"
+                    raise ValueError(f"{self.file.name} {reason}; compress it without --long or --ultra") from None
                 raise EOFError(str(error)) from None
             block = self.decompressor.unused_data
         return b"".join(pieces)
@@ -128,6 +131,8 @@ def _blocks(path: Path, file: BinaryIO) -> Iterator[str]:
     decoder, offset = None, 0
     while block := file.read(BLOCK):
         if decoder is None:
+            if block.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+                raise ValueError(f"{path} is UTF-32 text; save it as UTF-8")
             is_utf16 = block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
             decoder = codecs.getincrementaldecoder("utf-16" if is_utf16 else "utf-8-sig")()
         num_pending = len(decoder.getstate()[0])
@@ -153,7 +158,7 @@ def _lines(path: Path, file: BinaryIO) -> Records:
         if line.strip():
             where = f"{path}, line {number}"
             try:
-                record = json.loads(line)
+                record = json.loads(line.removeprefix("\ufeff"))  # files that were joined have several byte order marks
             except (ValueError, RecursionError) as error:
                 record = ValueError(f"{where}: invalid JSON ({error}); each line must be one object")
             yield where, record
@@ -271,19 +276,21 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     """
     lines = (line + "\n" for line in _text_lines(path, file))
     header = next(lines, "")
+    skipped = 0  # lines before the header
     if declared := re.fullmatch(r"sep=(.)\s*", header):  # an instruction to Excel
         separator, header = declared[1], next(lines, "")
+        skipped = 1
     elif separator not in header and ";" in header:
         separator = ";"
     csv.field_size_limit(2**31 - 1)  # the library's default is 128 KiB
-    last_line = 1  # of the last complete row
+    last_line = 1 + skipped  # of the last complete row
     try:
         rows = csv.reader(chain([header] if header else [], lines), delimiter=separator, strict=True)
         names = _without_empty_end(next(rows, []))
         if len(set(names)) < len(names):
-            raise ValueError(f"{path}, line 1: two columns have the same name; the first line is the header")
+            raise ValueError(f"{path}, line {1 + skipped}: two columns have the same name; the first line is the header")
         for row in rows:
-            last_line = rows.line_num
+            last_line = rows.line_num + skipped
             where = f"{path}, line {last_line}"
             row = row if len(row) <= len(names) else _without_empty_end(row, len(names))
             if len(row) == len(names):
@@ -295,7 +302,10 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
         if "unexpected end of data" in str(error):
             reason = "a quotation mark opens a cell here that is never closed"
             raise ValueError(f"{path}, line {last_line + 1}: {reason}; close it, or double it within a cell") from None
-        raise ValueError(f"{path}, line {rows.line_num}: invalid table ({error}); fix it there") from None
+        if "new-line character" in str(error):
+            reason = "a lone carriage return ends a line here; write the file with line feeds, as most programs do"
+            raise ValueError(f"{path}, line {rows.line_num + skipped}: {reason}") from None
+        raise ValueError(f"{path}, line {rows.line_num + skipped}: invalid table ({error}); fix it there") from None
 
 
 def _without_empty_end(row: list[str], length: int = 0) -> list[str]:
@@ -310,13 +320,17 @@ def _parquet(path: Path, file: BinaryIO) -> Records:
     parquet = _library("pyarrow.parquet", path)
     try:
         source = parquet.ParquetFile(file if file.seekable() else io.BytesIO(file.read()))
+        names = source.schema_arrow.names
+        is_repeated = len(set(names)) < len(names)
         index = 0
-        for batch in source.iter_batches(batch_size=256):
+        for batch in () if is_repeated else source.iter_batches(batch_size=256):
             for record in _rows(batch):
                 yield f"{path}, row {index}", drop_nulls(record)
                 index += 1
     except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:  # includes pyarrow's own errors
         raise ValueError(f"{path} is not a complete Parquet file ({str(error)[:200]}); download it again") from None
+    if is_repeated:
+        raise ValueError(f"{path}: two columns have the same name; rename one of them")
 
 
 def _rows(batch: Any) -> list[Record]:

@@ -63,7 +63,8 @@ class Constraint:
         """Return why the answer cannot go on; None if it can."""
         if not self.matcher.is_error():
             return None
-        return f"response_format: the schema cannot be followed ({' '.join(self.matcher.get_error().split())[:200]})"
+        reason = self.matcher.get_error().partition("<state>")[0]  # what follows is the state of the library
+        return f"response_format: the schema cannot be followed ({' '.join(reason.split())[:200]})"
 
     def advance(self, token: int) -> None:
         """Take note of the next token of the answer."""

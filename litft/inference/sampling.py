@@ -149,6 +149,7 @@ class Sampler:
         if self.has_top_p:
             sorted_probs, order = probs.topk(self.max_top_k)
             excluded = sorted_probs.cumsum(-1) - sorted_probs >= self.top_p  # the token that crosses the threshold is kept
+            excluded[:, 0] = False  # a top_p near 0 is 0 in fp32
             probs = torch.zeros_like(probs).scatter_(1, order, sorted_probs.masked_fill(excluded, 0.0))
         probs = probs.masked_fill(probs < self.min_p * probs.amax(-1, keepdim=True), 0.0)
         greedy = torch.zeros_like(probs).scatter_(1, argmax, 1.0)

@@ -299,3 +299,29 @@ def test_a_continued_answer_ends_with_its_content(tiny, shared):
         for last in (QUESTION, {"role": "assistant", "content": " "}, ANSWERS["text and call"]):
             with pytest.raises(ValueError, match="cannot be continued"):
                 tokenizer.continued_chat([QUESTION, last])
+
+
+REPEATED = {
+    "a broken call": ("<tool_call>", "</tool_call>", '<tool_call>{"name": "weather"</tool_call>\n'),
+    "an empty call": ("<tool_call>", "</tool_call>", "<tool_call></tool_call>"),
+    "an opening mark": ("<tool_call>", "</tool_call>", "<tool_call>"),
+    "a mark without an end": ("[TOOL_CALLS]", "", "[TOOL_CALLS]x"),
+}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_repeated_marks_are_read_in_time(name):
+    """The time grows with the length of the answer, whole and streamed; a call before them is found."""
+    opening, closing, unit = REPEATED[name]
+    text = f'{opening}{{"name": "weather", "arguments": {{"town": "Oslo"}}}}{closing}' if closing else ""
+    text += unit * 1500
+    answer_format = AnswerFormat(calls=CallMarks(opening, closing))
+    start = time.process_time()
+    whole = make_parser(answer_format, tools=TOOLS).parse(text)
+    parser, streamed = make_parser(answer_format, tools=TOOLS), ParsedAnswer()
+    for position in range(0, len(text), 7):
+        streamed.add(parser.push(text[position : position + 7]))
+    streamed.add(parser.finish())
+    assert time.process_time() - start < 8
+    assert streamed == whole and len(whole.calls) == (1 if closing else 0)
+    assert whole.content.strip() == (unit * 1500).strip()

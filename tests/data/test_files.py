@@ -212,3 +212,35 @@ def test_a_truncated_compressed_file_is_reported(tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(compressed[: len(compressed) // 2])
     with pytest.raises(ValueError, match=r"is not a complete .zst file"):
         list(read_records(tmp_path / "a.jsonl.zst"))
+
+
+def test_two_columns_of_one_name_in_parquet_are_refused(tmp_path):
+    import pyarrow
+    import pyarrow.parquet
+
+    columns = [pyarrow.array([text]) for text in ("q1", "q2", "a")]
+    table = pyarrow.Table.from_arrays(columns, names=["question", "question", "answer"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match="two columns have the same name"):
+        list(read_records(tmp_path / "a.parquet"))
+
+
+ODD_FILES = [
+    ("a.csv", b"sep=;\nquestion;answer\nq;a;b\n", "line 3: 3 cells for 2 columns"),
+    ("a.csv", b"question,answer\rq,a\r", "a lone carriage return ends a line here"),
+    ("a.csv", "question,answer\nq,a\n".encode("utf-32"), "is UTF-32 text; save it as UTF-8"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "message"), ODD_FILES)
+def test_odd_text_files_are_named_as_what_they_are(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        for _, record in read_records(tmp_path / name):
+            if isinstance(record, ValueError):
+                raise record
+
+
+def test_files_that_were_joined_have_several_byte_order_marks(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"text": "a"}\n\xef\xbb\xbf{"text": "b"}\n')
+    assert [record for _, record in read_records(tmp_path / "a.jsonl")] == [{"text": "a"}, {"text": "b"}]

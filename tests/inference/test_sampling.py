@@ -143,3 +143,10 @@ def test_sampling_some_rows_leaves_the_others_unchanged():
         for row, token in zip(range(first, last), batched.next(steps).tolist(), strict=True):
             actual[row].append(token)
     assert actual == [tokens[: len(sampled)] for tokens, sampled in zip(expected, actual, strict=True)]
+
+
+def test_a_top_p_below_the_smallest_fp32_number_keeps_the_likeliest_token():
+    sampler = Sampler(1, 4, torch.device("cpu"))
+    sampler.begin(0, [0], Sampling(temperature=1.0, top_p=1e-46))
+    logits = torch.tensor([[0.0, 9.0, 0.0, 0.0]])
+    assert sampler.distribution(logits).tolist() == [[0.0, 1.0, 0.0, 0.0]]

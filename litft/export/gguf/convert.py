@@ -6,6 +6,7 @@ import sys
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 import numpy as np
 import torch
@@ -104,7 +105,8 @@ def write(args: GgufExportArgs) -> Path:
         file=sys.stderr,
     )
     if args.merge:
-        print(f"next: ollama create mine -f {out / 'Modelfile'}, or llama-cli -m {out / file_names[0]}", file=sys.stderr)
+        modelfile, model = (quote(str(out / name)) for name in ("Modelfile", file_names[0]))
+        print(f"next: ollama create mine -f {modelfile}, or llama-cli -m {model}", file=sys.stderr)
     return out
 
 
