@@ -314,7 +314,7 @@ def test_repeated_marks_are_read_in_time(name):
     """The time grows with the length of the answer, whole and streamed; a call before them is found."""
     opening, closing, unit = REPEATED[name]
     text = f'{opening}{{"name": "weather", "arguments": {{"town": "Oslo"}}}}{closing}' if closing else ""
-    text += unit * 1500
+    text += unit * 3000
     answer_format = AnswerFormat(calls=CallMarks(opening, closing))
     start = time.process_time()
     whole = make_parser(answer_format, tools=TOOLS).parse(text)
@@ -324,4 +324,4 @@ def test_repeated_marks_are_read_in_time(name):
     streamed.add(parser.finish())
     assert time.process_time() - start < 8
     assert streamed == whole and len(whole.calls) == (1 if closing else 0)
-    assert whole.content.strip() == (unit * 1500).strip()
+    assert whole.content.strip() == (unit * 3000).strip()
