@@ -313,4 +313,5 @@ def histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     first, width = int(lengths.min()), -(-int(lengths.max() - lengths.min() + 1) // NUM_BARS)
     edges = np.arange(first - 1, int(lengths.max()) + width, width)
     counts, _ = np.histogram(lengths, edges + 1)
+    edges[-1] = lengths.max()
     return [tuple(map(int, bar)) for bar in zip(edges[:-1] + 1, edges[1:], counts, strict=True)]

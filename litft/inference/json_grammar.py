@@ -12,7 +12,7 @@ from litft.data.tokenizer import Tokenizer
 try:
     from llguidance import LLMatcher, LLTokenizer, TokenizerWrapper
 except ModuleNotFoundError as error:
-    raise ValueError(f"response_format needs the package {error.name}; pip install 'litft[json]'") from None
+    raise ValueError(f"a JSON schema needs the package {error.name}; pip install 'litft[json]'") from None
 
 # models write JSON with spaces in these places; without the rule the grammar would admit any white space, without end
 _OPTIONS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

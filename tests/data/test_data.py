@@ -22,7 +22,7 @@ import litft
 from litft.args import DataArgs
 from litft.data import digests, token_cache
 from litft.data.chat_template import STYLES
-from litft.data.dataset import load_data
+from litft.data.dataset import histogram, load_data
 from litft.data.digests import digest_of
 from litft.data.encoder import (
     CONTROL,
@@ -578,7 +578,7 @@ def test_one_process_tokenizes_where_processes_cannot_share_memory(tiny, tmp_pat
 PREPARE = """
 import sys
 from litft.args import DataArgs
-from litft.data.dataset import load_data
+from litft.data.dataset import histogram, load_data
 from litft.data.tokenizer import Tokenizer
 from pathlib import Path
 data = load_data(DataArgs(path=[sys.argv[1]]), Tokenizer(Path(sys.argv[2])), 512, 256)
@@ -809,3 +809,11 @@ def test_token_ids_are_cut_and_masked(tiny, tmp_path):
 def test_bad_token_ids_are_reported(tiny, tmp_path, record, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         load(write_records(tmp_path / "a.jsonl", [record]), Tokenizer(tiny))
+
+
+def test_no_bar_of_a_histogram_ends_beyond_the_longest_sample():
+    lengths = np.array([3, 7, 40, 64, 64])
+    bars = histogram(lengths)
+    assert bars[0][0] == 3 and bars[-1][1] == 64 and sum(count for _, _, count in bars) == 5
+    for shortest, longest, count in bars:
+        assert count == int(((lengths >= shortest) & (lengths <= longest)).sum())
