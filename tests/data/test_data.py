@@ -578,7 +578,7 @@ def test_one_process_tokenizes_where_processes_cannot_share_memory(tiny, tmp_pat
 PREPARE = """
 import sys
 from litft.args import DataArgs
-from litft.data.dataset import histogram, load_data
+from litft.data.dataset import load_data
 from litft.data.tokenizer import Tokenizer
 from pathlib import Path
 data = load_data(DataArgs(path=[sys.argv[1]]), Tokenizer(Path(sys.argv[2])), 512, 256)
