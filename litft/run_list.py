@@ -52,18 +52,42 @@ def find_runs(folder: Path) -> list[Run]:
 
 def read_run(folder: Path) -> Run:
     """Return a run's description; files that are damaged or not written yet leave it incomplete."""
-    config, newest = _config(folder), _newest_metrics(folder)
-    losses = {title: newest[name] for name, title in (("loss", "loss"), ("val_loss", "validation loss")) if name in newest}
-    steps = [run_dir.checkpoint_step(checkpoint) for checkpoint in run_dir.checkpoints(folder)]
-    state = "finished"
-    if not run_dir.finished(folder):
-        state = f"not finished; --resume continues after step {steps[-1]:,}" if steps else "not finished; no checkpoint yet"
+    config = _config(folder)
+    newest = _newest_metrics(folder)
+    losses = {}
+    for column, title in (("loss", "loss"), ("val_loss", "validation loss")):
+        if column in newest:
+            losses[title] = newest[column]
+    method = run_dir.method(folder)
     objective = config.get("objective", "sft")
-    method = run_dir.method(folder) + ("" if objective == "sft" else f", {objective}")
-    started = datetime.fromtimestamp((folder / run_dir.CONFIG).stat().st_mtime)
-    path = Path(str(config.get("checkpoint_dir", "")))
-    model = str(Path(path.parent.name, path.name)) if path.name in COMMON_NAMES else path.name
-    return Run(folder, started, method, model, int(newest.get("step", 0)), losses, state)
+    if objective != "sft":
+        method += f", {objective}"
+    return Run(
+        folder=folder,
+        started=datetime.fromtimestamp((folder / run_dir.CONFIG).stat().st_mtime),
+        method=method,
+        model=_model_name(Path(str(config.get("checkpoint_dir", "")))),
+        steps=int(newest.get("step", 0)),
+        losses=losses,
+        state=_state(folder),
+    )
+
+
+def _model_name(path: Path) -> str:
+    """Return the name of a model's folder, with that of its parent where the name says little."""
+    if path.name in COMMON_NAMES:
+        return str(Path(path.parent.name, path.name))
+    return path.name
+
+
+def _state(folder: Path) -> str:
+    """Return whether a run has finished, and where it would go on."""
+    if run_dir.finished(folder):
+        return "finished"
+    steps = [run_dir.checkpoint_step(checkpoint) for checkpoint in run_dir.checkpoints(folder)]
+    if not steps:
+        return "not finished; no checkpoint yet"
+    return f"not finished; --resume continues after step {steps[-1]:,}"
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 python tests/mutate.py                  # every entry
 python tests/mutate.py attention -n 2   # entries whose file, description or tests contain the text, two at a time
-python tests/mutate.py --check          # only check that each piece of code is there once, and that each test exists
+python tests/mutate.py --check          # only check that the code of each entry occurs once, and that its tests exist
 python tests/mutate.py --move           # give entries whose code has moved to another function or file its new place
 
 An entry names its code by file, function and syntax (see mutation_places.py), so that formatting does not matter. It is
@@ -106,7 +106,7 @@ def problems(entries: list[Mutation], root: Path = ROOT) -> list[str]:
 
 
 def _problem_of_code(entry: Mutation, root: Path) -> str | None:
-    """Return what is wrong with an entry's code or bug."""
+    """Return a message if an entry's code is not found once, or its bug is invalid; None if both are right."""
     source = read_source(root / entry.file)
     where = f"{entry.file}, {entry.function or 'outside of functions'}: {entry.code!r}"
     try:

@@ -93,10 +93,10 @@ class Source:
     def __init__(self, text: str) -> None:
         self.text = text
         self.tree = ast.parse(text)
+        self._lines = text.split("\n")  # as Python does; splitlines would also split at U+2028
         self._line_starts = [0]
-        for line in text.splitlines(keepends=True):
-            self._line_starts.append(self._line_starts[-1] + len(line))
-        self._lines = text.splitlines(keepends=True)
+        for line in self._lines:
+            self._line_starts.append(self._line_starts[-1] + len(line) + 1)
         self.scopes: list[tuple[str, ast.AST]] = [("", self.tree)]
         self._add_scopes(self.tree, "")
 
@@ -191,7 +191,7 @@ class Source:
         return before + code + self.text[place.end :]
 
     def nearest(self, function: str, code: str) -> tuple[str, str, float]:
-        """Return the function and the text of what is most like some code in this file, and how alike they are."""
+        """Return the statement that is most similar to `code`: its function, its text, and the similarity from 0 to 1.1."""
         best = ("", "", 0.0)
         for name, scope in self.scopes:
             for node in self.nodes(scope):

@@ -86,6 +86,11 @@ class AnswerParser:
         self.tried = 0  # characters of the buffer in which no closing mark has completed a call
         self.failed = 0  # characters that were read as calls and are none
 
+    @property
+    def gives_up(self) -> bool:
+        """Whether so much was read as calls in vain that the rest of the answer is content."""
+        return self.failed > MAX_FAILED
+
     def push(self, text: str) -> list[AnswerPart]:
         """Add text; return what is complete now."""
         self.buffer += text
@@ -162,7 +167,7 @@ class AnswerParser:
     def _in_content(self, is_last: bool) -> Iterator[AnswerPart]:
         """Return content up to the mark that opens calls."""
         calls = self.format.calls
-        may_call = calls is not None and bool(calls.opening) and self.failed <= MAX_FAILED
+        may_call = calls is not None and bool(calls.opening) and not self.gives_up
         marks = (calls.opening,) if may_call else ()
         start, mark = first_mark(self.buffer, marks)
         if mark:
@@ -179,7 +184,7 @@ class AnswerParser:
         """
         marks = self.format.calls
         start = max(self.tried, len(marks.opening))
-        while marks.closing and self.failed <= MAX_FAILED:
+        while marks.closing and not self.gives_up:
             end = self.buffer.find(marks.closing, start)
             if end < 0:
                 break
@@ -189,9 +194,9 @@ class AnswerParser:
                 yield from self._after_calls(calls, start)
                 return
         self.tried = start
-        if not is_last and self.failed <= MAX_FAILED:
+        if not is_last and not self.gives_up:
             return
-        calls = self._calls_in(self.buffer) if self.failed <= MAX_FAILED else []
+        calls = [] if self.gives_up else self._calls_in(self.buffer)
         if calls:
             yield from self._after_calls(calls, len(self.buffer))
             return

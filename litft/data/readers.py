@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from itertools import chain
@@ -287,8 +288,7 @@ def _table(separator: str, path: Path, file: BinaryIO) -> Records:
     try:
         rows = csv.reader(chain([header] if header else [], lines), delimiter=separator, strict=True)
         names = _without_empty_end(next(rows, []))
-        if len(set(names)) < len(names):
-            raise ValueError(f"{path}, line {1 + skipped}: two columns have the same name; the first line is the header")
+        _check_names(names, f"{path}, line {1 + skipped}", "the first line is the header")
         for row in rows:
             last_line = rows.line_num + skipped
             where = f"{path}, line {last_line}"
@@ -318,19 +318,30 @@ def _without_empty_end(row: list[str], length: int = 0) -> list[str]:
 def _parquet(path: Path, file: BinaryIO) -> Records:
     """Yield one record per row."""
     parquet = _library("pyarrow.parquet", path)
-    try:
+    with _parquet_errors(path):
         source = parquet.ParquetFile(file if file.seekable() else io.BytesIO(file.read()))
-        names = source.schema_arrow.names
-        is_repeated = len(set(names)) < len(names)
-        index = 0
-        for batch in () if is_repeated else source.iter_batches(batch_size=256):
+    _check_names(source.schema_arrow.names, str(path), "rename one of them")
+    index = 0
+    with _parquet_errors(path):
+        for batch in source.iter_batches(batch_size=256):
             for record in _rows(batch):
                 yield f"{path}, row {index}", drop_nulls(record)
                 index += 1
-    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:  # includes pyarrow's own errors
+
+
+@contextmanager
+def _parquet_errors(path: Path) -> Iterator[None]:
+    """Within the context, pyarrow's errors of several kinds mean that the file is damaged."""
+    try:
+        yield
+    except (OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise ValueError(f"{path} is not a complete Parquet file ({str(error)[:200]}); download it again") from None
-    if is_repeated:
-        raise ValueError(f"{path}: two columns have the same name; rename one of them")
+
+
+def _check_names(names: list[str], where: str, remedy: str) -> None:
+    """Raise ValueError if two columns of a table have the same name: a record would have only one of them."""
+    if len(set(names)) < len(names):
+        raise ValueError(f"{where}: two columns have the same name; {remedy}")
 
 
 def _rows(batch: Any) -> list[Record]:

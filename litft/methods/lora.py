@@ -166,17 +166,24 @@ class LoRA(Method):
         model = source.outline
         adapter = read_adapter(folder, model, source.adapter_rules, source.tensor)
         bias = {peft_value: value for value, peft_value in _PEFT_BIAS.items()}[adapter.bias]
-        method = cls(LoRAArgs(dora=any(weights.m is not None for weights in adapter.factors.values()), bias=bias))
+        has_magnitudes = any(weights.m is not None for weights in adapter.factors.values())
+        method = cls(LoRAArgs(dora=has_magnitudes, bias=bias))
         method.tokens = {token: [] for token in adapter.tokens}
-        method.trained, method.untied = list(adapter.trained), adapter.untied
-        method.specs = {
-            name: LoraSpec(weights.a.size(-2), weights.scale)
-            for name in adaptable_modules(model)
-            if (weights := adapter.factors.get(name))
-        }
-        leaves = {f"{name}.{leaf}": getattr(adapter.factors[name], leaf[-1]) for name in method.specs for leaf in LEAVES[:3]}
-        leaves = {name: value for name, value in leaves.items() if value is not None}
-        return method, leaves | adapter.trained | adapter.token_rows
+        method.trained = list(adapter.trained)
+        method.untied = adapter.untied
+        # in the order of the network's modules
+        method.specs = {}
+        for name in adaptable_modules(model):
+            weights = adapter.factors.get(name)
+            if weights:
+                method.specs[name] = LoraSpec(weights.a.size(-2), weights.scale)
+        factors: Values = {}
+        for name in method.specs:
+            for leaf in LEAVES[:3]:
+                value = getattr(adapter.factors[name], leaf[-1])
+                if value is not None:
+                    factors[f"{name}.{leaf}"] = value
+        return method, factors | adapter.trained | adapter.token_rows
 
     def update_args(self, args: LoRAArgs) -> None:
         """Take dropout and LoRA+'s ratio from `args`; ranks, scales and targets remain the adapter's."""

@@ -171,8 +171,7 @@ class LogProbFile:
         """Return the rows that are as they were written."""
         if not self.path.is_file():
             return np.empty(0, self.row)
-        complete = self.path.stat().st_size // self.row.itemsize
-        rows = np.fromfile(self.path, self.row, complete)
+        rows = np.fromfile(self.path, self.row, self._num_complete())
         return rows[rows["hash"] == self._hashes(rows)]
 
     def read_into(self, values: np.ndarray) -> None:
@@ -180,7 +179,7 @@ class LogProbFile:
         rows = self.rows()
         if self.path.is_file():
             with self.path.open("r+b") as file:
-                file.truncate(self.path.stat().st_size // self.row.itemsize * self.row.itemsize)
+                file.truncate(self._num_complete() * self.row.itemsize)
         rows = rows[(rows["index"] >= 0) & (rows["index"] < len(values))]
         values[rows["index"]] = rows["values"]
 
@@ -193,6 +192,10 @@ class LogProbFile:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("ab") as file:
             file.write(rows.tobytes())
+
+    def _num_complete(self) -> int:
+        """Return the number of rows that were written to their end."""
+        return self.path.stat().st_size // self.row.itemsize
 
     def _hashes(self, rows: np.ndarray) -> np.ndarray:
         """Return a hash of each row's index and log-probabilities."""

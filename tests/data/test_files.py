@@ -225,6 +225,17 @@ def test_two_columns_of_one_name_in_parquet_are_refused(tmp_path):
         list(read_records(tmp_path / "a.parquet"))
 
 
+def test_a_zst_file_with_a_long_window_is_not_called_damaged(tmp_path):
+    import zstandard
+
+    parameters = zstandard.ZstdCompressionParameters.from_level(3, window_log=28)
+    compressor = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    path = tmp_path / "a.jsonl.zst"
+    path.write_bytes(compressor.compress(b'{"text": "a"}\n' * 10) + compressor.flush())
+    with pytest.raises(ValueError, match=r"a window of more than 128 MiB, .*; compress it without --long or --ultra"):
+        list(read_records(path))
+
+
 ODD_FILES = [
     ("a.csv", b"sep=;\nquestion;answer\nq;a;b\n", "line 3: 3 cells for 2 columns"),
     ("a.csv", b"question,answer\rq,a\r", "a lone carriage return ends a line here"),

@@ -39,7 +39,7 @@ def test_ids_equal_the_golden_ids(shared, name):
 
 
 PROPERTIES = [("tinyllama-1.1b-chat", values) for values in itertools.product((False, True), repeat=4)]
-# writing a large vocabulary takes seconds: here, each pair of properties occurs once
+# writing a large vocabulary takes seconds: here, each pair of values of two properties occurs
 PROPERTIES += [("qwen2.5", tuple(value == "1" for value in word)) for word in ("0000", "0111", "1011", "1101", "1110")]
 
 

@@ -416,6 +416,13 @@ def test_transformers_reads_our_gguf(converted):
     assert relative(litft.load(folder)[0](tokens), reference(tokens).logits) <= 1e-5
 
 
+def test_the_printed_command_quotes_its_paths(tiny, tmp_path, capsys):
+    to_gguf(tiny, tmp_path / "my model")
+    stderr = capsys.readouterr().err
+    assert f"ollama create mine -f '{tmp_path / 'my model' / 'Modelfile'}'" in stderr
+    assert f"llama-cli -m '{tmp_path / 'my model'}" in stderr
+
+
 @pytest.fixture
 def rounded_gelu(monkeypatch) -> None:
     """GELU as llama.cpp computes it, which looks it up in a table of fp16 numbers."""

@@ -54,7 +54,7 @@ def test_a_short_request_ends_before_a_long_prompt(session):
 
 
 def test_a_request_admitted_before_a_failure_is_told_of_it(session, monkeypatch):
-    """Requests are admitted between two slices of a prompt, of which the second fails."""
+    """A request is admitted after the first part of a long prompt; computing the second part fails."""
     engine = Engine({"model": session}, rows=2, capacity=4096, max_waiting=0)
     ended = SimpleQueue()
     prefill = PrefillTurns.prefill

@@ -1,4 +1,4 @@
-"""Random mistakes in JSON objects, and the check of what they lead to."""
+"""Random mistakes in JSON objects, and a check that reading them succeeds or ends in one message."""
 
 import json
 import random

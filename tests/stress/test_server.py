@@ -18,13 +18,14 @@ SHORT_PROMPTS = ("In the 7 seas", "In the 8 seas", "In the 9 seas")
 MIB = 2**20
 
 
-def request_head(length):
+def request_head(length, *more_lines):
     """Return the head of an HTTP request with a JSON body of this many bytes."""
     lines = [
         "POST /v1/chat/completions HTTP/1.1",
         "Host: localhost",
         "Content-Type: application/json",
         f"Content-Length: {length}",
+        *more_lines,
     ]
     return ("\r\n".join(lines) + "\r\n\r\n").encode()
 
@@ -108,7 +109,7 @@ async def answer(server, request):
     host, port = server.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     body = json.dumps(request).encode()
-    writer.write(request_head(len(body)).replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n") + body)
+    writer.write(request_head(len(body), "Connection: close") + body)
     head, _, content = (await reader.read()).partition(b"\r\n\r\n")
     writer.close()
     assert b" 200 " in head.splitlines()[0], head

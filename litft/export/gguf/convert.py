@@ -105,7 +105,8 @@ def write(args: GgufExportArgs) -> Path:
         file=sys.stderr,
     )
     if args.merge:
-        modelfile, model = (quote(str(out / name)) for name in ("Modelfile", file_names[0]))
+        modelfile = quote(str(out / "Modelfile"))
+        model = quote(str(out / file_names[0]))
         print(f"next: ollama create mine -f {modelfile}, or llama-cli -m {model}", file=sys.stderr)
     return out
 
