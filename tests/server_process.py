@@ -73,6 +73,20 @@ class Server:
         """The resident memory of the process in bytes."""
         return int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
 
+    def settled_memory(self, seconds: float = 15) -> int:
+        """Return the resident memory once it no longer changes, in bytes.
+
+        /health does not count a request whose body is still being read.
+        """
+        self.wait_until_idle(30)
+        deadline = time.monotonic() + seconds
+        before = -1
+        while abs(self.memory - before) > 2**20:
+            assert time.monotonic() < deadline, f"{self.memory} bytes, and still changing"
+            before = self.memory
+            time.sleep(1)
+        return before
+
 
 def copy_with_context(folder: Path, target: Path, max_positions: int) -> Path:
     """Copy a model folder and raise its context length; text beyond the original length may be nonsense."""

@@ -8,6 +8,7 @@ from litft.args.checks import below_minimum
 from litft.args.inference import ModelArgs
 
 MAX_BATCH_SIZE = 4096
+MAX_BODY_MB = 1000
 
 
 @dataclass
@@ -43,7 +44,7 @@ class ServeArgs(ModelArgs):
     max_waiting: int = 256
     """Maximum number of waiting requests. Further ones are rejected with status 503."""
     max_body_mb: float = 4.0
-    """Maximum size of a request body in megabytes. Larger ones are rejected with status 413."""
+    """Maximum size of a request body in megabytes, at most 1000. Larger ones are rejected with status 413."""
     api_key: str | None = None
     """The key that clients must send as bearer token. Default: the environment variable LITFT_API_KEY, otherwise none."""
 
@@ -63,8 +64,8 @@ class ServeArgs(ModelArgs):
                 problems.append(f"--allow_host {host}: expected a host name without scheme and port, or *")
         if not 0 <= self.port < 65536:
             problems.append(f"--port {self.port}: must lie in [0, 65535]")
-        if self.max_body_mb <= 0:
-            problems.append(f"--max_body_mb {self.max_body_mb}: must be above 0")
+        if not 0 < self.max_body_mb <= MAX_BODY_MB:
+            problems.append(f"--max_body_mb {self.max_body_mb}: must be above 0 and at most {MAX_BODY_MB}")
         if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable() and self.api_key.strip()):
             problems.append("--api_key: must be printable ASCII and not empty, since it is sent in a header")
         names = [name for name, _, _ in (item.partition("=") for item in self.adapters)]
