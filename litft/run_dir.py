@@ -38,8 +38,12 @@ def method(folder: Path) -> str:
 
 def command(script: str) -> str:
     """Return how a script is started from here: `python finetune/lora.py` in a clone, otherwise `litft finetune lora`."""
-    group, name = Path(script).parent.name, Path(script).stem
-    return f"python {script}" if Path(script).is_file() else f"litft {'finetune ' * (group == 'finetune')}{name}"
+    path = Path(script)
+    if path.is_file():
+        return f"python {script}"
+    if path.parent.name == "finetune":
+        return f"litft finetune {path.stem}"
+    return "litft generate" if script == "generate/base.py" else f"litft {path.stem}"
 
 
 def finished(folder: Path) -> bool:

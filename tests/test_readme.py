@@ -12,6 +12,7 @@ from litft.args.parser import parse
 from litft.args.recipes import recipes
 from litft.cli import COMMANDS
 from litft.data.formats import FORMATS, detect_format, preference_kind
+from litft.run_dir import command
 
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = [ROOT / "README.md", *sorted((ROOT / "tutorials").glob("*.md"))]
@@ -40,6 +41,16 @@ def test_every_command_of_a_page_has_flags_that_exist(page, tmp_path, monkeypatc
         if "--resume" not in words and not files & {*words}:  # the first reads the flags of a run
             ends = [number for number, word in enumerate(words) if word in ("|", "&", "&&", ">", "2>", "||", ";")]
             parse(COMMANDS[name].args, words[: min(ends, default=len(words))])
+
+
+def test_every_command_that_a_program_suggests_exists(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # where there are no scripts
+    suggested = set()
+    for path in (ROOT / "litft").rglob("*.py"):
+        suggested |= set(re.findall(r"""command\(["']([\w/]+\.py)["']\)""", path.read_text("utf-8")))
+    assert {"generate/base.py", "generate/chat.py", "scripts/merge_lora.py"} <= suggested
+    for script in suggested:
+        assert command(script) == f"litft {NAMES[script]}"
 
 
 def test_the_readme_is_short_and_names_every_tutorial():

@@ -256,7 +256,8 @@ def _read_config(path: str | Path | None, cls: type) -> tuple[list[tuple[str, st
         return [], [f"--config {path}: no valid YAML of flags ({' '.join(str(error).split())[:200]})"]
     all_texts = {name: _as_text(value) for name, value in entries.items() if not _is_empty(value, flag_types.get(name))}
     unknown = [name for name in all_texts if name not in flag_types]
-    brief = {name: text if len(text) <= 80 else "..." for name, text in all_texts.items()}
+    # neither long values nor mappings, whose fields have other names here
+    brief = {name: "..." if len(text) > 80 or "{" in text else text for name, text in all_texts.items()}
     problems = [f"{path}: {_unknown_flag(name, flag_types, brief[name], brief)}" for name in unknown]
     if unknown and _is_finetuning(flag_types) and any(translate(name, all_texts[name]) for name in unknown):
         parser = parser_of(cls)

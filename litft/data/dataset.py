@@ -60,6 +60,11 @@ class DataSplits:
         numbers = {name: [i for i, other in enumerate(self.val_names) if other == name] for name in self.val_names}
         return {name: np.flatnonzero(np.isin(self.val.store_numbers, of_set)) for name, of_set in numbers.items()}
 
+    @property
+    def is_plain_text(self) -> bool:
+        """Whether all records are texts to continue."""
+        return all(set(report.formats) <= {"text"} for report in self.reports.values())
+
     @cached_property
     def special_ids(self) -> set[int]:
         """The special tokens that occur in the data."""

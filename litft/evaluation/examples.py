@@ -222,9 +222,9 @@ def with_shared_length(data: DataArgs, sources: list[PretrainedFolder]) -> DataA
 
 
 def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: str) -> set[Name]:
-    """Return the names of the examples that every model can read within the length limit. Raise ValueError if none.
+    """Return the names of the scored examples: the first --limit that every model can read within the length limit.
 
-    Print how many there are if some are left out.
+    Raise ValueError if none can be read. Print how many there are if some are left out.
     """
     tokenizers = [_tokenizer(source) for source in sources]
     names_by_source = [
@@ -233,8 +233,9 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
         ).names
         for source, tokenizer in zip(sources, tokenizers, strict=True)
     ]
-    has_texts = any(name[0] == 0 for name in names_by_source[0])  # their windows depend on the tokenizer; all are scored
-    names_by_source = [{name for name in names if name[0]} for names in names_by_source]
+    ordered = names_by_source[0]
+    has_texts = any(_is_text(name) for name in ordered)  # their windows depend on the tokenizer; all are scored
+    names_by_source = [{name for name in names if not _is_text(name)} for names in names_by_source]
     shared = set.intersection(*names_by_source)
     if not shared and not has_texts:
         raise ValueError(f"{_names(args.data)}: no example can be read by all models; raise --data.max_seq_length")
@@ -246,7 +247,13 @@ def readable_by_all(args: RunEvalArgs, sources: list[PretrainedFolder], kind: st
             reason = "models with different tokenizers would be scored on different parts of the text"
             raise ValueError(f"--limit {args.limit}: {reason}; leave it out")
         print("warning: the tokenizers differ, so losses and perplexities are not comparable", file=sys.stderr)
-    return shared
+    scored = [name for name in ordered if name in shared or _is_text(name)][: args.limit]
+    return {name for name in scored if not _is_text(name)}
+
+
+def _is_text(name: Name) -> bool:
+    """Return whether a name is that of a window of plain text, which has no record of its own."""
+    return name[0] == 0
 
 
 def warn_if_trained_on(args: RunEvalArgs, source: PretrainedFolder, names: set[Name]) -> None:

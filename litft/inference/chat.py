@@ -2,6 +2,7 @@
 
 import json
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from litft.data.messages import check_messages
 from litft.data.tokenizer import check_text
 from litft.inference.chat_answers import answer_message, answer_parser
 from litft.inference.generation import GenerationChunk, generate_batch
-from litft.inference.session import Session, make_drafter, open_session
+from litft.inference.session import Session, make_drafter, missing_template_note, open_session
 from litft.inference.speculative import Drafter
 from litft.inference.terminal import Screen, make_screen
 from litft.methods.mixins import mixins
@@ -345,6 +346,8 @@ def chat(args: ChatArgs) -> None:
     """Chat over several turns; without a terminal, read one message per line and print only the answers."""
     session = open_session(args)
     session.limit_threads(1)
+    if note := missing_template_note(session.tokenizer):
+        print(note, file=sys.stderr)
     drafter = make_drafter(args, session, INITIAL_CAPACITY)
     loop = Chat(Conversation(session, drafter, args.system), make_screen(), args.debug)
     loop.run()

@@ -94,6 +94,14 @@ class Session(NamedTuple):
         )
 
 
+def missing_template_note(tokenizer: Tokenizer) -> str | None:
+    """Return what to say before a chat with a model that has no chat template; None if it has one."""
+    if tokenizer.own_template:
+        return None
+    base = run_dir.command("generate/base.py")
+    return f"note: the model has no chat template, so messages are written in Alpaca style; {base} continues a text"
+
+
 def open_session(args: ModelArgs) -> Session:
     """Open the model that a command names, or that of the newest finished run. Flags override generation_config.json.
 

@@ -27,7 +27,7 @@ from litft.args.processes import is_first_on_node
 from litft.checkpoints.hub import hub_id
 from litft.distributed.devices import device_memory, is_out_of_memory
 from litft.errors import summary
-from litft.inference.session import Session, open_sessions, source_of
+from litft.inference.session import Session, missing_template_note, open_sessions, source_of
 from litft.pretrained import resolve
 from litft.serving.engine import Engine
 
@@ -138,6 +138,8 @@ def _welcome_text(listener: socket.socket, args: ServeArgs, engine: Engine) -> s
     lines += [
         f"up to {engine.rows} answers at once, of {engine.capacity:,} tokens with their prompts: the KV cache takes {memory}"
     ]
+    if note := missing_template_note(next(iter(engine.models.values())).tokenizer):
+        lines.append(note)
     if args.host not in LOCAL_HOSTS and not required_key(args):
         lines.append(
             f"warning: anyone who can reach {args.host} can use this server; require a key with --api_key or {KEY_VARIABLE}"

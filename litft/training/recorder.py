@@ -174,9 +174,9 @@ class Recorder:
         return self.setup.identity() | {
             "seed": self.args.seed,
             "precision": self.settings.precision,
-            "training data": data.train_digest,
+            run_checkpoints.TRAINING_DATA: data.train_digest,
             "split": SPLIT_RULE,
-            "validation data (--data.val_path)": data.val_digest,
+            run_checkpoints.VALIDATION_DATA: data.val_digest,
             "measured examples (--eval.max_batches)": num_measured(self.args, data),
         }
 
@@ -290,13 +290,24 @@ class Recorder:
         step, steps = int(self.metrics.newest.get("step", 0)), self.schedule.steps
         self.report("finished" if step == steps else f"finished after {step:,} of {steps:,} steps")
         self.say(f"the result is in {self.folder / 'final'}, the report in {self.folder / 'report.html'}; next:\n")
-        flags = f"--checkpoint_dir {self.folder / 'final'}"
-        flags += "" if self.args.quantize == "none" else f" --quantize {self.args.quantize}"
-        chat, serve = (run_dir.command(f"generate/{name}.py") for name in ("chat", "serve"))
-        self.say(f"  {chat} {flags}")
-        if not (self.args.quantize != "none" and self.setup.method.unquantized_modules()):  # the base has these quantized
-            self.say(f"  {serve} {flags} --with_base   # a chat page that compares it with the base model")
+        for line in self._next_commands():
+            self.say(f"  {line}")
         self._say_obstacles()
+
+    def _next_commands(self) -> Iterator[str]:
+        """Yield commands that try the result."""
+        flags = f"--checkpoint_dir {self.folder / 'final'}"
+        if self.args.quantize != "none":
+            flags += f" --quantize {self.args.quantize}"
+        if self.schedule.data.is_plain_text:
+            base = run_dir.command("generate/base.py")
+            yield f"{base} {flags} --template none --prompt TEXT   # continues a text, as trained"
+            return
+        yield f"{run_dir.command('generate/chat.py')} {flags}"
+        shares_base = self.args.quantize == "none" or not self.setup.method.unquantized_modules()
+        if shares_base:  # otherwise the base has modules quantized that the result has not
+            serve = run_dir.command("generate/serve.py")
+            yield f"{serve} {flags} --with_base   # a chat page that compares it with the base model"
 
     def _say_obstacles(self) -> None:
         """Say what keeps vLLM from loading the adapter."""

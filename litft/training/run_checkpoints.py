@@ -28,6 +28,8 @@ from litft.run_dir import checkpoint_step, checkpoints
 from litft.training.file_hashes import HashingWriter, check_hashes, collect_hashes, object_hash
 from litft.training.optimizers import StochasticRounding, averaged_weights
 
+TRAINING_DATA = "training data"  # entries of a run's identity that are hashes of examples
+VALIDATION_DATA = "validation data (--data.val_path)"
 _PROGRESS = "progress.json"
 _OWN_HASH = "hash"  # the field of progress.json with the hash of all others
 _PARAMETERS = "parameters."  # prefix of the keys of trained parameters
@@ -215,9 +217,14 @@ def _check_identity(folder: Path, progress: dict[str, Any], identity: dict[str, 
         reason = "with an older validation split, so it would now train on examples it was validated on"
         remedy = "start another run, with this one's newest result as --checkpoint_dir"
         raise ValueError(f"{folder} was saved {reason}; {remedy}")
+    other_run = "start another run with its newest result as --checkpoint_dir"
+    saved = progress.get("identity", {})
+    for entry, name in ((TRAINING_DATA, "training data"), (VALIDATION_DATA, "validation data")):
+        if entry in identity and saved.get(entry) != identity[entry]:
+            reason = f"other {name}: a data file, a data flag or the tokenizer has changed since"
+            raise ValueError(f"{folder} was saved with {reason}; restore it to resume, or {other_run}")
     if changed := identity_changes(progress, identity):
-        remedy = "resume with the original settings, or start another run with its newest result as --checkpoint_dir"
-        raise ValueError(f"{folder} was saved with {'; '.join(changed)}; {remedy}")
+        raise ValueError(f"{folder} was saved with {'; '.join(changed)}; resume with the original settings, or {other_run}")
 
 
 def restore_newest(

@@ -240,10 +240,9 @@ def _prompts(args: EvalArgs, tokenizer: Tokenizer, data: DataSplits) -> Iterator
         questions = (tuple(sample.answer[0].tolist()) for sample in islice(samples, PROMPT_CANDIDATES) if sample.answer)
         for ids in list(dict.fromkeys(questions))[:count]:
             yield question_text(tokenizer, list(ids)), list(ids)
-    is_text = all(set(report.formats) <= {"text"} for report in data.reports.values())
     for item in args.prompts:
         for text in filter(None, map(str.strip, _texts(item))):
-            yield text, prompt_ids(tokenizer, text if is_text else [{"role": "user", "content": text}])
+            yield text, prompt_ids(tokenizer, text if data.is_plain_text else [{"role": "user", "content": text}])
 
 
 def _texts(item: str) -> list[str]:

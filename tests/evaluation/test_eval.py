@@ -531,6 +531,8 @@ def test_a_run_accepts_only_its_own_split(folder, tmp_path, monkeypatch, capsys)
     warnings = run_eval(tmp_path, *flags, "--data.path", "mixed.jsonl")[1].stderr
     count = int(re.search(r"trained on (\d+) of the 21 scored examples", warnings)[1])
     assert 10 <= count < 20  # the held-out ones are not counted
+    limited = run_eval(tmp_path, *flags, "--data.path", "mixed.jsonl", "--limit", "5")[1].stderr
+    assert re.search(r"trained on [1-5] of the 5 scored examples", limited)
     other = finetuned_run(folder, tmp_path, "other", path=["a.jsonl", "b.jsonl"], val_fraction=0.0)
     capsys.readouterr()
     message = refused("run_eval", *flags, "--against", other, capsys=capsys)

@@ -60,6 +60,7 @@ def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
     done = script("generate/chat.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path, text="\n".join(lines) + "\n")
     assert done.stdout == "".join(answer + "\n" for answer in answers)
     assert tokenizer.apply_chat_template(messages[:-1], add_generation_prompt=True) in done.stderr
+    assert "note: the model has no chat template, so messages are written in Alpaca style" in done.stderr
 
 
 def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):

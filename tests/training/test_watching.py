@@ -141,11 +141,14 @@ def test_answers_after_the_resumed_checkpoint_are_dropped(args):
     assert sample_steps == [0, 2, 3]
 
 
-def test_prompts_of_plain_text_are_continued_unchanged(args, tmp_path):
+def test_prompts_of_plain_text_are_continued_unchanged(args, tmp_path, capfd):
+    """The end of the run names the command that does the same."""
     (tmp_path / "texts.jsonl").write_text('{"text": "once upon a time there was a dog"}\n' * 20)
     args.data.path, args.eval.prompts = ["texts.jsonl"], ["once upon"]
     litft.finetune(args)
     model, tokenizer = litft.load("run/final")
+    suggested = capfd.readouterr().out.partition("next:")[2]
+    assert "--template none --prompt TEXT" in suggested and "chat" not in suggested
     answer = "".join(litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5))
     samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
     assert answer.strip() == samples[-1]["answer"]
