@@ -364,6 +364,8 @@ def _unknown_flag(name: str, flag_types: dict[str, Any], value: str | None, give
         return message
     if _is_finetuning(flag_types) and value in ("false", "null", "[]", "{}"):
         return f"--{name} does not exist; leave it out"
+    if name in types_of_flags(FINETUNE["lora"]):
+        return f"--{name} does not exist here; it is a flag of the fine-tuning scripts, such as finetune/lora.py"
     leaves = {flag.rpartition(".")[2]: flag for flag in reversed(flag_types)}
     matches = difflib.get_close_matches(name.rpartition(".")[2], leaves, n=1, cutoff=0.75)
     matches = [leaves[leaf] for leaf in matches] or difflib.get_close_matches(name, flag_types, n=1, cutoff=0.75)

@@ -158,7 +158,8 @@ def check_complete(rendering: TurnRendering, span: str, has_reasoning: bool | No
     for number, call in enumerate(rendering.calls):
         position = rest.find(call["function"]["name"])
         if position < 0 or not _has_arguments(rendering, number, rest[position:]):
-            raise ValueError(f"the chat template leaves out a tool call; {OTHER_TEMPLATE}")
+            reason = "the chat template leaves out a tool call (no built-in template has tools)"
+            raise ValueError(f"{reason}; {OTHER_TEMPLATE}")
         rest = rest[position + len(call["function"]["name"]) :]
 
 

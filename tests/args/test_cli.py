@@ -519,6 +519,11 @@ def test_hints_for_words_of_other_programs(words, message):
         parser.parse(LoRAFinetuneArgs, words)
 
 
+def test_a_flag_of_fine_tuning_is_named_elsewhere():
+    with pytest.raises(ValueError, match=r"--data\.path does not exist here; it is a flag of the fine-tuning scripts"):
+        parser.parse(flags.PlanArgs, ["--checkpoint_dir", "m", "--data.path", "d"])
+
+
 def test_a_flag_needs_its_group_only_where_several_have_it(tmp_path):
     config = tmp_path / "config.yaml"
     config.write_text("max_steps: 7\n")
