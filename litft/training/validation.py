@@ -25,6 +25,7 @@ from litft.training.scoring import (
     Metric,
     Selection,
     ValidationAnswer,
+    answer_rows,
     evenly_spaced,
     exact_match,
     greedy_answers,
@@ -116,26 +117,40 @@ class Validation:
             setup = self.fabric, self.hosts, self.model, self.tokenizer
             samples = Selection(self.samples, [index for selection in sets.values() for index in selection.indices])
             room = self.args.max_new_tokens if self.metrics.keys() - {"exact_match"} else 0
-            answers = validation_answers(*setup, samples, layout.rows, self.before_batch, room)
+            rows = answer_rows(layout, samples, room)
+            answers = validation_answers(*setup, samples, rows, self.before_batch, room)
             self.num_answers = len(answers)
             for name in self.metrics if answers else ():
                 values[name] = self.metric_values[name][step] = self._measure_metric(name, answers)
         return {name: value for name, value in values.items() if name not in self.metrics or not math.isnan(value)}
 
     def find_hardest(self, layout: Layout, batch_size: int) -> None:
-        """Find the validation examples with the largest losses, among at most SEARCHED of the measured ones."""
+        """Find the validation examples with the largest losses, among at most SEARCHED of the measured ones.
+
+        The model's own answers to them have at most --eval.max_new_tokens tokens.
+        """
         indices = [index for indices in self.indices(batch_size).values() for index in indices]
-        if self.objective.data == "supervised" and indices:
-            samples = [self.samples[index] for index in evenly_spaced(indices, SEARCHED)]
-            subject = self.fabric, self.model, self.tokenizer, samples
-            hardest = hardest_examples(*subject, layout, NUM_HARDEST, self.before_batch)
-            chosen = [samples[example.number] for example in hardest]
-            setup = self.fabric, self.hosts, self.model, self.tokenizer
-            answers = validation_answers(*setup, chosen, layout.rows, self.before_batch)
-            if len(answers) == len(hardest):  # texts have none
-                pairs = zip(hardest, answers, strict=True)
-                hardest = [example._replace(own=answer.answer) for example, answer in pairs]
-            self.hardest = hardest
+        if self.objective.data != "supervised" or not indices:
+            return
+        samples = [self.samples[index] for index in evenly_spaced(indices, SEARCHED)]
+        subject = self.fabric, self.model, self.tokenizer, samples
+        self.hardest = hardest_examples(*subject, layout, NUM_HARDEST, self.before_batch)
+        if not self.args.max_new_tokens:
+            return
+        chosen = [samples[example.number] for example in self.hardest]
+        answers = validation_answers(
+            self.fabric,
+            self.hosts,
+            self.model,
+            self.tokenizer,
+            samples=chosen,
+            rows=answer_rows(layout, chosen),
+            before_batch=self.before_batch,
+            max_new_tokens=self.args.max_new_tokens,
+        )
+        if len(answers) == len(self.hardest):  # texts have none
+            owns = [answer.answer + " …" * (not answer.ended) for answer in answers]
+            self.hardest = [example._replace(own=own) for example, own in zip(self.hardest, owns, strict=True)]
 
     def _measure_sets(self, step: int, layout: Layout, sets: Mapping[str, Sequence[Sample]]) -> None:
         """Measure the loss and the scores of each set, and of all together."""

@@ -96,7 +96,8 @@ def test_a_template_that_leaves_out_a_tool_call_is_reported(checkpoints, shared,
     path = shared / "data" / "tool_calls_300.json"
     flags = ["--checkpoint_dir", checkpoints["SmolLM2-135M-Instruct"], "--data.path", path]
     done = script("scripts/prepare_data.py", *flags, cwd=tmp_path, code=2)
-    assert "record 0: the chat template leaves out a tool call (no built-in template has tools); pass another --data.template" in done.stderr
+    message = "record 0: the chat template leaves out a tool call (no built-in template has tools)"
+    assert f"{message}; pass another --data.template" in done.stderr
 
 
 def test_template_tokens_that_the_tokenizer_lacks_are_reported(tiny, data, tmp_path):

@@ -15,6 +15,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.distributed.process_group import HostGroup
 from litft.training.objectives import Supervised
 from litft.training.scoring import (
+    evenly_spaced,
     exact_match,
     greedy_answers,
     hardest_examples,
@@ -140,6 +141,29 @@ def test_the_hardest_examples_have_the_largest_losses(model_and_samples, single_
         prompt, answer = question_text(tokenizer, ids[0].tolist()), tokenizer.decode(ids[1].tolist()).strip()
         assert (example.prompt, example.answer, example.tokens) == (prompt, answer, samples[number].supervised)
     assert len(hardest_examples(single_process[0], model, tokenizer, samples[:2], layout, 5)) == 2
+
+
+@torch.no_grad()
+def test_the_models_own_answers_are_short(model_and_samples, single_process, tmp_path):
+    """A run whose expected answers are long would otherwise not end for minutes; packed rows are answered together."""
+    model, tokenizer, samples, data = model_and_samples
+    batches = []
+    for max_new_tokens in (0, 2):
+        args = EvalArgs(max_batches=2, max_new_tokens=max_new_tokens)
+        path = tmp_path / "samples.jsonl"
+        validation = Validation(*single_process, model, tokenizer, replace(data, val=samples), args, path)
+        validation.before_batch = lambda: batches.append(1)
+        validation.find_hardest(Layout(rows=1, row_tokens=2048), 4)
+        owns = [example.own for example in validation.hardest]
+        if not max_new_tokens:
+            assert len(owns) == 5 and not any(owns)
+            batches.clear()
+    assert len(batches) < 5  # of the losses and of the answers
+    for example in validation.hardest:
+        chosen = evenly_spaced(samples, 8)[example.number]
+        (answer,) = greedy_answers(model, tokenizer, [(chosen.answer[0].tolist(), 2)])
+        assert example.own == answer.text.strip() + (" …" if not answer.ended else "")
+    assert any(own.endswith(" …") for own in owns)
 
 
 QUESTION = "Is 2 < 3?\n\nTell me, please."
