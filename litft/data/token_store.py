@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from xxhash import xxh3_64
 
+from litft.data.digests import file_hash
 from litft.data.encoder import ID_MASK, SUPERVISED, Encoded, Sample, hash64, to_sample
 
 EXAMPLE, TEXT, CONTINUATION = range(3)  # an entry's kind: an example; a text or its first span; a later span of it
@@ -23,6 +25,7 @@ EXAMPLE, TEXT, CONTINUATION = range(3)  # an entry's kind: an example; a text or
 ARRAYS = {"supervised": np.int32, "units": np.uint64, "turns": np.int32, "digests": np.uint64, "kinds": np.uint8}
 ARRAYS |= {"first_sizes": np.int32, "labels": np.int8}  # see SampleIndex
 NO_LABEL = -1
+MAX_HASHED = 1 << 30  # bytes; larger tokens.bin are not hashed when a store is opened, which would take seconds
 MAX_NAMED = 10  # records that a report names for each note, in addition to their count
 
 
@@ -44,6 +47,7 @@ class EncodingReport:
     special: list[int] = field(default_factory=list)  # special tokens that occur
     largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
     content: str = ""  # the hash of all samples
+    hashes: dict[str, str] = field(default_factory=dict)  # XXH3 of each other file of the store, by name
 
     def add(self, encoded: Encoded) -> None:
         """Count one record."""
@@ -94,6 +98,7 @@ class TokenStoreWriter:
         self._first_sizes: list[int] = []
         self._labels: list[int] = []
         self._ends, self._used_special = set(), set()
+        self._tokens_hash = xxh3_64()
 
     def add(self, encoded: Encoded) -> None:
         """Append a record's samples. Samples with equal units go into the same split."""
@@ -107,6 +112,7 @@ class TokenStoreWriter:
             kind = (TEXT if number == 0 else CONTINUATION) if encoded.text else EXAMPLE
             data, ids = stored.tobytes(), stored & ID_MASK
             self._file.write(data)
+            self._tokens_hash.update(data)
             self._hash.update(len(stored).to_bytes(8, "little") + data)
             self._lengths.append(len(stored))
             first = 0 if kind == CONTINUATION else 1  # the first token of an example or a text is never a target
@@ -131,6 +137,8 @@ class TokenStoreWriter:
         self.report.tokens = num_inputs - sum(size > 0 for size in self._first_sizes)
         self.report.ends, self.report.special = sorted(map(int, self._ends)), sorted(self._used_special)
         self.report.content = self._hash.hexdigest()
+        arrays = {path.name: file_hash(path) for path in self.folder.glob("*.npy")}
+        self.report.hashes = {"tokens.bin": self._tokens_hash.hexdigest()} | arrays
         (self.folder / "report.json").write_text(json.dumps(asdict(self.report)), "utf-8")
 
 
@@ -152,9 +160,20 @@ class TokenStore:
             count, size = store.report.samples, (folder / "tokens.bin").stat().st_size
             complete = size == 4 * store.offsets[-1] and len(store.offsets) == count + 1
             arrays = (getattr(store, name) for name in ARRAYS)
-            return store if complete and all(len(array) == count for array in arrays) else None
+            complete = complete and all(len(array) == count for array in arrays)
+            return store if complete and store._is_unchanged() else None
         except (OSError, ValueError, TypeError, EOFError, IndexError):
             return None
+
+    def _is_unchanged(self) -> bool:
+        """Return whether the files have the hashes with which they were written."""
+        for name, written in self.report.hashes.items():
+            path = self.folder / name
+            if path.stat().st_size > MAX_HASHED:
+                continue
+            if file_hash(path) != written:
+                return False
+        return True
 
     @cached_property
     def _tokens(self) -> np.ndarray:

@@ -4,7 +4,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from litft.training.file_hashes import file_hash
+from litft.data.digests import file_hash
 
 
 class BaseFiles:

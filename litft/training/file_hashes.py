@@ -15,8 +15,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.filesystem import FileSystem
 from xxhash import xxh3_64
 
+from litft.data.digests import file_hash
+
 _SUFFIX = ".xxh3"  # of the file with a file's hash, next to it until the checkpoint is complete
-_CHUNK = 1 << 22  # bytes that are read at once
 
 
 class HashingWriter(FileSystemWriter):
@@ -94,15 +95,6 @@ def check_hashes(folder: Path, hashes: dict[str, str], names: Iterable[str]) -> 
     for name in names:
         if file_hash(folder / Path(name).name) != hashes[name]:
             raise ValueError(f"{name} has changed since it was written: its hash is another one")
-
-
-def file_hash(path: Path) -> str:
-    """Return the hash of a file's content. Raises OSError if it cannot be read."""
-    computed = xxh3_64()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            computed.update(chunk)
-    return computed.hexdigest()
 
 
 def object_hash(value: Any) -> str:

@@ -643,7 +643,17 @@ def test_a_process_killed_during_preparation_does_not_block_the_next(tmp_path, t
     assert len(cache_entries(cache_dir)) == 1 and not list(cache_dir.glob("*.partial"))
 
 
-@pytest.mark.parametrize("damage", ["tokens cut", "tokens gone", "no report", "half a report", "empty report", "no units"])
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+DAMAGES = ["tokens cut", "tokens gone", "no report", "half a report", "empty report", "no units"]
+DAMAGES += ["a bit of the tokens", "a bit of the counts"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_cache_entry_is_rebuilt(tmp_path, tiny, cache_dir, damage):
     path = write_records(tmp_path / "a.json", [{"messages": CHAT[1:]}] * 9)
     original = load(path, Tokenizer(tiny))
@@ -657,9 +667,12 @@ def test_a_damaged_cache_entry_is_rebuilt(tmp_path, tiny, cache_dir, damage):
         "half a report": lambda: report.write_text(report.read_text()[:50]),
         "empty report": lambda: report.write_text("{}"),
         "no units": lambda: (entry / "units.npy").write_bytes(b""),
+        "a bit of the tokens": lambda: flip_a_bit(tokens),
+        "a bit of the counts": lambda: flip_a_bit(entry / "supervised.npy"),
     }[damage]()
     rebuilt = load(path, Tokenizer(tiny))
     assert rebuilt.train_digest == original.train_digest and rebuilt.train[8].tokens.tolist() == expected
+    assert rebuilt.train.supervised.tolist() == original.train.supervised.tolist()
 
 
 def test_a_complete_read_only_cache_is_used(tmp_path, tiny, cache_dir):
