@@ -26,6 +26,9 @@ def locked_folder(folder: Path) -> Iterator[None]:
 
     Raises ValueError if a process that still runs owns it, with that process and its host.
     """
+    if folder.is_symlink() and not folder.exists():
+        target = folder.readlink()
+        raise ValueError(f"{folder} is a link to {target}, which does not exist; create it, or name another folder")
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with locked(folder / LOCK, folder):

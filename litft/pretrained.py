@@ -4,9 +4,10 @@ import copy
 import hashlib
 import itertools
 import os
+import re
 import warnings
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from litft.model.placement import UNSHARDED, WeightPlacement
 from litft.model.quantization import KINDS, quantize_modules
 from litft.model.transformer import GPT, default_dtype
 
+# fields of config.json that say whether head and embedding are one tensor; LFM2 has the second
+TIE_FIELDS = {"tie_word_embeddings", "tie_embedding"}
 DEMO = Path(__file__).parent / "demo"
 
 
@@ -256,11 +259,35 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None, family: str 
     if family is None and str(hf.get("model_type")) not in families():
         _refuse_unknown(base, hf)
     hf = hf if family is None else as_family(hf, family)
-    source = PretrainedFolder(folder, base, adapter, hf, read_config(hf))
+    source = _with_own_head(PretrainedFolder(folder, base, adapter, hf, read_config(hf)))
     _check_quantization(base, hf.get("quantization_config") or {})
     if adapter:
         _check_fingerprint(source)
     return source
+
+
+def _with_own_head(source: PretrainedFolder) -> PretrainedFolder:
+    """Return the source untied if its files have a head with other values than the embedding, as transformers reads them.
+
+    Programs that train the head of a tied model alone leave such folders, with a config.json that still says tied.
+    """
+    if not source.config.tied:
+        return source
+    try:
+        checkpoint = source.checkpoint
+    except ValueError:  # without weights there may still be a plan; what reads them says what is wrong
+        return source
+    untied_hf = source.hf | dict.fromkeys(TIE_FIELDS & source.hf.keys() | {"tie_word_embeddings"}, False)
+    untied = replace(source, hf=untied_hf, config=replace(source.config, tied=False))
+    outside = [name for name in checkpoint.names if not re.search(r"\.\d+\.", name)]  # of the layers
+    names = {}
+    for mapping in mappings_from_hf(untied.stored_rules, outside)[0]:
+        names[mapping.targets] = mapping.sources[0]
+    head = names.get(("lm_head.weight",))
+    embedding = names.get(("embed.weight",))
+    if head is None or embedding is None or checkpoint.meta(head).shape != checkpoint.meta(embedding).shape:
+        return source
+    return source if checkpoint.equal(head, embedding) else untied
 
 
 def _refuse_unknown(base: Path, hf: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ from litft.model.mlp import stored_dtype
 from litft.model.placement import full_tensor
 from litft.model.quantization import is_quantizable, quantize_dequantize
 from litft.model.transformer import GPT
-from litft.pretrained import PretrainedFolder, resolve
+from litft.pretrained import TIE_FIELDS, PretrainedFolder, resolve
 
 
 @dataclass(frozen=True)
@@ -142,6 +142,8 @@ def _written_config(hf: dict[str, Any], before: Config, after: Config) -> dict[s
         written["vocab_size"] = after.vocab_size
     if after.tied != before.tied:
         written["tie_word_embeddings"] = after.tied
+    for name in TIE_FIELDS & written.keys():
+        written[name] = after.tied
     return written
 
 

@@ -74,6 +74,15 @@ def test_a_living_owner_is_named_and_a_dead_one_is_replaced(begin, tmp_path):
     assert not folder.exists()  # it is empty
 
 
+def test_a_link_to_nothing_is_no_folder(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with (
+        pytest.raises(ValueError, match=r"link is a link to .*gone, which does not exist"),
+        locked_folder(tmp_path / "link"),
+    ):
+        pass
+
+
 def test_a_folder_has_one_owner_within_a_process_too(tmp_path):
     (tmp_path / "kept").write_text("kept")
     refusals = []

@@ -36,7 +36,8 @@ args: checks sampling methods processes data_path data preference finetune plan 
 model: config_file config_fields rope_config config linear norm device_type loss rope positions mlp per_layer_input kv_cache
  packed_sequences attention_eager attention_cpu attention latent_attention mixers blocks altup transformer placement
  quantization
-checkpoints: rules conversion stored_formats weight_files adapter_reader peft_targets peft_names peft_format peft_reader hub
+checkpoints: rules conversion stored_formats weight_files adapter_reader peft_targets peft_names
+ peft_coverage peft_format peft_reader hub
 methods: mixins new_tokens base full llama_adapter lora_modules lora
 data: chat_template reasoning messages turn_rendering turns tool_calls answer_parser answer_format digests
  tokenizer_backends tokenizer formats readers in_memory preferences encoder sources token_store

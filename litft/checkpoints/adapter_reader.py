@@ -149,8 +149,17 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
     alpha_pattern, target_parameters = config.get("alpha_pattern") or {}, config.get("target_parameters") or []
     if not isinstance(alpha_pattern, dict):
         raise ValueError(f"{folder / ADAPTER_CONFIG}: alpha_pattern {alpha_pattern!r} is not valid; save the adapter again")
-    values = {"r": config["r"], "lora_alpha": config["lora_alpha"], **alpha_pattern}
+    rank_pattern = config.get("rank_pattern") or {}
+    if not isinstance(rank_pattern, dict):
+        raise ValueError(f"{folder / ADAPTER_CONFIG}: rank_pattern {rank_pattern!r} is not valid; save the adapter again")
+    values = {"lora_alpha": config["lora_alpha"], **alpha_pattern}
     invalid = [f"{name} {value!r}" for name, value in values.items() if not is_positive(value) and value != 0]
+    ranks = {"r": config["r"], **rank_pattern}
+    invalid += [f"{name} {value!r}" for name, value in ranks.items() if type(value) is not int or value < 0]
+    for name in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = config.get(name) or []
+        if not isinstance(value, str) and not (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            invalid.append(f"{name} {value!r}")
     if config.get("bias", "none") not in ("none", "lora_only", "all"):
         invalid.append(f"bias {config['bias']!r}")
     invalid += [

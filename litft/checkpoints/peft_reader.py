@@ -9,12 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import regex
 import torch
 from torch import Tensor, nn
 
 from litft.checkpoints.adapter_reader import (
-    ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     check_lora_config,
     initial_update,
@@ -23,8 +21,9 @@ from litft.checkpoints.adapter_reader import (
     read_token_ids,
 )
 from litft.checkpoints.conversion import mappings_from_hf
+from litft.checkpoints.peft_coverage import check_coverage, matching_pattern
 from litft.checkpoints.peft_format import TABLES, TOKEN_ROWS, LoraAdapter, ReadBase, base_table, peft_keys
-from litft.checkpoints.peft_names import PREFIX, all_names, text_name
+from litft.checkpoints.peft_names import PREFIX, text_name
 from litft.checkpoints.peft_targets import LoraWeights, PeftTarget, peft_targets
 from litft.checkpoints.rules import Drop, Rule
 from litft.model.mlp import ExpertLinear
@@ -41,8 +40,6 @@ _LEAVES = {
 _FROZEN_TABLES = ("base_layer.weight", "token_adapter.base_layer.weight", "original_module.weight")
 MOST_ROWS = 0.1  # the share of a table's rows from which on the table was trained, not single rows
 _SAVED_TABLE = "modules_to_save.weight"
-
-MATCH_SECONDS = 1.0  # for one expression of alpha_pattern and one name; an honest one takes microseconds
 
 # Dimensions: E experts, R rank, N new tokens, C hidden dim, V vocabulary of the base, W that of the adapter
 
@@ -75,8 +72,10 @@ def read_adapter(folder: Path, model: nn.Module, rules: list[Rule], read_base: R
         targets=peft_targets(model, rules),
         read_base=read_base,
     )
+    stored = read_tensors(folder)
+    check_coverage(config, stored, folder)
     tensors = {}
-    for key, tensor in read_tensors(folder).items():
+    for key, tensor in stored.items():
         tensors[text_name(key.removeprefix(PREFIX))] = tensor.float()
     vocabulary = _take_vocabulary(tensors, reading)
     parts = _sort_tensors(tensors, reading)
@@ -422,13 +421,13 @@ def _check_complete(factors: dict[str, LoraWeights], base_tensors: dict[str, Ten
         reason = f"DoRA needs a lora_magnitude_vector for every module, {without_magnitudes[0]} has none"
         raise ValueError(f"{path}: {reason}; copy it again")
     for module in reading.saved:
-        if not any(name.rpartition(".")[0].endswith(module) for name in base_tensors):
+        if not any(f".{module}." in f".{name}" for name in base_tensors):
             raise ValueError(f"{path} lacks {module}, one of its modules_to_save; copy the adapter again")
 
 
 def _scale(config: dict[str, Any], target: str, r: int) -> float:
     """Return the scaling factor of an update of rank `r`."""
-    alpha = _matching_pattern(config.get("alpha_pattern"), target, config["lora_alpha"])
+    alpha = matching_pattern(config, "alpha_pattern", target, config["lora_alpha"])
     return alpha / (math.sqrt(r) if config.get("use_rslora") else r)
 
 
@@ -486,19 +485,3 @@ def _problem(target: PeftTarget, parts: dict[str, Tensor], model: nn.Module) -> 
     if m is not None and tuple(m.shape) != magnitudes:
         return f"should have magnitudes of shape {magnitudes}, found {tuple(m.shape)}"
     return None if all(tensor.isfinite().all() for tensor in parts.values()) else "contains NaN or infinity"
-
-
-def _matching_pattern(patterns: dict[str, float] | None, name: str, default: float) -> float:
-    """Return the value of the first key in PEFT's alpha_pattern, a regular expression, that matches the end of `name`."""
-    for key, value in (patterns or {}).items():
-        # as in PEFT, where the name may be that of a multimodal model's language model
-        try:
-            is_match = any(
-                regex.fullmatch(rf"(.*\.)?({key})", full_name, timeout=MATCH_SECONDS) for full_name in all_names(name)
-            )
-        except TimeoutError:
-            reason = f"alpha_pattern {key!r:.200}: the expression takes too long to match"
-            raise ValueError(f"{ADAPTER_CONFIG}: {reason}; save the adapter again") from None
-        if is_match:
-            return value
-    return default

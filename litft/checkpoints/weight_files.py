@@ -20,6 +20,7 @@ from litft.model.quantization import STATES, STATISTICS, QuantizedModule, Quanti
 
 SHARD_BYTES = 5 * 10**9  # Hugging Face's default shard size
 MAX_MAPPED_BYTES = 2**28  # bytes read from a file before it is reopened
+ROWS_AT_ONCE = 8192  # of two matrices that are compared
 MAX_LISTED = 10  # names listed in one message
 
 
@@ -50,6 +51,11 @@ class Checkpoint:
         statistics = {name for parts in self._packed.values() for name in parts.values()} - self._packed.keys()
         stored_parts = {name for weight in self._stored.values() for name in weight.parts.values()}
         return sorted((self._file_of.keys() - statistics - stored_parts) | self._stored.keys())
+
+    config_name = "config.json"  # what says which tensors there must be
+    mismatch_remedy = (
+        "config.json and weights must come from the same model; download both again, or choose another --family"
+    )
 
     @property
     def files(self) -> list[Path]:
@@ -129,6 +135,15 @@ class Checkpoint:
         self._bytes_read += tensor.nbytes
         return tensor
 
+    def equal(self, name: str, other: str) -> bool:
+        """Return whether two matrices of the same shape have the same values. They are read in parts."""
+        num_rows, num_columns = self.meta(name).shape
+        for start in range(0, num_rows, ROWS_AT_ONCE):
+            part = slice(start, start + ROWS_AT_ONCE), slice(0, num_columns)
+            if not torch.equal(self.read(name, part).float(), self.read(other, part).float()):
+                return False
+        return True
+
     def head(self, name: str, count: int) -> Tensor:
         """Return the first `count` values of a tensor, as it is stored, without reading the rest."""
         if stored := self._stored.get(name):
@@ -173,10 +188,10 @@ _DTYPES |= {"BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch
 
 def _weight_files(folder: Path) -> list[Path]:
     for stem in ("model.safetensors", "pytorch_model.bin"):
+        if (single := folder / stem).is_file():  # before an index, as in transformers
+            return [single]
         if (index := folder / f"{stem}.index.json").is_file():
             return _indexed_files(index)
-        if (single := folder / stem).is_file():
-            return [single]
     existing_files = ", ".join(sorted(path.name for path in folder.iterdir())[:MAX_LISTED]) or "nothing"
     remedy = "download the whole folder, or rename the file"
     if list(folder.glob("consolidated*.pth")) or list(folder.glob("consolidated*.safetensors")):
@@ -252,9 +267,9 @@ def check_weights(model: nn.Module, checkpoint: Checkpoint, rules: list[Rule]) -
     if problems:
         omitted = [f"... and {len(problems) - MAX_LISTED} more"] if len(problems) > MAX_LISTED else []
         raise ValueError(
-            f"the weights in {checkpoint.folder} do not match its config.json:\n  "
+            f"the weights in {checkpoint.folder} do not match its {checkpoint.config_name}:\n  "
             + "\n  ".join(problems[:MAX_LISTED] + omitted)
-            + "\nconfig.json and weights must come from the same model; download both again, or choose another --family"
+            + f"\n{checkpoint.mismatch_remedy}"
         )
     return mappings
 

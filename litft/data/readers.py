@@ -55,6 +55,8 @@ def require_file(path: Path) -> Path:
     """Return the path; raise ValueError if it is not a file."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder; name a file of examples in it")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is a pipe or a device, which can be read only once; write the examples to a file")
     if not path.is_file():
         raise ValueError(f"{path} does not exist; name a file of examples, or for training a folder with both splits")
     return path

@@ -44,7 +44,7 @@ class Tokenizer:
         self._has_new_tokens = False
         self.day: str | None = None  # the date that templates print as today's (ISO 8601); None: today
         if (path := folder / "tokenizer.json").is_file():
-            self._backend = FastBackend(path)
+            self._backend = FastBackend(path, added)
         elif (path := folder / "tokenizer.model").is_file():
             special = [text for text, entry in added.items() if entry["special"]]
             self._backend = SentencePieceBackend(
@@ -54,6 +54,10 @@ class Tokenizer:
             raise ValueError(f"{folder} contains no tokenizer.json or tokenizer.model; copy the model's tokenizer into it")
         self.bos_id = self._id("bos_token")
         self.eos_id = self._id("eos_token")
+        if "eos_token" in self.special and self.eos_id is None:
+            text = self.special["eos_token"]
+            reason = f"the eos_token {text!r} is not in the vocabulary, so answers would end with its characters"
+            raise ValueError(f"{folder / 'tokenizer_config.json'}: {reason}; name one of its tokens")
         add_bos = config.get("add_bos_token")
         self.adds_bos = self.bos_id is not None and (add_bos if add_bos is not None else self._backend.adds_bos(self.bos_id))
         self.stop_ids = _stop_ids(folder, self.eos_id)
@@ -308,11 +312,15 @@ def _special_tokens(*sources: dict[str, Any]) -> dict[str, str]:
 
 
 def _added_tokens(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the entries of `added_tokens_decoder` as {text: {"id": ..., "special": ...}}."""
+    """Return the entries of `added_tokens_decoder` as {text: {"id": ..., "special": ..., "flags": {...}}}."""
     entries = config.get("added_tokens_decoder")
     entries = entries.items() if isinstance(entries, dict) else ()
     valid = [(i, e) for i, e in entries if isinstance(e, dict) and isinstance(e.get("content"), str) and i.isdecimal()]
-    return {e["content"]: {"id": int(i), "special": bool(e.get("special"))} for i, e in valid}
+    added = {}
+    for token_id, entry in valid:
+        flags = {name: bool(entry[name]) for name in ("lstrip", "rstrip", "normalized", "single_word") if name in entry}
+        added[entry["content"]] = {"id": int(token_id), "special": bool(entry.get("special")), "flags": flags}
+    return added
 
 
 def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, dict[str, str]]:

@@ -19,7 +19,9 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 class FastBackend:
     """The `tokenizers` backend."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, added: dict[str, dict[str, Any]]) -> None:
+        """added: the entries of tokenizer_config.json, by text. Those that tokenizer.json lacks are added."""
+        from tokenizers import AddedToken
         from tokenizers import Tokenizer as Backend
 
         try:
@@ -28,6 +30,13 @@ class FastBackend:
             raise ValueError(f"{path} is not a valid tokenizer ({error}); download it again") from None
         self.backend.no_truncation()
         self.backend.no_padding()
+        missing = [text for text in added if self.backend.token_to_id(text) is None]
+        for text in sorted(missing, key=lambda text: added[text]["id"]):
+            token, token_id = added[text], added[text]["id"]
+            self.backend.add_tokens([AddedToken(text, special=token["special"], **token["flags"])])
+            if self.backend.token_to_id(text) != token_id:
+                reason = f"tokenizer_config.json has the token {text!r} with the id {token_id}, but tokenizer.json lacks it"
+                raise ValueError(f"{path.parent}: {reason}, and has other tokens up to there; download both files again")
         self.size = self.backend.get_vocab_size()
         added = self.backend.get_added_tokens_decoder().items()
         self.special_ids = {i for i, token in added if token.special}

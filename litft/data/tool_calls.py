@@ -129,7 +129,7 @@ class _Schemas:
 
     def __init__(self, tools: list[dict[str, Any]] | None) -> None:
         self.names = tool_names(tools)
-        self.types: dict[tuple[str, str], Any] = {}
+        self.types: dict[tuple[str, str], set[str]] = {}
         for tool in tools or ():
             function = tool.get("function", tool)
             if not isinstance(function, dict):
@@ -140,17 +140,33 @@ class _Schemas:
                 continue
             for argument, schema in properties.items():
                 if isinstance(schema, dict):
-                    self.types[function.get("name"), argument] = schema.get("type")
+                    self.types[function.get("name"), argument] = _types(schema)
 
     def value(self, function: str, argument: str, text: str) -> Any:
         """Return an argument that is written without quotes, by its declared type; text if it is not valid JSON."""
         declared = self.types.get((function, argument))
-        if declared in ("string", ["string"]):
+        if declared == {"string", "null"} and text == "null":
+            return None
+        if declared in ({"string"}, {"string", "null"}):
             return text
         try:
             return json.loads(text, parse_constant=_no_constant)
         except (ValueError, RecursionError):
             return text
+
+
+def _types(schema: dict[str, Any]) -> set[str]:
+    """Return the JSON types that the schema of an argument allows; empty if it does not say."""
+    declared = schema.get("type")
+    types = {declared} if isinstance(declared, str) else {name for name in declared or () if isinstance(name, str)}
+    for name in ("anyOf", "oneOf"):
+        for choice in schema.get(name) or ():
+            if isinstance(choice, dict):
+                types |= _types(choice)
+    values = schema.get("enum") or ()
+    if not types and values and all(isinstance(value, str) for value in values):
+        types = {"string"}
+    return types
 
 
 def _json_values(text: str) -> list[Any] | None:

@@ -146,10 +146,14 @@ def gguf_architecture(config: Config) -> str:
     return module.gguf_architecture(config) if hasattr(module, "gguf_architecture") else supported[config.model_type]
 
 
-def gguf_rules(config: Config) -> list[Rule]:
-    """Return the rules for llama.cpp's names of a family's weights; raise ValueError without GGUF support."""
+def gguf_rules(config: Config, extra_layers: int = 0) -> list[Rule]:
+    """Return the rules for llama.cpp's names of a family's weights; raise ValueError without GGUF support.
+
+    extra_layers: the file's layers for multi-token prediction, which are ignored.
+    """
     gguf_architecture(config)
-    return [*families()["llama"].drop_mtp(config, "blk."), *family(config.model_type).gguf_rules(config)]
+    extra = families()["llama"].drop_mtp(config, "blk.", extra_layers)
+    return [*extra, *family(config.model_type).gguf_rules(config)]
 
 
 def gguf_metadata(config: Config) -> dict[str, Any]:

@@ -189,9 +189,12 @@ def gguf_config(hf: dict[str, Any]) -> dict[str, Any]:
     return hf
 
 
-def drop_mtp(config: Config, prefix: str = "model.layers.") -> list[Rule]:
-    """Return rules that ignore the layers for multi-token prediction, which follow the last layer in published files."""
-    return [Drop(f"{prefix}{len(config.layers) + n}.{{*}}") for n in range(3)]
+def drop_mtp(config: Config, prefix: str = "model.layers.", count: int = 3) -> list[Rule]:
+    """Return rules that ignore the layers for multi-token prediction, which follow the last layer in published files.
+
+    count: the most that a file has.
+    """
+    return [Drop(f"{prefix}{len(config.layers) + number}.{{*}}") for number in range(count)]
 
 
 def text_model_config(hf: dict[str, Any], model_type: str, architecture: str) -> dict[str, Any]:

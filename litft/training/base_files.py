@@ -1,4 +1,4 @@
-"""Whether the base of a resumed run has the weights with which the run began."""
+"""Whether the base of a resumed run has the files with which the run began."""
 
 import threading
 from pathlib import Path
@@ -8,7 +8,7 @@ from litft.data.digests import file_hash
 
 
 class BaseFiles:
-    """The weight files of a base: their sizes, times and hashes.
+    """The weight files of a base, and its config.json: their sizes, times and hashes.
 
     Files with the same size and time are taken for the same. Others are compared by their hashes, which one thread computes
     while the run begins: the files were just read, so that they are mostly in the system's cache.
@@ -43,7 +43,7 @@ class BaseFiles:
             stamp = _stamp(path)
             if any(entry.get(name) != value for name, value in stamp.items()) and file_hash(path) != entry["hash"]:
                 raise ValueError(
-                    f"{path} has changed since the run began, and its weights are the base of what was trained; "
+                    f"{path} has changed since the run began, and it is a part of the base of what was trained; "
                     "restore the file, or start another run"
                 )
             self._hashes[path.name] = entry["hash"]

@@ -84,7 +84,7 @@ class Recorder:
         columns = [*setup.objective.scores, *validation.columns, *(validation.metrics.keys() - {"exact_match"})]
         self.metrics = Metrics(path if self.is_writer else None, peak, columns)
         self.saver = run_checkpoints.Saver(folder, self.is_writer, hosts.checkpoint_group)
-        self.base_files = BaseFiles(setup.source.weight_files)
+        self.base_files = BaseFiles([*setup.source.weight_files, setup.source.base / "config.json"])
         self.is_claimed = False  # config.yaml is written
         self.is_open = False  # the folder is this run's
         self.next_report = 0.0  # time.monotonic() from which on it may be written again

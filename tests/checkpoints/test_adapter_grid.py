@@ -246,7 +246,7 @@ def test_another_variant_is_refused(bases, tmp_path, setting):
     [
         ({"lm_head.lora_B.weight": torch.ones(3)}, "lm_head should have two matrices"),
         ({"lm_head.lora_B.weight": None}, "lm_head lacks lora_B"),
-        ({"lm_head.lora_A.weight": torch.ones(3, 64)}, "lm_head should be"),
+        ({"lm_head.lora_A.weight": torch.ones(4, 64, 1)}, "lm_head should"),
         ({"model.layers.7.self_attn.q_proj.lora_A.weight": torch.ones(4, 64)}, "matches no module of the base"),
     ],
 )
@@ -255,6 +255,31 @@ def test_files_that_do_not_fit_are_refused(bases, tmp_path, changes, message):
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path) | {f"base_model.model.{name}": value for name, value in changes.items()}
     save_file({name: value for name, value in tensors.items() if value is not None}, path)
+    with pytest.raises(ValueError, match=message):
+        litft.load(tmp_path, base_dir=bases["untied"])
+
+
+NARROWED = [
+    ({"target_modules": ["q_proj"]}, "target_modules leave out .*v_proj"),
+    ({"target_modules": None}, "target_modules leave out"),
+    ({"target_modules": r".*\.layers\.0\..*"}, r"target_modules leave out model\.layers\.1"),
+    ({"layers_to_transform": [0]}, r"layers_to_transform leave out model\.layers\.1"),
+    ({"layers_to_transform": 1, "layers_pattern": "layers"}, r"layers_to_transform leave out model\.layers\.0"),
+    ({"exclude_modules": ["v_proj"]}, "exclude_modules leave out .*v_proj"),
+    ({"exclude_modules": r".*v_proj"}, "exclude_modules leave out .*v_proj"),
+    ({"use_dora": True}, "use_dora is true, but .* has no magnitudes"),
+    ({"r": 8}, "has the rank 8, but 4 in"),
+    ({"rank_pattern": {"q_proj": 2}}, "has the rank 2, but 4 in"),
+    ({"r": 4.0}, "r 4.0 is not valid"),
+]
+
+
+@pytest.mark.parametrize("changes, message", NARROWED, ids=lambda value: str(value)[:30])
+def test_a_config_that_leaves_out_what_the_file_has_is_refused(bases, tmp_path, changes, message):
+    """PEFT ignores such weights, or does not open the folder."""
+    write_with_peft(bases["untied"], tmp_path, kind("untied"))
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
     with pytest.raises(ValueError, match=message):
         litft.load(tmp_path, base_dir=bases["untied"])
 

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import litft
+import litft.cli
 from litft.checkpoints.weight_files import Checkpoint, write_weights
 from litft.pretrained import resolve
 from litft.save_pretrained import model_entries
@@ -48,6 +49,40 @@ def test_shards_bin_and_sharded_bin_are_the_same_model(model_folder, folder, tmp
     (tmp_path / "bins" / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": weight_map}))
     for name in ("shards", "bin", "bins"):
         assert torch.equal(litft.load(tmp_path / name)[0](TOKENS), expected), name
+
+
+@torch.no_grad()
+def test_one_file_is_read_before_an_index(folder):
+    """As in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, folder / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    expected = AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
+    torch.testing.assert_close(litft.load(folder)[0](TOKENS), expected, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_a_stored_head_of_a_tied_model_is_used(make_model, tmp_path):
+    """As in transformers; a head with the embedding's values changes nothing. Exports say that the model is not tied."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    _, folder = make_model(LlamaConfig, tie_word_embeddings=True)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    embedding = tensors["model.embed_tokens.weight"]
+    tensors["lm_head.weight"] = embedding.clone()
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert resolve(folder).config.tied
+    tensors["lm_head.weight"][-1, -1] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(folder)(TOKENS).logits
+    torch.testing.assert_close(litft.load(folder)[0](TOKENS), expected, rtol=1e-4, atol=1e-5)
+    out = litft.cli.run("convert_hf_checkpoint", ["--checkpoint_dir", str(folder), "--out_dir", str(tmp_path / "out")])
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is False
+    torch.testing.assert_close(litft.load(out)[0](TOKENS), expected, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()
@@ -131,10 +166,12 @@ def lost_shard(folder):
 
 
 def stray_shard(folder):
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "../../secret.safetensors"}}))
 
 
 def bad_index(folder):
+    (folder / "model.safetensors").unlink()
     (folder / "model.safetensors.index.json").write_text("{}")
 
 

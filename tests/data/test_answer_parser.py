@@ -71,6 +71,12 @@ def test_every_syntax_is_read(name):
 def test_values_without_quotes_have_their_declared_types():
     text = "weather\n<arg_key>town</arg_key>\n<arg_value>1984</arg_value>\n<arg_key>days</arg_key>\n<arg_value>2</arg_value>"
     assert read_calls(text, TOOLS) == [ToolCall("weather", {"town": "1984", "days": 2})]
+    types = {"town": {"type": ["string", "null"]}, "days": {"anyOf": [{"type": "string"}, {"type": "null"}]}}
+    nullable = [{"type": "function", "function": {"name": "weather", "parameters": {"properties": types}}}]
+    assert read_calls(text, nullable) == [ToolCall("weather", {"town": "1984", "days": "2"})]
+    assert read_calls(text.replace("1984", "null"), nullable) == [ToolCall("weather", {"town": None, "days": "2"})]
+    types["town"] = {"enum": ["1984", "2001"]}
+    assert read_calls(text, nullable) == [ToolCall("weather", {"town": "1984", "days": "2"})]
     nested = 'call:f{a:{b:[1,<|"|>x, y<|"|>,{c:true}],d:null}}'
     assert read_calls(nested) == [ToolCall("f", {"a": {"b": [1, "x, y", {"c": True}], "d": None}})]
 

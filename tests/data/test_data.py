@@ -464,6 +464,9 @@ def test_a_format_and_columns_by_name(tmp_path, tiny):
         load(path, tokenizer, columns=["foo=text"])
     with pytest.raises(ValueError, match=r"is a folder; name a file of examples in it"):
         load(path, tokenizer, val_path=[str(tmp_path)], columns=["prompt = text", "completion=label"])
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    with pytest.raises(ValueError, match=r"is a pipe or a device, which can be read only once"):
+        load(path, tokenizer, val_path=[str(tmp_path / "pipe.jsonl")], columns=["prompt = text", "completion=label"])
     with pytest.raises(ValueError, match=r"record 0: --data.format alpaca needs the fields instruction, output"):
         load(path, tokenizer, format="alpaca")
 

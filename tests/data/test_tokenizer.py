@@ -6,6 +6,7 @@ import json
 import shutil
 
 import pytest
+from conftest import ROOT
 
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
@@ -186,6 +187,25 @@ def test_streamed_pieces_join_to_the_full_text(shared, name, sentencepiece):
         pieces = pieces_of(tokenizer, prompt_ids, ids[len(prompt_ids) :])
         assert "".join(pieces).strip() == text
         assert len(pieces) > 10 and not any("\ufffd" in piece for piece in pieces)
+
+
+def test_tokens_of_the_config_alone_are_tokens(tmp_path):
+    """As in transformers. An end token that is no token would be learned as characters."""
+    from transformers import AutoTokenizer
+
+    folder = shutil.copytree(ROOT / "litft" / "demo" / "base", tmp_path / "model")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    entry = dict(content="<a>", lstrip=False, rstrip=False, normalized=False, single_word=False, special=True)
+    path.write_text(json.dumps(config | {"added_tokens_decoder": {"1024": entry}}))
+    expected = AutoTokenizer.from_pretrained(folder)("the <a> cat", add_special_tokens=False)["input_ids"]
+    assert 1024 in expected and Tokenizer(folder).encode("the <a> cat", bos=False) == expected
+    path.write_text(json.dumps(config | {"added_tokens_decoder": {"1030": entry}}))
+    with pytest.raises(ValueError, match=r"has the token '<a>' with the id 1030, but tokenizer\.json lacks it"):
+        Tokenizer(folder)
+    path.write_text(json.dumps(config | {"eos_token": "<zzz>"}))
+    with pytest.raises(ValueError, match="the eos_token '<zzz>' is not in the vocabulary"):
+        Tokenizer(folder)
 
 
 def test_a_broken_file_is_reported(shared, tmp_path):

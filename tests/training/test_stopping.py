@@ -577,6 +577,11 @@ def test_a_base_that_has_changed_is_not_resumed(args, tiny, tmp_path):
     args.train.max_steps = 4
     with pytest.raises(ValueError, match=r"model\.safetensors has changed since the run began"):
         litft.finetune(replace(args, resume=True))
+    shutil.copyfile(tiny / "model.safetensors", path)
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-2}))
+    with pytest.raises(ValueError, match=r"config\.json has changed since the run began"):
+        litft.finetune(replace(args, resume=True))
 
 
 def test_damaged_metrics_rows_are_dropped(args):

@@ -45,6 +45,7 @@ class GgufFolder(PretrainedFolder):
     """A GGUF file as the source of a model folder."""
 
     file: GgufFile = field(kw_only=True)
+    extra_layers: int = field(kw_only=True)  # for multi-token prediction
 
     @property
     def checkpoint(self) -> GgufFile:
@@ -54,7 +55,7 @@ class GgufFolder(PretrainedFolder):
     @property
     def stored_rules(self) -> list[Rule]:
         """The mapping from llama.cpp's tensor names."""
-        return gguf_rules(self.config)
+        return gguf_rules(self.config, self.extra_layers)
 
 
 def read(args: GgufConvertArgs) -> Path:
@@ -67,7 +68,7 @@ def read(args: GgufConvertArgs) -> Path:
         architecture.check_rotation(config)
     except ValueError as error:
         raise ValueError(f"{file.folder}: {error}") from None
-    source = GgufFolder(file.folder, file.folder, None, hf, config, file=file)
+    source = GgufFolder(file.folder, file.folder, None, hf, config, file=file, extra_layers=architecture.extra_layers)
     dtype = source.dtype(None) if args.precision == "auto" else DTYPES[args.precision]
 
     def fill(folder: Path) -> None:

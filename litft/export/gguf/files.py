@@ -25,6 +25,8 @@ class GgufFile:
     """
 
     is_quantized = False
+    config_name = "metadata"
+    mismatch_remedy = "the file is incomplete, or its metadata is another model's; use another file"
 
     def __init__(self, path: Path) -> None:
         self.folder = path

@@ -96,11 +96,16 @@ class GgufArchitecture:
         if self.metadata.get("expert_count") and "expert_count" not in fields:
             raise ValueError(f"{self.name} with experts is not supported; use a dense model")
         hf |= {"vocab_size": self.vocab_size, "tie_word_embeddings": self.tied}
-        num_extra = self.metadata.get("nextn_predict_layers", 0)  # for multi-token prediction, which litft does not have
-        hf["num_hidden_layers"] -= num_extra
-        hf |= {name: value[:-num_extra] for name, value in hf.items() if isinstance(value, list) and num_extra}
+        if self.extra_layers:
+            hf["num_hidden_layers"] -= self.extra_layers
+            hf |= {name: value[: -self.extra_layers] for name, value in hf.items() if isinstance(value, list)}
         hf |= {field: f"blk.0.{name}" in self.tensor_names for field, name in gguf_tensors(self.name).items()}
         return gguf_config(self.name, hf | self._rope_fields(hf))
+
+    @property
+    def extra_layers(self) -> int:
+        """The number of layers for multi-token prediction, which litft does not have."""
+        return self.metadata.get("nextn_predict_layers", 0)
 
     def _check(self) -> None:
         """Raise ValueError for missing or invalid values."""

@@ -180,7 +180,9 @@ def _byte_level_bpe(stored: dict[str, Any], tokens: _Tokens, unknown: str | None
 
 
 def _merges(stored: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the stored merges; the first text of a merge may begin with a space."""
+    """Return the stored merges; the first text of a merge may begin with a space. Raise ValueError if there are none."""
+    if not stored.get("merges"):
+        raise ValueError("the GGUF file has a BPE vocabulary without merges, so its tokens are unknown; use another file")
     return [(merge[: (at := merge.find(" ", 1))], merge[at + 1 :]) for merge in stored.get("merges", [])]
 
 
