@@ -54,7 +54,7 @@ def _module_ranks(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict
     ranks = {}
     for key, tensor in tensors.items():
         module, _, leaf = key.removeprefix(PREFIX).partition(".lora_")
-        if f"lora_{leaf}" not in _FIRST_FACTORS or not tensor.ndim:
+        if f"lora_{leaf}" not in _FIRST_FACTORS or tensor.ndim != 2:
             continue
         is_stack = any(f".{module.replace('.base_layer', '')}".endswith(stack) for stack in stacks)
         if not is_stack:
