@@ -146,12 +146,12 @@ def check_lora_config(config: dict[str, Any], folder: Path) -> None:
         raise ValueError(f"{folder / ADAPTER_CONFIG}: {', '.join(invalid)} is not supported; litft reads LoRA and DoRA")
     if missing := [name for name in ("r", "lora_alpha") if name not in config]:
         raise ValueError(f"{folder / ADAPTER_CONFIG} lacks {', '.join(missing)}; is it a LoRA adapter in PEFT format?")
-    alpha_pattern, target_parameters = config.get("alpha_pattern") or {}, config.get("target_parameters") or []
-    if not isinstance(alpha_pattern, dict):
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: alpha_pattern {alpha_pattern!r} is not valid; save the adapter again")
+    alpha_pattern = config.get("alpha_pattern") or {}
     rank_pattern = config.get("rank_pattern") or {}
-    if not isinstance(rank_pattern, dict):
-        raise ValueError(f"{folder / ADAPTER_CONFIG}: rank_pattern {rank_pattern!r} is not valid; save the adapter again")
+    target_parameters = config.get("target_parameters") or []
+    for name, pattern in (("alpha_pattern", alpha_pattern), ("rank_pattern", rank_pattern)):
+        if not isinstance(pattern, dict):
+            raise ValueError(f"{folder / ADAPTER_CONFIG}: {name} {pattern!r} is not valid; save the adapter again")
     values = {"lora_alpha": config["lora_alpha"], **alpha_pattern}
     invalid = [f"{name} {value!r}" for name, value in values.items() if not is_positive(value) and value != 0]
     ranks = {"r": config["r"], **rank_pattern}

@@ -88,7 +88,7 @@ class AnswerParser:
 
     @property
     def gives_up(self) -> bool:
-        """Whether so much was read as calls in vain that the rest of the answer is content."""
+        """Whether too many attempts to read a call have failed; the rest of the answer is then content."""
         return self.failed > MAX_FAILED
 
     def push(self, text: str) -> list[AnswerPart]:
