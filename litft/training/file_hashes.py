@@ -7,6 +7,7 @@ speed is that of memory, so that writing takes no longer.
 import io
 import json
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from xxhash import xxh3_64
 
 from litft.data.digests import file_hash
 
+_LARGE = 1 << 20  # bytes: handing a smaller piece to another thread takes longer than hashing it
 _SUFFIX = ".xxh3"  # of the file with a file's hash, next to it until the checkpoint is complete
 
 
@@ -36,23 +38,28 @@ class _HashingFileSystem(FileSystem):
             if mode != "wb":
                 yield file
                 return
-            stream = _HashingStream(file)
-            try:
-                yield stream
-            except Exception:
-                # torch's own error says nothing of a full disk
-                if stream.error is not None:
-                    raise stream.error from None
-                raise
+            with ThreadPoolExecutor(max_workers=1) as hasher:
+                stream = _HashingStream(file, hasher)
+                try:
+                    yield stream
+                except Exception:
+                    # torch's own error says nothing of a full disk
+                    if stream.error is not None:
+                        raise stream.error from None
+                    raise
         path = Path(path)
         path.with_name(path.name.removesuffix(".tmp") + _SUFFIX).write_text(stream.hash.hexdigest(), "utf-8")
 
 
 class _HashingStream(io.BufferedIOBase):
-    """A file that is written from its beginning to its end, and hashed on the way."""
+    """A file that is written from its beginning to its end, and hashed on the way.
 
-    def __init__(self, file: Any) -> None:
+    A large piece is hashed by another thread while it is written: both run without Python's lock.
+    """
+
+    def __init__(self, file: Any, hasher: Executor) -> None:
         self.file = file
+        self.hasher = hasher
         self.hash = xxh3_64()
         self.error: OSError | None = None
 
@@ -60,7 +67,16 @@ class _HashingStream(io.BufferedIOBase):
         return True
 
     def write(self, data: Any) -> int:
-        self.hash.update(data)
+        if memoryview(data).nbytes < _LARGE:
+            self.hash.update(data)
+            return self._write(data)
+        hashing = self.hasher.submit(self.hash.update, data)
+        try:
+            return self._write(data)
+        finally:
+            hashing.result()
+
+    def _write(self, data: Any) -> int:
         try:
             return self.file.write(data)
         except OSError as error:

@@ -26,6 +26,7 @@ BASES = {
     "untied": ("LlamaConfig", SIZES | dict(tie_word_embeddings=False)),
     "biases": ("Qwen2Config", SIZES | dict(tie_word_embeddings=False)),
     "experts": ("MixtralConfig", SIZES | dict(num_local_experts=4)),
+    "lfm2": ("Lfm2Config", SIZES | dict(layer_types=["conv", "full_attention", "conv"])),
     "gpt2": ("GPT2Config", dict(vocab_size=V, n_embd=64, n_layer=2, n_head=4, n_positions=256)),
 }
 QV = ["q_proj", "v_proj"]
@@ -94,6 +95,7 @@ KINDS = {
     "more rows, tokens of the embedding, saved head": kind(
         "untied", 4, trainable_token_indices=[5, 9], modules_to_save=["lm_head"]
     ),
+    "own head, lfm2": kind("lfm2", modules_to_save=["lm_head"]),
     "pissa of tables": kind("untied", targets=ALL, init_lora_weights="pissa"),
     **{f"sum by {how}": kind("untied", weighted=how) for how in ("cat", "linear", "svd")},
 }
@@ -135,9 +137,18 @@ def bases(tmp_path_factory):
         change(model.parameters(), 0.05)
         folders[name] = tmp_path_factory.mktemp(name)
         model.save_pretrained(folders[name])
+        if name == "lfm2":
+            rename_field(folders[name] / "config.json", "tie_word_embeddings", "tie_embedding")
         for path in DEMO.glob("base/*token*"):
             shutil.copy(path, folders[name])
     return folders
+
+
+def rename_field(path: Path, name: str, published: str):
+    """Give a field of a config.json the name that it has in published folders."""
+    config = json.loads(path.read_text())
+    config[published] = config.pop(name)
+    path.write_text(json.dumps(config))
 
 
 @torch.no_grad()
@@ -218,6 +229,8 @@ def test_an_adapter_is_loaded_merged_trained_on_and_returned(bases, tmp_path, ca
         merge(MergeArgs(out_dir=str(tmp_path / "merged"), **flags))
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
         assert error(merged(tokens).logits) <= 1e-5
+        config = json.loads((tmp_path / "merged" / "config.json").read_text())
+        assert config.get("tie_embedding", False) is False  # the only base with this field gets a head of its own
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -1017,6 +1017,7 @@ INVALID_METADATA = {
     "is not supported; supported: afmoe": {"general.architecture": "mamba"},
     "contains no model but 'adapter'": {"general.type": "adapter"},
     "its tokenizer type 'bert' is not supported": {"tokenizer.ggml.model": "bert"},
+    "a BPE vocabulary without merges": {"tokenizer.ggml.model": "gemma4"},
     "occurs more than once": {"tokenizer.ggml.tokens": ["a"] * 512},
     "token_type and scores do not contain": {"tokenizer.ggml.token_type": [1, 2, 3]},
     "a valid type and number for each of 512 tokens": {"tokenizer.ggml.token_type": [99] * 512},
