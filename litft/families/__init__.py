@@ -100,13 +100,33 @@ def read_config(hf: dict[str, Any]) -> Config:
     """Convert the content of config.json to a Config; raise ValueError naming missing or unsupported fields."""
     try:
         module = family(str(hf["model_type"]))  # first: fields of an unknown family may have other meanings
-        hf = declared_fields(hf)
+        hf = _with_one_rope(declared_fields(hf))
         config = module.config(hf)
     except KeyError as missing:
         raise ValueError(f"config.json lacks the field {missing}; is it the folder of a causal language model?") from None
     if config.learned_positions:
         return config
     return replace(config, max_positions=scaled_context(hf, config.max_positions))
+
+
+def _with_one_rope(hf: dict[str, Any]) -> dict[str, Any]:
+    """Return config.json with the rope parameters that transformers reads where it has both fields for them.
+
+    transformers 5 writes `rope_parameters`; model cards still say to add `rope_scaling`, which then replaces all of it.
+    Raises ValueError where the base of the angles would be lost with the replaced field.
+    """
+    parameters = hf.get("rope_parameters") or {}
+    scaling = hf.get("rope_scaling") or {}
+    is_by_layer = any(isinstance(value, dict) for value in parameters.values())
+    if not parameters or not scaling or is_by_layer:
+        return hf
+    theta = scaling.get("rope_theta") or hf.get("rope_theta")
+    if theta is None and "rope_theta" in parameters:
+        raise ValueError(
+            f"config.json has rope_scaling beside rope_parameters, and only the latter has rope_theta; transformers would "
+            f"ignore it; move the fields of rope_scaling ({', '.join(scaling)}) into rope_parameters"
+        )
+    return {**hf, "rope_parameters": scaling}
 
 
 # families whose network others have under another model_type, as code in the model's repository

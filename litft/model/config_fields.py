@@ -211,7 +211,7 @@ FIELDS: dict[str, FieldType] = {
         "clip_qkv attn_logit_softcapping final_logit_softcapping attention_multiplier logit_scale rms_norm_eps scale_depth "
         "block_ffn_dim_multiplier",
     ),
-    **_all(NOT_NEGATIVE, "router_jitter_noise time_step_min"),
+    **_all(NOT_NEGATIVE, "router_jitter_noise time_step_min moe_norm_min"),
     "rotary_pct": SHARE,
     "partial_rotary_factor": SHARE.or_null(),
     # flags

@@ -1049,6 +1049,14 @@ def test_invalid_metadata_is_reported(reason, shared, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
+def test_the_linear_scaling_of_2023_is_read(shared, tmp_path):
+    """llama.cpp reads `rope.scale_linear` where a file has no `rope.scaling.factor`."""
+    file = to_gguf(make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
+    scaled_file = rewrite_gguf(file, tmp_path / "scaled.gguf", **{"llama.rope.scale_linear": 4})
+    rope = litft.load(from_gguf(scaled_file, tmp_path / "back"))[0].config.layers[0].rope
+    assert (rope.rope_type, rope.factor) == ("linear", 4.0)
+
+
 def test_a_model_in_several_files_is_read(shared, tmp_path):
     file = to_gguf(folder := make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
     reader = gguf.GGUFReader(file)

@@ -113,6 +113,11 @@ PUBLISHED = {
         {},
         dict(rope_parameters=None, rope_theta=1e4, rope_scaling=dict(type="yarn", factor=4.0)),
     ),
+    "rope_scaling, added as a card says": (
+        "LlamaConfig",
+        {},
+        dict(rope_theta=5e3, rope_scaling=dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=16)),
+    ),
     "cohere2_moe, windows by rule": (
         "Cohere2MoeConfig",
         dict(head_dim=8, num_experts=5, num_hidden_layers=6, sliding_window=6, first_k_dense_replace=2),
@@ -160,6 +165,15 @@ def test_defaults_and_spellings_of_published_files(make_model, tmp_path, name):
     )
     reference = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="float32", attn_implementation="eager")
     assert plain_difference(reference.eval(), litft.load(tmp_path)[0]) <= 1e-5
+
+
+def test_a_rope_scaling_that_loses_the_base_is_refused(make_model):
+    """transformers ignores all of rope_parameters where there is a rope_scaling."""
+    _, folder = make_model(transformers.LlamaConfig)
+    hf = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps(hf | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}))
+    with pytest.raises(ValueError, match=r"only the latter has rope_theta; .* \(rope_type, factor\) into rope_parameters"):
+        litft.load(folder)
 
 
 def test_fields_that_no_family_reads_are_found():
@@ -225,6 +239,7 @@ REFUSED = [
     ("qwen3_moe", "renormalized", dict(num_experts_per_tok=0), "num_experts_per_tok 0 selects no expert"),
     ("llama", "grouped", dict(hidden_act="snake"), "activation 'snake' is not supported; known: silu"),
     ("falcon", "untied", dict(alibi=True), "alibi true is not supported"),
+    ("ernie4_5_moe", next(iter(ROWS["ernie4_5_moe"][1])), dict(moe_norm_min=0.5), "moe_norm_min 0.5 is not supported"),
 ]
 
 

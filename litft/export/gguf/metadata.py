@@ -45,6 +45,7 @@ OTHER_KEYS = ("attention.value_length", "rope.dimension_count", "rope.scaling.or
 OTHER_KEYS += ("nextn_predict_layers",)
 FLOAT_KEYS = ("attention.layer_norm_rms_epsilon", "attention.layer_norm_epsilon", "rope.freq_base", "rope.freq_base_swa")
 FLOAT_KEYS += ("attn_logit_softcapping", "final_logit_softcapping", "rope.scaling.factor", "rope.scaling.attn_factor")
+FLOAT_KEYS += ("rope.scale_linear",)
 REQUIRED_KEYS = ("context_length", "embedding_length", "block_count", "feed_forward_length", "attention.head_count")
 FREQS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 LLAMA3 = dict(low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)  # of all models so far
@@ -141,7 +142,8 @@ class GgufArchitecture:
         """Return config.json's fields of the rotary embedding."""
         if "position_embd.weight" in self.tensor_names:
             return {}
-        kind = self.metadata.get("rope.scaling.type", "linear" if "rope.scaling.factor" in self.metadata else "none")
+        factor = self.metadata.get("rope.scaling.factor") or self.metadata.get("rope.scale_linear")  # of files of 2023
+        kind = self.metadata.get("rope.scaling.type", "linear" if factor else "none")
         original_length = self.metadata.get("rope.scaling.original_context_length")
         rope: dict[str, Any] = {}
         if LONG in self.factors:
@@ -153,7 +155,7 @@ class GgufArchitecture:
         elif FREQS in self.factors:
             rope["rope_scaling"] = self._llama3_scaling(hf.get("rope_theta", 1e4))
         elif kind in ("linear", "yarn"):
-            scaling = {"rope_type": kind, "factor": self.metadata.get("rope.scaling.factor", 1.0)} | self._yarn_factor(kind)
+            scaling = {"rope_type": kind, "factor": factor or 1.0} | self._yarn_factor(kind)
             rope["rope_scaling"] = scaling | (
                 {"original_max_position_embeddings": original_length} if kind == "yarn" else {}
             )
