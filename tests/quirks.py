@@ -49,6 +49,15 @@ QUIRKS = {
     "a thought in the prompt": _template(_HEAD + _THOUGHT + "{% endif %}" + _BODY + _END, "<|turn|>assistant\\n<think>\\n"),
     # as DeepSeek R1: the prompt opens a thought, and no reasoning is rendered
     "reasoning is cut away": _template(_HEAD + _SPLIT + "{{ parts[-1] }}" + _CALLS + _END, "<|turn|>assistant\\n<think>\\n"),
+    # as QwQ: the prompt opens a thought, and only the last answer keeps its own
+    "thoughts of earlier answers are dropped": _template(
+        _HEAD
+        + "{%- if loop.last %}{{ m.content }}"
+        + "{%- else %}{{ m.content.split('</think>')[-1].lstrip('\\n') }}{% endif %}"
+        + _CALLS
+        + _END,
+        "<|turn|>assistant\\n<think>\\n",
+    ),
     # as Nemotron Nano 2: the last answer repeats the opening of the prompt and does not close it
     "a thought that is never closed": _template(
         _HEAD + "{%- if loop.last and not m.tool_calls %}{{ '<think>\\n' }}{% endif %}" + _BODY + _END,

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENV, FORKS, ROOT, script
+from conftest import ENV, FORKS, ROOT, STORIES, script
 from hub import Hub
 from parity import ROWS
 
@@ -53,12 +53,12 @@ def link_scripts(folder: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def clone(shared, tmp_path_factory) -> tuple[Path, dict[str, str]]:
+def clone(tmp_path_factory) -> tuple[Path, dict[str, str]]:
     """A folder with links to the scripts, and the paths that a reader of the guides sets."""
     folder = tmp_path_factory.mktemp("clone")
     link_scripts(folder)
     (folder / "examples.json").write_text(json.dumps(RECORDS))
-    return folder, {"CHECKPOINT_DIR": str(shared / "checkpoints" / "stories260K"), "DATA": "examples.json"}
+    return folder, {"CHECKPOINT_DIR": str(STORIES), "DATA": "examples.json"}
 
 
 @pytest.fixture(scope="module")
@@ -258,9 +258,9 @@ def test_the_guide_to_the_hub(clone, tmp_path):
 
 
 @pytest.mark.slow
-def test_decode_speed_script(shared, tmp_path):
+def test_decode_speed_script(tmp_path):
     """Against transformers' caches, and litft alone with random weights."""
-    folder = shared / "checkpoints" / "stories260K"
+    folder = STORIES
     flags = ["--precision", "fp32", "--new_tokens", "20", "--rounds", "2"]
     done = script("scripts/decode_speed.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path)
     assert "litft / the faster one:" in done.stdout and "of the copy bandwidth" in done.stdout
@@ -272,11 +272,11 @@ def test_decode_speed_script(shared, tmp_path):
 
 
 @pytest.mark.slow
-def test_benchmark_script(shared, tmp_path):
+def test_benchmark_script(tmp_path):
     """Compares litft, padded litft and PEFT, runs other methods on random weights, and rejects unknown peers."""
     data = tmp_path / "data.json"
     data.write_text(json.dumps(RECORDS))
-    stories = shared / "checkpoints" / "stories260K"
+    stories = STORIES
     words = ["scripts/benchmark.py", "--steps", "2", "--warmup", "1", "--data.max_seq_length", "256"]
     real = [*words, "--checkpoint_dir", stories, "--data.path", data]
     done = script(*real, "--peer", "padded,full,peft", "--out", tmp_path / "out.json", cwd=tmp_path)

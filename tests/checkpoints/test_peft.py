@@ -246,7 +246,7 @@ def test_an_adapter_of_another_base_is_refused(tiny, make_model, examples, tmp_p
 @pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
 def test_models_on_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
     """Each gives the logits it gives when loaded alone, packed too; the base's weights are in memory once."""
-    base = checkpoints["stories260K"]
+    base = checkpoints["stories"]
     methods = [
         LoRA(LoRAArgs(targets=["all-linear"])),
         LoRA(LoRAArgs(dora=True, targets=["q_proj"])),
@@ -268,7 +268,7 @@ def test_models_on_one_base_share_its_tensors(checkpoints, tmp_path, quantize):
 
 
 def test_fully_trained_modules_on_a_quantized_base_must_be_loaded_alone(checkpoints, tmp_path):
-    base = checkpoints["stories260K"]
+    base = checkpoints["stories"]
     adapter = adapted(base, tmp_path / "whole", LoRA(LoRAArgs(targets=["q_proj"], modules_to_save=["down_proj"])))
     with pytest.raises(ValueError, match=r"5 modules .* nf4 for the others; load that adapter alone"):
         load_models([resolve(base), resolve(adapter)], "fp32", "cpu", "nf4")

@@ -5,10 +5,12 @@ from functools import partial
 
 import pytest
 from learned_spans import ANSWER, ANSWERS, QUESTION, REASONING, TOKENS, TOOLS
+from own_tokenizers import HEADER
+from quirks import QUIRKS
 
 from litft.data.answer_format import answer_format, opens_thought
 from litft.data.answer_parser import AnswerFormat, ParsedAnswer, make_parser
-from litft.data.chat_template import render
+from litft.data.chat_template import STYLES, render
 from litft.data.messages import check_messages
 from litft.data.tokenizer import Tokenizer
 from litft.data.tool_calls import CallMarks, ToolCall, read_calls
@@ -294,10 +296,10 @@ def test_channels_that_are_cut_or_continued():
     assert parser.parse(answer) == ParsedAnswer("That.", "this.")
 
 
-def test_a_continued_answer_ends_with_its_content(tiny, shared):
+def test_a_continued_answer_ends_with_its_content(tiny):
     tokenizer = Tokenizer(tiny)
-    for name in ("Qwen-Qwen2.5-7B-Instruct", "meta-llama-Llama-3.1-8B-Instruct", "google-gemma-2-2b-it"):
-        tokenizer.use_template((shared / "chat_templates" / f"{name}.jinja").read_text("utf-8"))
+    for name, source in {"chatml": STYLES["chatml"], "header": HEADER, "plain": QUIRKS["plain"]}.items():
+        tokenizer.use_template(source)
         for content in ("<", "|", "end", "turn", "Once upon a", "e"):
             text = tokenizer.continued_chat([QUESTION, {"role": "assistant", "content": content}])
             prompt = tokenizer.apply_chat_template([QUESTION], add_generation_prompt=True)

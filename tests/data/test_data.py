@@ -1,7 +1,6 @@
 """Examples become samples: masks, length limits, splits, the token cache, and errors for bad records."""
 
 import copy
-import gzip
 import json
 import os
 import random
@@ -17,6 +16,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENV, write_records
+from own_tokenizers import WRITERS
+from quirks import QUIRKS
 
 import litft
 from litft.args import DataArgs
@@ -42,6 +43,7 @@ from litft.data.tokenizer import Tokenizer
 from litft.model.loss import IGNORED
 from litft.pretrained import DEMO
 
+THOUGHTS_DROPPED = QUIRKS["thoughts of earlier answers are dropped"]
 CHAT = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hello?"},
@@ -77,14 +79,18 @@ def supervised_text(sample, tokenizer) -> str:
     return tokenizer.decode(sample.targets[sample.targets != IGNORED].tolist(), skip_special=False)
 
 
-NAMES = ["SmolLM2-135M-Instruct", "stories260K", "demo", "llama-3.1", "qwen2.5", "tinyllama-1.1b-chat"]
+NAMES = [*WRITERS, "stories", "demo", "SmolLM2-135M-Instruct", "llama-3.1", "qwen2.5", "tinyllama-1.1b-chat"]
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def tokenizer(request, shared, checkpoints):
+def tokenizer(request, tokenizer_folder, checkpoints):
     """Tokenizers with and without BOS and chat template. In SmolLM2 and the demo, the padding token is the end token."""
-    folders = {**checkpoints, "demo": DEMO / "base"}
-    return Tokenizer(folders.get(request.param, shared / "tokenizers" / request.param))
+    name = request.param
+    if name == "demo":
+        return Tokenizer(DEMO / "base")
+    if name in ("stories", "SmolLM2-135M-Instruct"):
+        return Tokenizer(checkpoints[name])
+    return Tokenizer(tokenizer_folder(name))
 
 
 def test_the_loss_is_computed_on_each_answer_and_its_end_token(tokenizer):
@@ -191,9 +197,9 @@ def test_which_turns_are_supervised(tiny, messages, settings, supervised, notes)
     assert texts == ([supervised.split()] if supervised else [])
 
 
-def test_a_template_that_rewrites_history_gives_each_turn_a_sample(tiny, shared):
+def test_a_template_that_rewrites_history_gives_each_turn_a_sample(tiny):
     tokenizer = Tokenizer(tiny)
-    tokenizer.use_template((shared / "chat_templates" / "Qwen-QwQ-32B.jinja").read_text("utf-8"))
+    tokenizer.use_template(THOUGHTS_DROPPED)
     answer = {"role": "assistant", "content": "<think>\n1+1\n</think>\n\ntwo"}
     result = encode_record({"messages": [QUESTION, answer, QUESTION, answer]}, tokenizer)
     samples = [to_sample(encoded) for encoded in result.samples]
@@ -306,7 +312,7 @@ def test_each_record_stays_in_its_split(tmp_path, tiny):
 def test_text_stays_in_its_split_for_every_window_length(tmp_path, tiny, checkpoints):
     (tmp_path / "a.txt").write_text(text := "".join(f"There were {n} girls in town {n % 97}.\n" for n in range(3000)))
     numbers = []
-    for folder, limit in ((tiny, 64), (tiny, 200), (checkpoints["stories15M"], 200)):
+    for folder, limit in ((tiny, 64), (tiny, 200), (checkpoints["demo"], 200)):
         tokenizer = Tokenizer(folder)
         data = load(tmp_path / "a.txt", tokenizer, vocab_size=32000, max_seq_length=limit, val_fraction=0.1)
         targets = [torch.cat([sample.targets for sample in split]) for split in (data.train, data.val)]
@@ -344,12 +350,13 @@ def test_only_the_first_records_of_each_path_are_read(tmp_path, tiny):
     assert DataArgs(limit=0).problems() == ["--data.limit 0: must be at least 1"]
 
 
-def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny, shared):
+def test_turns_of_a_conversation_stay_in_one_split(tmp_path, tiny):
     tokenizer = Tokenizer(tiny)
     answers = [{"role": "assistant", "content": f"<think>\n{n}\n</think>\n\n{n}"} for n in range(40)]
     path = write_records(tmp_path / "a.json", [{"messages": [QUESTION, answer, QUESTION, answer]} for answer in answers])
-    template = str(shared / "chat_templates" / "Qwen-QwQ-32B.jinja")
-    data = load(path, tokenizer, val_fraction=0.25, template=template)
+    template = tmp_path / "thoughts_dropped.jinja"
+    template.write_text(THOUGHTS_DROPPED)
+    data = load(path, tokenizer, val_fraction=0.25, template=str(template))
     train_texts, val_texts = ({supervised_text(sample, tokenizer) for sample in split} for split in (data.train, data.val))
     assert (
         len(data.train) == 2 * len(train_texts) and len(data.val) == 2 * len(val_texts) > 0 and not train_texts & val_texts
@@ -379,11 +386,13 @@ def test_texts_with_a_common_start_are_not_duplicates(tmp_path, tiny):
     assert data.duplicates.tolist() == duplicates and 2 < len(duplicates) < len(data.train) / 2
 
 
-def test_names_of_answers_do_not_depend_on_the_template(tmp_path, tiny, shared):
+def test_names_of_answers_do_not_depend_on_the_template(tmp_path, tiny):
     """One template turns a conversation into one example, another into one example per turn."""
     chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "<think>\n1\n</think>\n\none"}]
     path, answers = write_records(tmp_path / "a.json", [{"messages": chat + chat}] * 2), []
-    for template in ("alpaca", str(shared / "chat_templates" / "Qwen-QwQ-32B.jinja")):
+    thoughts_dropped = tmp_path / "thoughts_dropped.jinja"
+    thoughts_dropped.write_text(THOUGHTS_DROPPED)
+    for template in ("alpaca", str(thoughts_dropped)):
         tokenizer = Tokenizer(tiny)
         data = load(path, tokenizer, vocab_size=600, template=template).train
         answers.append({name: sample.answer[1].tolist() for name, sample in zip(data.names, data, strict=True)})
@@ -399,7 +408,7 @@ def test_an_example_with_a_truncated_answer_has_another_name(tmp_path, tiny):
         tmp_path / "a.json", [{"messages": [*chat, chat[0], {"role": "assistant", "content": "two " * 50}]}]
     )
     turns = set()
-    for length in (140, 200):
+    for length in (125, 200):
         samples = load(path, Tokenizer(tiny), template="vicuna", val_fraction=0.0, max_seq_length=length).train
         turns |= {turn for _, turn, _ in samples.names}
     assert turns == {2, 3}
@@ -471,29 +480,32 @@ def test_a_format_and_columns_by_name(tmp_path, tiny):
         load(path, tokenizer, format="alpaca")
 
 
-def test_the_end_token_of_a_turn_becomes_a_stop_token(tmp_path, shared):
+def test_the_end_token_of_a_turn_becomes_a_stop_token(tmp_path, tokenizer_folder):
     """Also if only the template contains it, but never from a truncated example."""
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello there, you"}]
     path = write_records(tmp_path / "a.jsonl", [{"messages": chat}])
-    for limit, expected in ((None, [128001, 128009]), (10, [128001])):
-        tokenizer = Tokenizer(shared / "tokenizers" / "llama-3.1")
+    for limit in (None, 10):
+        tokenizer = Tokenizer(tokenizer_folder("header"))
+        turn_end = tokenizer.token_id("<|eot_id|>")
         for mask_prompt in (True, False):
-            tokenizer.stop_ids = [128001]
+            tokenizer.stop_ids = [tokenizer.eos_id]
             try:
-                load(path, tokenizer, 128256, 4096, max_seq_length=limit, mask_prompt=mask_prompt)
+                load(path, tokenizer, 1000, 4096, max_seq_length=limit, mask_prompt=mask_prompt)
             except ValueError as error:
                 assert "all 1 were skipped" in str(error)
+            expected = [tokenizer.eos_id] if limit else [tokenizer.eos_id, turn_end]
             assert tokenizer.stop_ids == expected, (limit, mask_prompt)
 
 
-def test_an_end_token_outside_the_vocabulary_is_reported(tmp_path, shared):
+def test_an_end_token_outside_the_vocabulary_is_reported(tmp_path, tokenizer_folder):
     """The end token is the last target and never an input."""
     path = write_records(tmp_path / "a.json", [{"instruction": "hi", "output": "hello"}])
-    tokenizer = Tokenizer(shared / "tokenizers" / "llama-3.1")
+    tokenizer = Tokenizer(tokenizer_folder("header"))
+    end = tokenizer.token_id("<|eot_id|>")
     # a template without BOS, whose id is also outside the vocabulary
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ '<|eot_id|>' if m.role == 'assistant' }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"eot_id.* has the id 128009, .* vocabulary ends at 127999"):
-        load(path, tokenizer, 128000, 4096)
+    with pytest.raises(ValueError, match=rf"eot_id.* has the id {end}, .* vocabulary ends at {end - 1}"):
+        load(path, tokenizer, end, 4096)
 
 
 def test_ids_outside_the_vocabulary_are_reported(tmp_path, tiny):
@@ -552,9 +564,9 @@ def test_another_version_of_the_code_tokenizes_again(tmp_path, tiny, cache_dir, 
     assert len(cache_entries(cache_dir)) == 2
 
 
-def test_parallel_tokenization_gives_the_same_samples(shared, checkpoints, tmp_path):
-    encoder = Encoder(Tokenizer(checkpoints["SmolLM2-135M-Instruct"]), 512)
-    records = list(read_records(shared / "data" / "alpaca_2k.json"))[:600]
+def test_parallel_tokenization_gives_the_same_samples(tokenizer_folder, tmp_path):
+    encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 512)
+    records = (list(read_records(DEMO / "train.jsonl")) * 3)[:600]
     sequential = [encoder(where, record) for where, record in records]
     chunks = iter([records[start : start + 50] for start in range(0, 600, 50)])
     with (tmp_path / "lock").open("w") as lock:
@@ -727,10 +739,10 @@ def test_guanaco_texts_are_conversations(tmp_path, tiny):
     assert report.formats == {"guanaco": 2}
 
 
-def test_a_supervised_prompt_is_supervised_once(tiny, shared):
+def test_a_supervised_prompt_is_supervised_once(tiny):
     """Also if the template renders each turn as a separate text."""
     tokenizer = Tokenizer(tiny)
-    tokenizer.use_template((shared / "chat_templates" / "Qwen-QwQ-32B.jinja").read_text("utf-8"))
+    tokenizer.use_template(THOUGHTS_DROPPED)
     answer = {"role": "assistant", "content": "<think>\n1+1\n</think>\n\ntwo"}
     first, second = encode_record({"messages": [QUESTION, answer, QUESTION, answer]}, tokenizer, mask_prompt=False).samples
     common_length = next(i for i, (a, b) in enumerate(zip(first & ID_MASK, second & ID_MASK, strict=False)) if a != b)
@@ -747,11 +759,9 @@ def test_columns_missing_from_all_records_are_reported(tmp_path, tiny):
     assert data.count("without the field ctx") == 1 and len(data.train) == 2
 
 
-def test_an_end_token_that_is_not_special_is_supervised_once(tmp_path, shared):
+def test_an_end_token_that_is_not_special_is_supervised_once(tmp_path, tokenizer_folder):
     """Some checkpoints have such a token: the EOS ends an answer, but is not part of its text."""
-    folder = shutil.copytree(shared / "tokenizers" / "qwen2.5", tmp_path / "qwen")
-    for path in folder.glob("*.gz"):
-        (folder / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
+    folder = shutil.copytree(tokenizer_folder("bytes"), tmp_path / "bytes")
     tokenizer_json = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     for token in tokenizer_json["added_tokens"]:
         token["special"] = False

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from quirks import QUIRKS
 from test_files import write
 
 from litft.data.chat_template import STYLES
@@ -102,13 +103,13 @@ def mutate(rng: random.Random, record: Any) -> Any:
     return record
 
 
-@pytest.fixture(scope="module", params=["own", "chatml", "QwQ"])
-def encoder(request, tiny, shared):
+@pytest.fixture(scope="module", params=["own", "chatml", "thoughts are dropped"])
+def encoder(request, tiny):
     tokenizer = Tokenizer(tiny)
     if request.param == "chatml":
         tokenizer.use_template(STYLES["chatml"])
-    elif request.param == "QwQ":
-        tokenizer.use_template((shared / "chat_templates" / "Qwen-QwQ-32B.jinja").read_text("utf-8"))
+    elif request.param == "thoughts are dropped":
+        tokenizer.use_template(QUIRKS["thoughts of earlier answers are dropped"])
     return Encoder(tokenizer, 256)
 
 

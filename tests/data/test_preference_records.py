@@ -103,8 +103,8 @@ def test_records_without_what_is_needed_are_refused(record, kind, message):
 
 
 @pytest.fixture(scope="module")
-def encoder(shared) -> Encoder:
-    return Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind="pairs")
+def encoder(tokenizer_folder) -> Encoder:
+    return Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind="pairs")
 
 
 def texts(encoder: Encoder, sample) -> list[tuple[str, str]]:
@@ -183,15 +183,15 @@ def test_pairs_of_one_prompt_go_into_one_split(encoder, tmp_path):
     assert len(data.train) + len(data.val) == 200
 
 
-def test_equal_answers_are_not_both_desirable_and_undesirable(shared, tmp_path):
-    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind="labels")
+def test_equal_answers_are_not_both_desirable_and_undesirable(tokenizer_folder, tmp_path):
+    encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind="labels")
     records = [{"prompt": "Hi", "chosen": "same", "rejected": "same"}, {"prompt": "Hi", "chosen": "a", "rejected": "b"}]
     samples, report, _ = samples_of(encoder, tmp_path, records)
     assert [sample.desirable for sample in samples] == [True, False] and report.notes[EQUAL][0] == 1
 
 
-def test_mismatches_have_the_answer_of_another_example(shared, tmp_path):
-    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind="labels")
+def test_mismatches_have_the_answer_of_another_example(tokenizer_folder, tmp_path):
+    encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind="labels")
     records = [{"prompt": f"prompt {n}", "completion": f"answer {n}", "label": n > 0} for n in range(3)]
     samples, _, data = samples_of(encoder, tmp_path, records)
     assert [sample.desirable for sample in samples] == [False, True, True]
@@ -218,21 +218,21 @@ def test_the_dry_run_shows_both_sides(tiny, tmp_path):
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "supervised", "add --objective dpo"),
     ],
 )
-def test_data_for_another_objective_is_pointed_to_it(shared, record, kind, remedy):
-    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind=kind)
+def test_data_for_another_objective_is_pointed_to_it(tokenizer_folder, record, kind, remedy):
+    encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind=kind)
     assert remedy in encoder("here", record).error
 
 
 @pytest.mark.parametrize("label", ["sports", None, 7])
-def test_a_label_with_another_meaning_is_ignored(shared, label):
-    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64)
+def test_a_label_with_another_meaning_is_ignored(tokenizer_folder, label):
+    encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64)
     assert len(encoder("here", {"prompt": "a", "completion": "b", "label": label}).samples) == 1
     assert len(replace(encoder, form="prompt")("here", {"prompt": "a", "completion": "b", "label": 1}).samples) == 1
     assert len(encoder("here", {"text": "a b c d", "label": 1}).samples) == 1
 
 
-def test_equal_reasons_are_said_once(shared, tmp_path):
-    encoder = Encoder(Tokenizer(shared / "tokenizers" / "qwen2.5"), 64, kind="pairs")
+def test_equal_reasons_are_said_once(tokenizer_folder, tmp_path):
+    encoder = Encoder(Tokenizer(tokenizer_folder("bytes")), 64, kind="pairs")
     records = [{"prompt": "a", "completion": "b"}] * 9 + [{"chosen": "a", "rejected": "b"}]
     with pytest.raises(ValueError, match="there is no prompt") as error:
         samples_of(encoder, tmp_path, records)

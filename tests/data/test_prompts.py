@@ -3,6 +3,8 @@
 from functools import partial
 
 import pytest
+from conftest import NEEDS_SHARED, SHARED
+from quirks import QUIRKS
 
 from litft.data.chat_template import ALPACA, STYLES, render, user_content
 from litft.data.turns import EndTokens, assistant_turns
@@ -23,12 +25,24 @@ TEMPLATES = """
 """.split()
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_rendered_text_equals_transformers(shared, name):
+OWN = {**QUIRKS, **STYLES}
+
+
+def source_of(name: str) -> str:
+    """Return a template of our own, or of ../shared, without which the test is skipped."""
+    if name in OWN:
+        return OWN[name]
+    if not SHARED.is_dir():
+        pytest.skip(NEEDS_SHARED)
+    return (SHARED / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+
+
+@pytest.mark.parametrize("name", [*OWN, *TEMPLATES])
+def test_rendered_text_equals_transformers(tokenizer_folder, name):
     from transformers import AutoTokenizer
 
-    reference = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama-2-7b")
-    source = (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+    reference = AutoTokenizer.from_pretrained(tokenizer_folder("fallback"))
+    source = source_of(name)
     tokens = {"bos_token": reference.bos_token, "eos_token": reference.eos_token, "unk_token": "<unk>"}
     tools = [] if "tool_use" in name else None
     for messages in (CHAT, CHAT[:1], *([[SYSTEM, *CHAT]] if "gemma" not in name else [])):
@@ -55,14 +69,14 @@ TOOL_CHAT = [
 ]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_tool_conversations_render_as_transformers_do(shared, name):
+@pytest.mark.parametrize("name", [*OWN, *TEMPLATES])
+def test_tool_conversations_render_as_transformers_do(tokenizer_folder, name):
     """If the template itself raises in transformers, it also does in litft."""
     from jinja2.exceptions import TemplateError
     from transformers import AutoTokenizer
 
-    reference = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama-2-7b")
-    source = (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
+    reference = AutoTokenizer.from_pretrained(tokenizer_folder("fallback"))
+    source = source_of(name)
     tokens = {"bos_token": reference.bos_token, "eos_token": reference.eos_token, "unk_token": "<unk>"}
     for messages in (TOOL_CHAT[:1], TOOL_CHAT[:3], TOOL_CHAT):
         settings = dict(chat_template=source, tokenize=False, add_generation_prompt=True, tools=[TOOL])
@@ -122,10 +136,9 @@ RENDERED_CALLS = {  # the text of a tool call; the other templates omit calls or
 }
 
 
-def renderer(shared, name):
+def renderer(name):
     """Return the render function of a template for `assistant_turns`."""
-    source = STYLES.get(name) or (shared / "chat_templates" / f"{name}.jinja").read_text("utf-8")
-    return partial(render, source, **TOKENS)
+    return partial(render, source_of(name), **TOKENS)
 
 
 def supervised(texts) -> list[str]:
@@ -139,11 +152,11 @@ def as_turn(name: str, text: str) -> str:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_each_answer_and_its_end_token_are_supervised(shared, name):
+def test_each_answer_and_its_end_token_are_supervised(name):
     """design.md 4.3: with and without a system prompt, over several turns, with the prompts of inference."""
     chats = [CHAT, CHAT[:2]] + ([[SYSTEM, *CHAT]] if "gemma" not in name else [])
     for chat in chats:
-        render_chat = renderer(shared, name)
+        render_chat = renderer(name)
         texts = assistant_turns(render_chat, chat, None, ENDS)
         assert supervised(texts) == [as_turn(name, m["content"]) for m in chat if m["role"] == "assistant"]
         for rendered in texts:
@@ -159,8 +172,8 @@ def test_each_answer_and_its_end_token_are_supervised(shared, name):
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_supervised_texts_of_a_tool_conversation(shared, name):
-    render_chat = renderer(shared, name)
+def test_supervised_texts_of_a_tool_conversation(name):
+    render_chat = renderer(name)
     if name not in RENDERED_CALLS:
         with pytest.raises(ValueError, match="leaves out a tool call"):
             assistant_turns(render_chat, TOOL_CHAT, [TOOL], ENDS)
@@ -172,23 +185,28 @@ def test_supervised_texts_of_a_tool_conversation(shared, name):
 
 
 @pytest.mark.parametrize("name", STYLES)
-def test_the_styles_render_in_one_text(shared, name):
+def test_the_styles_render_in_one_text(name):
     chat = [SYSTEM, *CHAT]
-    (rendered,) = assistant_turns(renderer(shared, name), chat, None, ENDS)
+    (rendered,) = assistant_turns(renderer(name), chat, None, ENDS)
     text, turns = rendered.text, rendered.turns
     assert [text[turn.start : turn.end].rstrip("<|>/setoumdnrif_").strip() for turn in turns] == ["Five.", 'Yes, "sure".']
     assert text.count("Be brief.") == 1 and text.count("What is <b>2</b> & 3?") == 1
     with pytest.raises(ValueError, match="leaves out a tool call"):
-        assistant_turns(renderer(shared, name), TOOL_CHAT, [TOOL], ENDS)
+        assistant_turns(renderer(name), TOOL_CHAT, [TOOL], ENDS)
 
 
-def test_a_template_that_drops_tool_calls_or_reasoning_is_refused(shared):
+@pytest.mark.parametrize("name", ["content alone", "openai-gpt-oss-120b"])
+def test_a_template_that_drops_tool_calls_is_refused(name):
     two_calls = [dict(TOOL_CHAT[1], tool_calls=[CALL, CALL])]
     with pytest.raises(ValueError, match="leaves out a tool call"):
-        assistant_turns(renderer(shared, "openai-gpt-oss-120b"), [TOOL_CHAT[0], *two_calls], [TOOL], ENDS)
+        assistant_turns(renderer(name), [TOOL_CHAT[0], *two_calls], [TOOL], ENDS)
+
+
+@pytest.mark.parametrize("name", ["content alone", "Qwen-Qwen2.5-7B-Instruct"])
+def test_a_template_that_drops_reasoning_is_refused(name):
     answer = {"role": "assistant", "content": "Five.", "reasoning_content": "2+3"}
     with pytest.raises(ValueError, match="leaves out the assistant's reasoning_content"):
-        assistant_turns(renderer(shared, "Qwen-Qwen2.5-7B-Instruct"), [CHAT[0], answer], None, ENDS)
+        assistant_turns(renderer(name), [CHAT[0], answer], None, ENDS)
 
 
 def test_the_generation_tag_is_rendered_as_its_content():
@@ -196,15 +214,32 @@ def test_the_generation_tag_is_rendered_as_its_content():
     assert render(source, CHAT[:2], **TOKENS) == "What is <b>2</b> & 3?;Five.;"
 
 
-def test_reasoning_that_a_template_drops_later_is_supervised_in_its_own_turn(shared):
-    chat = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in CHAT]
-    texts = assistant_turns(renderer(shared, "Qwen-QwQ-32B"), chat, None, ENDS)
+THOUGHTFUL_CHAT = [dict(m, content=m["content"].replace("Five.", "<think>\n2+3\n</think>\n\nFive.")) for m in CHAT]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("thoughts of earlier answers are dropped", "<|end|>"), ("Qwen-QwQ-32B", "<|im_end|>")],
+)
+def test_reasoning_that_a_template_drops_later_is_supervised_in_its_own_turn(name, end):
+    texts = assistant_turns(renderer(name), THOUGHTFUL_CHAT, None, ENDS)
     # the prompt contains <think>
-    assert supervised(texts) == ["2+3\n</think>\n\nFive.<|im_end|>", 'Yes, "sure".<|im_end|>']
+    assert supervised(texts) == [f"2+3\n</think>\n\nFive.{end}", f'Yes, "sure".{end}']
     assert texts[0].text.count("<think>") == texts[0].text.count("</think>") == 1
     assert "2+3" not in texts[1].text
-    r1_texts = supervised(assistant_turns(renderer(shared, "deepseek-ai-DeepSeek-R1-Distill-Llama-8B"), chat, None, ENDS))
-    assert r1_texts[0] == "2+3\n</think>\n\nFive.<｜end▁of▁sentence｜>"  # its prompt contains <think>, too
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [
+        ("reasoning is cut away", "<|end|>"),
+        ("deepseek-ai-DeepSeek-R1-Distill-Llama-8B", "<｜end▁of▁sentence｜>"),
+    ],
+)
+def test_reasoning_that_a_template_never_renders_is_supervised(name, end):
+    """Its prompt opens the thought."""
+    texts = supervised(assistant_turns(renderer(name), THOUGHTFUL_CHAT, None, ENDS))
+    assert texts[0] == f"2+3\n</think>\n\nFive.{end}"
 
 
 def test_a_template_without_end_tokens_gives_each_turn_its_own_text():

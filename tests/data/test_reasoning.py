@@ -32,9 +32,9 @@ def learned(tokenizer, messages, **settings):
 
 
 @pytest.fixture
-def tokenizer(checkpoints):
+def tokenizer(tokenizer_folder):
     """A tokenizer with ChatML tokens and the template above."""
-    tokenizer = Tokenizer(checkpoints["SmolLM2-135M-Instruct"])
+    tokenizer = Tokenizer(tokenizer_folder("bytes"))
     tokenizer.use_template(TEMPLATE)
     return tokenizer
 
@@ -49,9 +49,9 @@ def test_reasoning_is_learned_or_masked(tokenizer):
     assert learned(tokenizer, CONTENT, reasoning="mask").strip() == "four<|im_end|>"
 
 
-def test_template_arguments_become_defaults_of_the_saved_template(checkpoints, tmp_path):
+def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_folder, tmp_path):
     """transformers renders the saved template like litft, and its callers can still pass another value."""
-    folder = checkpoints["SmolLM2-135M-Instruct"]
+    folder = tokenizer_folder("bytes")
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     records = [{"messages": [FIELD[0], FIELD[1] | {"content": content}]} for content in "abcdef"]
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -1,12 +1,13 @@
 """Both tokenizer back-ends against ids of llama.cpp and transformers; exactly one BOS."""
 
-import gzip
 import itertools
 import json
 import shutil
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, SHARED, copy_unpacked
+from own_tokenizers import OTHER_SCRIPTS, WRITERS, corpus
+from sentencepiece import SentencePieceProcessor
 
 from litft.data.tokenizer import Tokenizer
 from litft.data.tokenizer_backends import common_prefix_length
@@ -39,19 +40,21 @@ def test_ids_equal_the_golden_ids(shared, name):
         assert tokenizer.encode(text, bos=False) == ids, repr(text)
 
 
-PROPERTIES = [("tinyllama-1.1b-chat", values) for values in itertools.product((False, True), repeat=4)]
+OWN_FAST = ("bytes", "header", "fallback", "words")  # those with a tokenizer.json
+PROPERTIES = [(name, values) for name in OWN_FAST for values in itertools.product((False, True), repeat=4)]
 # writing a large vocabulary takes seconds: here, each pair of values of two properties occurs
-PROPERTIES += [("qwen2.5", tuple(value == "1" for value in word)) for word in ("0000", "0111", "1011", "1101", "1110")]
+for name in ("tinyllama-1.1b-chat", "qwen2.5"):
+    PROPERTIES += [(name, tuple(value == "1" for value in word)) for word in ("0000", "0111", "1011", "1101", "1110")]
 
 
 @pytest.mark.parametrize(("name", "properties"), PROPERTIES, ids=str)
-def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(shared, tmp_path, name, properties):
+def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(tokenizer_folder, tmp_path, name, properties):
     """A token may strip the spaces around it (Phi-3's <|end|> does), and its offsets then include them."""
     from tokenizers import AddedToken
     from tokenizers import Tokenizer as Backend
 
     lstrip, rstrip, normalized, single_word = properties
-    shutil.copytree(shared / "tokenizers" / name, tmp_path / name)
+    shutil.copytree(tokenizer_folder(name), tmp_path / name)
     path = tmp_path / name / "tokenizer.json"
     backend = Backend.from_file(str(path))
     options = dict(lstrip=lstrip, rstrip=rstrip, normalized=normalized, single_word=single_word)
@@ -74,20 +77,24 @@ def test_boundaries_at_added_tokens_equal_those_of_the_text_alone(shared, tmp_pa
 NAMES = """
     falcon-40b gemma-2 gpt-neox-20b gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2 qwen2.5 tinyllama-1.1b-chat
 """.split()
-# AutoTokenizer of transformers 5 rebuilds these two, and then splits leading spaces unlike sentencepiece and the golden ids
-REBUILT_BY_TRANSFORMERS = ("llama-2-7b", "tinyllama-1.1b-chat")
+# AutoTokenizer of transformers 5 rebuilds these, and then splits leading spaces unlike sentencepiece and the golden ids
+REBUILT_BY_TRANSFORMERS = ("llama-2-7b", "tinyllama-1.1b-chat", "fallback")
 
 
 @pytest.fixture(scope="module")
-def texts(shared):
-    """Prose, chats, code and JSON from real data."""
-    data = shared / "data"
+def texts():
+    """Stories, code, several scripts and odd spaces; prose, chats and JSON from real data where there are."""
+    data = SHARED / "data"
+    own_texts = [*corpus()[:20], *OTHER_SCRIPTS, "  two  leading, \t tab\r\n\n\n end "]
+    own_texts += ["\u00a0½ ﬁ ≠ 🦙👩‍👩‍👧 \u200b日本語 العربية ภาษาไทย", " ", "\n"]
+    if not data.is_dir():
+        return own_texts
     parts = [(data / "wikitext2_valid.txt").read_text("utf-8")[:6000]]
     parts += [json.dumps(json.loads((data / name).read_text("utf-8"))[:30], ensure_ascii=False) for name in JSON_FILES]
     parts += [
         (data / name).read_text("utf-8")[:6000] for name in ("gsm8k_500.jsonl", "samsum_1400.jsonl", "messages_500.jsonl")
     ]
-    return [*parts, "  two  leading, \t tab\r\n\n\n end ", "\u00a0½ ﬁ ≠ 🦙👩‍👩‍👧 \u200b日本語 العربية ภาษาไทย", " ", "\n"]
+    return parts + own_texts
 
 
 JSON_FILES = ("alpaca_2k.json", "sharegpt_500.json", "tool_calls_300.json")
@@ -97,21 +104,18 @@ JSON_FILES = ("alpaca_2k.json", "sharegpt_500.json", "tool_calls_300.json")
 LARGE = ("falcon-40b", "gemma-2", "llama-3.1", "qwen2.5")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in NAMES])
-def test_ids_and_texts_equal_transformers(shared, texts, tmp_path, name):
+@pytest.mark.parametrize(
+    "name", [*OWN_FAST, *(pytest.param(name, marks=[pytest.mark.slow] * (name in LARGE)) for name in NAMES)]
+)
+def test_ids_and_texts_equal_transformers(tokenizer_folder, texts, tmp_path, name):
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    for path in (shared / "tokenizers" / name).iterdir():
-        shutil.copyfile(path, tmp_path / path.name)
-    if (compressed := tmp_path / "tokenizer.json.gz").is_file():
-        (tmp_path / "tokenizer.json").write_bytes(gzip.decompress(compressed.read_bytes()))
-    if not (tmp_path / "tokenizer_config.json").is_file():  # gpt-neox-20b has only a tokenizer.json
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+    folder = copy_unpacked(tokenizer_folder(name), tmp_path / name)
     if name in (*REBUILT_BY_TRANSFORMERS, "gpt-neox-20b"):
-        reference = PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+        reference = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
     else:
-        reference = AutoTokenizer.from_pretrained(tmp_path)
-    tokenizer = Tokenizer(tmp_path)
+        reference = AutoTokenizer.from_pretrained(folder)
+    tokenizer = Tokenizer(folder)
     for text in texts:
         ids = reference(text, add_special_tokens=False).input_ids
         assert tokenizer.encode(text, bos=False) == ids, text[:80]
@@ -123,39 +127,60 @@ def test_ids_and_texts_equal_transformers(shared, texts, tmp_path, name):
     assert tokenizer.encode(special_text, bos=False) == reference(special_text, add_special_tokens=False).input_ids
 
 
-@pytest.fixture
-def sentencepiece(shared, tmp_path):
-    """The tokenizer of Llama 2 in the sentencepiece back-end."""
-    for path in (shared / "tokenizers" / "llama-2-7b").iterdir():
-        if path.name != "tokenizer.json":
-            shutil.copyfile(path, tmp_path / path.name)
-    return Tokenizer(tmp_path)
+@pytest.mark.parametrize("name", ["sentencepiece", "unigram"])
+def test_ids_and_texts_equal_sentencepiece(tokenizer_folder, texts, name):
+    folder = tokenizer_folder(name)
+    reference = SentencePieceProcessor(model_file=str(folder / "tokenizer.model"))
+    tokenizer = Tokenizer(folder)
+    for original in texts:
+        text = original.replace("<unk>", "unknown")  # WikiText has it; litft reads special tokens in a text
+        ids = reference.encode(text)
+        assert tokenizer.encode(text, bos=False) == ids, text[:80]
+        assert tokenizer.decode(ids) == reference.decode(ids), text[:80]
 
 
-def test_sentencepiece_ids_equal_the_golden_ids(shared, sentencepiece):
+def without_json(folder, tmp_path) -> Tokenizer:
+    """Return a tokenizer that has both files, in the sentencepiece back-end."""
+    shutil.copytree(folder, tmp_path / "sentencepiece", ignore=shutil.ignore_patterns("tokenizer.json"))
+    return Tokenizer(tmp_path / "sentencepiece")
+
+
+def test_sentencepiece_ids_equal_the_golden_ids(shared, tokenizer_folder, tmp_path):
+    tokenizer = without_json(tokenizer_folder("llama-2-7b"), tmp_path)
     for text, ids in golden(shared, "llama-spm"):
-        assert sentencepiece.encode(text, bos=False) == ids, repr(text)
+        assert tokenizer.encode(text, bos=False) == ids, repr(text)
 
 
-def test_both_back_ends_agree(shared, sentencepiece):
-    fast = Tokenizer(shared / "tokenizers" / "llama-2-7b")
-    text = (shared / "data" / "wikitext2_valid.txt").read_text("utf-8")[:20000]
-    ids = fast.encode(text)
-    assert sentencepiece.encode(text) == ids
-    assert sentencepiece.decode(ids) == fast.decode(ids)
-    assert (fast.bos_id, fast.eos_id, fast.stop_ids) == (sentencepiece.bos_id, sentencepiece.eos_id, sentencepiece.stop_ids)
+@pytest.mark.parametrize("name", ["own", "llama-2-7b"])
+def test_both_back_ends_agree(tokenizer_folder, texts, tmp_path, name):
+    if name == "own":
+        fast = Tokenizer(tokenizer_folder("fallback"))
+        sentencepiece = Tokenizer(tokenizer_folder("sentencepiece"))
+    else:
+        fast = Tokenizer(tokenizer_folder(name))
+        sentencepiece = without_json(tokenizer_folder(name), tmp_path)
+    for text in texts:
+        ids = fast.encode(text)
+        assert sentencepiece.encode(text) == ids, text[:80]
+        assert sentencepiece.decode(ids) == fast.decode(ids), text[:80]
+    for attribute in ("bos_id", "eos_id", "stop_ids"):
+        assert getattr(fast, attribute) == getattr(sentencepiece, attribute)
 
 
-def test_special_tokens_in_a_text_are_parsed(sentencepiece):
-    assert sentencepiece.encode("<s>[INST] a</s>", bos=False)[0] == 1
-    assert sentencepiece.encode("<s>[INST] a</s>", bos=False)[-1] == 2
-    assert sentencepiece.decode([1, 263, 2]) == "a"
-    assert sentencepiece.decode([1, 263, 2], skip_special=False) == "<s>a</s>"
+def test_special_tokens_in_a_text_are_parsed(tokenizer_folder):
+    tokenizer = Tokenizer(tokenizer_folder("sentencepiece"))
+    assert tokenizer.encode("<s>[INST] a</s>", bos=False)[0] == 1
+    assert tokenizer.encode("<s>[INST] a</s>", bos=False)[-1] == 2
+    (word,) = tokenizer.encode("a", bos=False)
+    assert tokenizer.decode([1, word, 2]) == "a"
+    assert tokenizer.decode([1, word, 2], skip_special=False) == "<s>a</s>"
 
 
-@pytest.mark.parametrize("name, bos", [("llama-2-7b", 1), ("llama-3.1", 128000), ("qwen2.5", None)])
-def test_exactly_one_bos(shared, name, bos):
-    tokenizer = Tokenizer(shared / "tokenizers" / name)
+@pytest.mark.parametrize("name", [*WRITERS, "llama-2-7b", "llama-3.1", "qwen2.5"])
+def test_exactly_one_bos(tokenizer_folder, name):
+    tokenizer = Tokenizer(tokenizer_folder(name))
+    bos = None if name in ("bytes", "words", "qwen2.5") else tokenizer.bos_id
+    assert tokenizer.bos_id == bos
     messages = [{"role": "user", "content": "hi"}]
     texts = [tokenizer.encode("hi"), tokenizer.encode(tokenizer.apply_chat_template(messages), bos=False)]
     texts.append(tokenizer.encode(tokenizer.apply_chat_template(messages)))
@@ -163,12 +188,12 @@ def test_exactly_one_bos(shared, name, bos):
         assert ids.count(bos) == (bos is not None) and (bos is None or ids[0] == bos)
 
 
-def test_bos_and_eos_on_request(shared):
-    tokenizer = Tokenizer(shared / "tokenizers" / "llama-2-7b")
+def test_bos_and_eos_on_request(tokenizer_folder):
+    tokenizer = Tokenizer(tokenizer_folder("fallback"))
     plain = tokenizer.encode("hi", bos=False)
     assert tokenizer.encode("hi", bos=True, eos=True) == [1, *plain, 2]
     with pytest.raises(ValueError, match="names no bos_token"):
-        Tokenizer(shared / "tokenizers" / "qwen2.5").encode("hi", bos=True)
+        Tokenizer(tokenizer_folder("bytes")).encode("hi", bos=True)
 
 
 def pieces_of(tokenizer, prompt_ids, ids):
@@ -177,16 +202,16 @@ def pieces_of(tokenizer, prompt_ids, ids):
     return [text for text in (*map(stream.push, ids), stream.rest()) if text]
 
 
-@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3.1", "qwen2.5"])
-def test_streamed_pieces_join_to_the_full_text(shared, name, sentencepiece):
+@pytest.mark.parametrize("name", "bytes header fallback sentencepiece unigram llama-2-7b llama-3.1 qwen2.5".split())
+def test_streamed_pieces_join_to_the_full_text(tokenizer_folder, name):
     text = "The Äpfel cost 5 €, 日本語 and 🦙🦙 too.\n\n  - indented\n\tδείγμα"
-    for tokenizer in (Tokenizer(shared / "tokenizers" / name), sentencepiece):
-        prompt_ids = tokenizer.encode("Question: what?\nAnswer:")
-        ids = tokenizer.encode("Question: what?\nAnswer: " + text)
-        assert ids[: len(prompt_ids)] == prompt_ids
-        pieces = pieces_of(tokenizer, prompt_ids, ids[len(prompt_ids) :])
-        assert "".join(pieces).strip() == text
-        assert len(pieces) > 10 and not any("\ufffd" in piece for piece in pieces)
+    tokenizer = Tokenizer(tokenizer_folder(name))
+    prompt_ids = tokenizer.encode("Question: what?\nAnswer:")
+    ids = tokenizer.encode("Question: what?\nAnswer: " + text)
+    assert ids[: len(prompt_ids)] == prompt_ids
+    pieces = pieces_of(tokenizer, prompt_ids, ids[len(prompt_ids) :])
+    assert "".join(pieces).strip() == text
+    assert len(pieces) > 10 and not any("\ufffd" in piece for piece in pieces)
 
 
 def test_tokens_of_the_config_alone_are_tokens(tmp_path):
@@ -208,7 +233,7 @@ def test_tokens_of_the_config_alone_are_tokens(tmp_path):
         Tokenizer(folder)
 
 
-def test_a_broken_file_is_reported(shared, tmp_path):
+def test_a_broken_file_is_reported(tmp_path):
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", ')
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
     with pytest.raises(ValueError, match=r"tokenizer.json is not a valid tokenizer"):

@@ -50,14 +50,14 @@ def test_activations_move_between_devices(make_model, family):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_layers_on_a_gpu_and_the_host(checkpoints):
-    source, tokens = resolve(checkpoints["stories15M"]), torch.arange(3, 40)[None]
+    source, tokens = resolve(checkpoints["demo"]), torch.arange(3, 40)[None]
     model = source.model("fp32", "cuda", None, DeviceMap([torch.device("cuda"), torch.device("cpu")], [4, 2]))
-    expected = litft.load(checkpoints["stories15M"], "fp32")[0](tokens)
+    expected = litft.load(checkpoints["demo"], "fp32")[0](tokens)
     torch.testing.assert_close(model(tokens.cuda()).cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_layers_per_device_flag(checkpoints, tmp_path):
-    argv = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--prompt", "One day", "--temperature", "0"]
+    argv = ["generate/base.py", "--checkpoint_dir", checkpoints["stories"], "--prompt", "One day", "--temperature", "0"]
     argv += ["--max_new_tokens", "12"]
     options = ("", "--layers_per_device auto", "--devices 2 --layers_per_device 2,3")
     results = [script(*argv, *flags.split(), cwd=tmp_path) for flags in options]

@@ -98,7 +98,7 @@ def tasks(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def folder(checkpoints):
-    return checkpoints["stories260K"]
+    return checkpoints["stories"]
 
 
 @pytest.fixture(scope="module")
@@ -376,10 +376,10 @@ def test_models_are_scored_on_examples_that_all_can_read(folder, checkpoints, ma
     assert output["scores"][folder.name] == base_only["scores"][folder.name]
 
 
-def test_different_tokenizers_are_scored_on_examples_that_all_can_read(folder, shared, tmp_path, capsys):
+def test_different_tokenizers_are_scored_on_examples_that_all_can_read(folder, tokenizer_folder, tmp_path, capsys):
     """The length of an example depends on the tokenizer; one that any model cannot read is skipped for all."""
     other = tmp_path / "other"
-    copytree(shared / "tokenizers" / "gpt2", other)
+    copytree(tokenizer_folder("bytes"), other)
     for name in ("config.json", "model.safetensors"):
         copyfile(folder / name, other / name)
     records = [{"prompt": "word " * (n * 7 % 60) + f"Number {n}?", "completion": "Lily."} for n in range(24)]
@@ -442,9 +442,9 @@ def test_out_must_be_a_regular_file(folder, examples, tmp_path):
 def test_quantized_models_have_similar_losses(checkpoints, examples, quantize, tmp_path):
     pytest.importorskip("bitsandbytes")
     flags = ["--data.path", examples, "--limit", "3"]
-    unquantized, _ = run_eval(tmp_path, "--checkpoint_dir", checkpoints["stories260K"], *flags)
-    quantized, _ = run_eval(tmp_path, "--checkpoint_dir", checkpoints["stories260K"], *flags, "--quantize", quantize)
-    losses = [output["scores"]["stories260K"]["loss"] for output in (unquantized, quantized)]
+    unquantized, _ = run_eval(tmp_path, "--checkpoint_dir", checkpoints["stories"], *flags)
+    quantized, _ = run_eval(tmp_path, "--checkpoint_dir", checkpoints["stories"], *flags, "--quantize", quantize)
+    losses = [output["scores"]["stories"]["loss"] for output in (unquantized, quantized)]
     assert losses[0] != losses[1] and math.isclose(*losses, rel_tol=0.1)
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import adapted, script
+from conftest import STORIES, adapted, copy_tokenizer, script
 from parity import build, draw, relative
 from safetensors.torch import load_file
 
@@ -347,13 +347,12 @@ GELU = ("gemma", "gemma2", "gemma2 plain", "gemma3", "gemma4", "gemma4 experts",
 TOLERANCES = dict.fromkeys(GELU, 5e-4) | {"qwen3_5": 5e-5, "deepseek_v2": 5e-5}
 
 
-def make_folder(name: str, folder: Path, shared: Path, **values) -> Path:
-    """Create the folder of a tiny model with stories260K's tokenizer."""
+def make_folder(name: str, folder: Path, **values) -> Path:
+    """Create the folder of a tiny model with the tokenizer of tests/stories."""
     config_class, defaults = MODELS[name]
     build(config_class, folder, **{"vocab_size": 512, **defaults, **values})
     (folder / "generation_config.json").unlink(missing_ok=True)
-    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
-        shutil.copyfile(path, folder / path.name)
+    copy_tokenizer(STORIES, folder)
     return folder
 
 
@@ -383,10 +382,10 @@ def llama_cpp_logits(file: Path, tokens: torch.Tensor, **settings) -> torch.Tens
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def converted(request, shared, tmp_path_factory) -> tuple[str, Path, Path]:
+def converted(request, tmp_path_factory) -> tuple[str, Path, Path]:
     """Return (name, folder of a tiny model, its .gguf file)."""
     root = tmp_path_factory.mktemp("gguf")
-    folder = make_folder(request.param, root / "tiny", shared)
+    folder = make_folder(request.param, root / "tiny")
     return request.param, folder, to_gguf(folder, root / "file")
 
 
@@ -444,9 +443,9 @@ def test_llama_cpp_computes_the_same_logits(converted, rounded_gelu):
 
 
 @pytest.mark.parametrize("name", ["lfm2", "granite hybrid", "kimi_linear"])
-def test_types_of_recurrent_layers(name, shared, tmp_path):
+def test_types_of_recurrent_layers(name, tmp_path):
     """Convolutions and what is no weight are in fp32, on which llama.cpp insists; projections are not."""
-    file = to_gguf(make_folder(name, tmp_path / "tiny", shared), tmp_path / "file", "bf16")
+    file = to_gguf(make_folder(name, tmp_path / "tiny"), tmp_path / "file", "bf16")
     kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
     plain = [kind for name, kind in kinds.items() if "conv" in name and "_proj" not in name and "in_proj" not in name]
     plain += [kind for name, kind in kinds.items() if not name.endswith(".weight")]
@@ -455,9 +454,9 @@ def test_types_of_recurrent_layers(name, shared, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["stablelm", "dots1", "mellum", "kimi_linear", "olmoe"])
-def test_tied_models_have_the_head_that_llama_cpp_needs(name, shared, tmp_path):
+def test_tied_models_have_the_head_that_llama_cpp_needs(name, tmp_path):
     """Some of its architectures do not fall back to the embedding; the way back finds that the two are equal."""
-    folder = make_folder(name, tmp_path / "tiny", shared, tie_word_embeddings=True)
+    folder = make_folder(name, tmp_path / "tiny", tie_word_embeddings=True)
     file = to_gguf(folder, tmp_path / "file")
     assert "output.weight" in GgufFile(file).names
     is_tied = resolve(folder).config.tied  # not with Kimi Linear, whose class in transformers keeps a head of its own
@@ -466,9 +465,9 @@ def test_tied_models_have_the_head_that_llama_cpp_needs(name, shared, tmp_path):
     load_llama_cpp(file).close()
 
 
-def test_whole_numbers_are_written_as_floats(shared, tmp_path):
+def test_whole_numbers_are_written_as_floats(tmp_path):
     """llama.cpp refuses integers where it expects floats."""
-    folder = make_folder("cohere", tmp_path / "tiny", shared)
+    folder = make_folder("cohere", tmp_path / "tiny")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"logit_scale": 1}))
     value = GgufFile(to_gguf(folder, tmp_path / "file")).metadata["command-r.logit_scale"]
@@ -476,9 +475,9 @@ def test_whole_numbers_are_written_as_floats(shared, tmp_path):
 
 
 @torch.no_grad()
-def test_a_stated_factor_of_yarn_is_read(shared, tmp_path):
+def test_a_stated_factor_of_yarn_is_read(tmp_path):
     """llama.cpp multiplies cos and sin by it, beyond YaRN's own factor."""
-    file = to_gguf(make_folder("yarn", tmp_path / "tiny", shared), tmp_path / "file")
+    file = to_gguf(make_folder("yarn", tmp_path / "tiny"), tmp_path / "file")
     reader = gguf.GGUFReader(file)
     writer = gguf.GGUFWriter(tmp_path / "stated.gguf", "llama")
     for field in reader.fields.values():
@@ -501,9 +500,9 @@ def test_a_stated_factor_of_yarn_is_read(shared, tmp_path):
 @torch.no_grad()
 @pytest.mark.parametrize("outtype", ["bf16", "q8_0"])
 @pytest.mark.parametrize("name", ["lfm2", "granite hybrid", "kimi_linear", "qwen3_next"])
-def test_recurrent_layers_run_in_llama_cpp_in_other_types(name, outtype, shared, tmp_path):
+def test_recurrent_layers_run_in_llama_cpp_in_other_types(name, outtype, tmp_path):
     """It aborts unless convolutions and decays are in fp32."""
-    folder = make_folder(name, tmp_path / "tiny", shared)
+    folder = make_folder(name, tmp_path / "tiny")
     file = to_gguf(folder, tmp_path / "file", outtype)
     tokens = draw(1, 20, seed=1)
     expected = litft.load(from_gguf(file, tmp_path / "back", precision="fp32"))[0](tokens)[0]
@@ -561,10 +560,10 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("reason", REFUSED)
-def test_models_that_llama_cpp_would_compute_differently_are_refused(reason, shared, tmp_path):
+def test_models_that_llama_cpp_would_compute_differently_are_refused(reason, tmp_path):
     kind, values = REFUSED[reason]
     build(kind, tmp_path / "tiny", **{"vocab_size": 512, **values})
-    shutil.copyfile(shared / "checkpoints" / "stories260K" / "tokenizer.model", tmp_path / "tiny" / "tokenizer.model")
+    shutil.copyfile(STORIES / "tokenizer.model", tmp_path / "tiny" / "tokenizer.model")
     with pytest.raises(ValueError, match=reason):
         to_gguf(tmp_path / "tiny", tmp_path / "file")
     assert not (tmp_path / "file").exists()
@@ -572,14 +571,13 @@ def test_models_that_llama_cpp_would_compute_differently_are_refused(reason, sha
 
 @torch.no_grad()
 @pytest.mark.parametrize("experts, kind", [(0, "granite"), (5, "granitemoeshared")])
-def test_granite_4_without_mamba_is_a_granite_3(experts, kind, shared, tmp_path):
+def test_granite_4_without_mamba_is_a_granite_3(experts, kind, tmp_path):
     """As llama.cpp's own converter writes it; what comes back has the names of Granite 3, and the same logits."""
     values = (
         MAMBA | GRANITE | dict(layer_types=["attention"] * 3, position_embedding_type="rope", shared_intermediate_size=40)
     )
     build("GraniteMoeHybridConfig", tmp_path / "tiny", vocab_size=512, num_local_experts=experts, **values)
-    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
-        shutil.copyfile(path, tmp_path / "tiny" / path.name)
+    copy_tokenizer(STORIES, tmp_path / "tiny")
     file = to_gguf(tmp_path / "tiny", tmp_path / "file")
     back, tokens = from_gguf(file, tmp_path / "back"), draw(1, 100, seed=1)
     expected = litft.load(tmp_path / "tiny")[0](tokens)
@@ -590,8 +588,8 @@ def test_granite_4_without_mamba_is_a_granite_3(experts, kind, shared, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["Mistral", "Phi3", "Qwen2"])
-def test_sliding_windows_that_llama_cpp_ignores_are_reported(kind, shared, tmp_path, capsys):
-    make_folder({"Mistral": "mistral", "Phi3": "phi3", "Qwen2": "qwen2"}[kind], tmp_path / "tiny", shared, sliding_window=9)
+def test_sliding_windows_that_llama_cpp_ignores_are_reported(kind, tmp_path, capsys):
+    make_folder({"Mistral": "mistral", "Phi3": "phi3", "Qwen2": "qwen2"}[kind], tmp_path / "tiny", sliding_window=9)
     config = json.loads((tmp_path / "tiny" / "config.json").read_text())
     config |= dict(use_sliding_window=True, max_window_layers=1, layer_types=None, sliding_window=9)
     (tmp_path / "tiny" / "config.json").write_text(json.dumps(config))
@@ -600,9 +598,9 @@ def test_sliding_windows_that_llama_cpp_ignores_are_reported(kind, shared, tmp_p
 
 
 @torch.no_grad()
-def test_the_ramp_of_gpt_oss_is_kept(shared, tmp_path, capsys):
+def test_the_ramp_of_gpt_oss_is_kept(tmp_path, capsys):
     rope = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=1e3, truncate=False)
-    folder = make_folder("gpt_oss", tmp_path / "tiny", shared, rope_parameters=rope, max_position_embeddings=256)
+    folder = make_folder("gpt_oss", tmp_path / "tiny", rope_parameters=rope, max_position_embeddings=256)
     file = to_gguf(folder, tmp_path / "file")
     assert "llama.cpp rounds the bounds of YaRN's ramp" in capsys.readouterr().err
     tokens, expected = draw(1, 100, seed=1), litft.load(folder)[0]
@@ -613,8 +611,8 @@ def test_the_ramp_of_gpt_oss_is_kept(shared, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("outtype, kind", [("f16", TYPES.F16), ("bf16", TYPES.BF16), ("q8_0", TYPES.Q8_0)])
-def test_matrices_are_stored_in_the_requested_type(outtype, kind, shared, tmp_path):
-    folder = make_folder("gpt2", tmp_path / "tiny", shared, n_inner=56)
+def test_matrices_are_stored_in_the_requested_type(outtype, kind, tmp_path):
+    folder = make_folder("gpt2", tmp_path / "tiny", n_inner=56)
     file = to_gguf(folder, tmp_path / "file", outtype)
     assert file.name == f"model-{outtype.upper()}.gguf"
     kinds = {tensor.name: tensor.tensor_type for tensor in gguf.GGUFReader(file).tensors}
@@ -629,10 +627,10 @@ def test_matrices_are_stored_in_the_requested_type(outtype, kind, shared, tmp_pa
         torch.testing.assert_close(back[name], tensor, rtol=rounding, atol=rounding * float(tensor.abs().max()) / 2)
 
 
-def test_values_out_of_range_for_fp16_are_refused(shared, tmp_path):
+def test_values_out_of_range_for_fp16_are_refused(tmp_path):
     from safetensors.torch import save_file
 
-    folder = make_folder("llama", tmp_path / "tiny", shared)
+    folder = make_folder("llama", tmp_path / "tiny")
     tensors = load_file(folder / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][3, 4] = 1e5
     save_file(tensors, folder / "model.safetensors")
@@ -644,9 +642,9 @@ QUANTIZED = "Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL".split()
 
 
 @pytest.mark.parametrize("name", QUANTIZED)
-def test_quantized_tensors_are_decoded_as_by_the_gguf_package(name, shared, tmp_path):
+def test_quantized_tensors_are_decoded_as_by_the_gguf_package(name, tmp_path):
     """Random bits of each encoding are decoded as by the package gguf."""
-    folder = make_folder("llama", tmp_path / "tiny", shared, hidden_size=256, intermediate_size=256, num_hidden_layers=1)
+    folder = make_folder("llama", tmp_path / "tiny", hidden_size=256, intermediate_size=256, num_hidden_layers=1)
     file, kind = to_gguf(folder, tmp_path / "file"), TYPES[name]
     random = np.random.default_rng(0)
     block, size = gguf.GGML_QUANT_SIZES[kind]
@@ -698,9 +696,9 @@ def rewrite_gguf(
     return out
 
 
-def test_sentencepiece_with_merges_is_read(shared, tmp_path):
+def test_sentencepiece_with_merges_is_read(tmp_path):
     """Published files of Gemma 4 have it; the merges are those that the scores imply."""
-    file = to_gguf(make_folder("gemma4", tmp_path / "tiny", shared), tmp_path / "file")
+    file = to_gguf(make_folder("gemma4", tmp_path / "tiny"), tmp_path / "file")
     by_score = from_gguf(file, tmp_path / "by_score")
     merges = json.loads((by_score / "tokenizer.json").read_text())["model"]["merges"]
     settings = {"tokenizer.ggml.model": "gemma4", "tokenizer.ggml.merges": [" ".join(pair) for pair in merges]}
@@ -712,8 +710,8 @@ def test_sentencepiece_with_merges_is_read(shared, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5"])
-def test_layers_for_multi_token_prediction_are_dropped(name, shared, tmp_path):
-    folder = make_folder(name, tmp_path / "tiny", shared)
+def test_layers_for_multi_token_prediction_are_dropped(name, tmp_path):
+    folder = make_folder(name, tmp_path / "tiny")
     file = to_gguf(folder, tmp_path / "file")
     architecture, recurrent = gguf.GGUFReader(file).get_field("general.architecture").contents(), {}
     if name == "qwen3_5":
@@ -739,8 +737,8 @@ ADAPTED = {
 
 @torch.no_grad()
 @pytest.mark.parametrize("which", ADAPTED)
-def test_an_adapter_file_contains_the_update_that_merging_adds(which, shared, tmp_path, rounded_gelu):
-    folder = make_folder(which, tmp_path / "tiny", shared)
+def test_an_adapter_file_contains_the_update_that_merging_adds(which, tmp_path, rounded_gelu):
+    folder = make_folder(which, tmp_path / "tiny")
     adapter = adapted(folder, tmp_path / "adapter", LoRA(LoRAArgs(r=4, **ADAPTED[which])))
     file = to_gguf(adapter, tmp_path / "file", merge=False)
     base, merged = to_gguf(folder, tmp_path / "base"), to_gguf(adapter, tmp_path / "merged")
@@ -885,7 +883,7 @@ def test_unknown_pre_tokenizers_are_refused(shared, tmp_path):
 @pytest.mark.slow
 def test_phi3_drops_spaces_after_special_tokens_by_model_name(shared, tmp_path):
     """llama.cpp does so if general.name contains phi-3, and then exits if <|endoftext|> is missing."""
-    folder = make_folder("llama", tmp_path / "my-Phi3", shared)
+    folder = make_folder("llama", tmp_path / "my-Phi3")
     assert GgufFile(to_gguf(folder, tmp_path / "file")).metadata["general.name"] == "my-phi 3"
     tokenizer = tokenizer_folder("tinyllama-1.1b-chat", shared, tmp_path / "mine")
     content = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
@@ -1006,8 +1004,8 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("change", DAMAGED)
-def test_damaged_files_are_reported(change, shared, tmp_path):
-    file = to_gguf(make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
+def test_damaged_files_are_reported(change, tmp_path):
+    file = to_gguf(make_folder("llama", tmp_path / "tiny"), tmp_path / "file")
     with pytest.raises(ValueError, match=DAMAGED[change]):
         from_gguf(write_damaged(change, file, tmp_path / "bad"), tmp_path / "back")
     assert not (tmp_path / "back").exists()
@@ -1035,9 +1033,9 @@ INVALID_METADATA = {
 
 
 @pytest.mark.parametrize("reason", INVALID_METADATA)
-def test_invalid_metadata_is_reported(reason, shared, tmp_path):
+def test_invalid_metadata_is_reported(reason, tmp_path):
     linear = dict(rope_parameters=dict(rope_type="linear", factor=2.0, rope_theta=1e4)) if "scaling" in reason else {}
-    file = to_gguf(make_folder("llama", tmp_path / "tiny", shared, **linear), tmp_path / "file")
+    file = to_gguf(make_folder("llama", tmp_path / "tiny", **linear), tmp_path / "file")
     changes = INVALID_METADATA[reason]
     if "general.architecture" in changes:
         content = file.read_bytes().replace(b"llama", b"mamba")
@@ -1049,16 +1047,16 @@ def test_invalid_metadata_is_reported(reason, shared, tmp_path):
     assert not (tmp_path / "back").exists()
 
 
-def test_the_linear_scaling_of_2023_is_read(shared, tmp_path):
+def test_the_linear_scaling_of_2023_is_read(tmp_path):
     """llama.cpp reads `rope.scale_linear` where a file has no `rope.scaling.factor`."""
-    file = to_gguf(make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
+    file = to_gguf(make_folder("llama", tmp_path / "tiny"), tmp_path / "file")
     scaled_file = rewrite_gguf(file, tmp_path / "scaled.gguf", **{"llama.rope.scale_linear": 4})
     rope = litft.load(from_gguf(scaled_file, tmp_path / "back"))[0].config.layers[0].rope
     assert (rope.rope_type, rope.factor) == ("linear", 4.0)
 
 
-def test_a_model_in_several_files_is_read(shared, tmp_path):
-    file = to_gguf(folder := make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
+def test_a_model_in_several_files_is_read(tmp_path):
+    file = to_gguf(folder := make_folder("llama", tmp_path / "tiny"), tmp_path / "file")
     reader = gguf.GGUFReader(file)
     (parts := tmp_path / "parts").mkdir()
     names = [tensor.name for tensor in reader.tensors]
@@ -1080,8 +1078,8 @@ def test_a_model_in_several_files_is_read(shared, tmp_path):
     assert before.keys() == back.keys() and all(torch.equal(tensor, back[name]) for name, tensor in before.items())
 
 
-def test_invalid_special_token_ids_are_handled_as_by_llama_cpp(shared, tmp_path):
-    file = to_gguf(make_folder("llama", tmp_path / "tiny", shared), tmp_path / "file")
+def test_invalid_special_token_ids_are_handled_as_by_llama_cpp(tmp_path):
+    file = to_gguf(make_folder("llama", tmp_path / "tiny"), tmp_path / "file")
     keys = {f"tokenizer.ggml.{name}_token_id": None for name in ("bos", "unknown")} | {"tokenizer.ggml.eos_token_id": 2**31}
     changed = rewrite_gguf(file, tmp_path / "odd.gguf", **keys)
     before, after = Tokenizer(from_gguf(file, tmp_path / "one")), Tokenizer(from_gguf(changed, tmp_path / "two"))
@@ -1153,10 +1151,10 @@ def greedy(model, ids: list[int], count: int) -> list[int]:
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [2, 3, 7, 10, 12, 15, 17, 18], ids="Q4_0 Q4_1 Q8_0 Q2_K Q3_K_M Q4_K_M Q5_K_M Q6_K".split())
-def test_files_quantized_by_llama_cpp_are_decoded_as_by_llama_cpp(kind, shared, tmp_path):
+def test_files_quantized_by_llama_cpp_are_decoded_as_by_llama_cpp(kind, tmp_path):
     """A Llama with 256 columns, which K-quants need, quantized by llama.cpp and dequantized by it to fp32."""
     llama_cpp = pytest.importorskip("llama_cpp", reason="pip install llama-cpp-python (it compiles for minutes)")
-    folder = make_folder("llama", tmp_path / "tiny", shared, hidden_size=256, intermediate_size=512)
+    folder = make_folder("llama", tmp_path / "tiny", hidden_size=256, intermediate_size=512)
     paths = [to_gguf(folder, tmp_path / "file"), tmp_path / "packed.gguf", tmp_path / "plain.gguf"]
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.allow_requantize = True

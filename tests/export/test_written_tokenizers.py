@@ -1,11 +1,10 @@
 """The tokenizer and the chat templates of written folders: in transformers as in training, one template in each folder."""
 
-import gzip
 import json
 import shutil
 
 import pytest
-from conftest import script
+from conftest import copy_unpacked, script
 from quirks import QUIRKS
 from transformers import AutoTokenizer
 
@@ -45,23 +44,22 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "name", "gemma-2 gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2 qwen2.5 tinyllama-1.1b-chat".split()
-)
-def test_ids_in_transformers_equal_those_of_training(shared, tmp_path, name):
-    shutil.copytree(shared / "tokenizers" / name, tmp_path / name)
-    for path in (tmp_path / name).glob("*.gz"):
-        (tmp_path / name / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
-    tokenizer = Tokenizer(tmp_path / name)
+NAMES = "bytes header fallback words".split()
+NAMES += "gemma-2 gpt2 llama-2-7b llama-3.1 mistral-7b-instruct-v0.3 phi-2 qwen2.5 tinyllama-1.1b-chat".split()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ids_in_transformers_equal_those_of_training(tokenizer_folder, tmp_path, name):
+    tokenizer = Tokenizer(copy_unpacked(tokenizer_folder(name), tmp_path / name))
     reference = AutoTokenizer.from_pretrained(written(tokenizer, tmp_path / "written"))
     for text in TEXTS:
         assert reference(text).input_ids == tokenizer.encode(text), text
         assert reference(text, add_special_tokens=False).input_ids == tokenizer.encode(text, bos=False), text
 
 
-def test_a_tokenizer_whose_ids_may_differ_elsewhere_is_announced(tiny, shared):
+def test_a_tokenizer_whose_ids_may_differ_elsewhere_is_announced(tiny, tokenizer_folder):
     assert "tokenizer.model" in Tokenizer(tiny).portability_note()
-    assert Tokenizer(shared / "tokenizers" / "qwen2.5").portability_note() is None
+    assert Tokenizer(tokenizer_folder("bytes")).portability_note() is None
 
 
 NAMED = {"default": "{%- for m in messages %}{{ m.role + m.content }}{% endfor %}", "tool_use": QUIRKS["plain"]}

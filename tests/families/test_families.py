@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
+from conftest import config_folder
 from parity import (
     ROWS,
     TINY,
@@ -64,11 +65,11 @@ REAL_CONFIGS = (
 
 
 @pytest.mark.parametrize("name", REAL_CONFIGS)
-def test_a_real_config_gives_the_parameters_of_transformers(shared, name):
+def test_a_real_config_gives_the_parameters_of_transformers(name):
     """The number, names and shapes of the parameters are equal, on the meta device."""
     from litft.checkpoints.conversion import mappings_to_hf
 
-    path = shared / "configs" / name / "config.json"
+    path = config_folder(name) / "config.json"
     config = read_config(json.loads(path.read_text("utf-8")))
     with torch.device("meta"):
         reference = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))

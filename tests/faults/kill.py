@@ -1,6 +1,6 @@
 """Kill a run many times, a third of them during a save, and resume it: its final weights must not change.
 
-python tests/faults/kill.py --checkpoint_dir ../shared/checkpoints/stories260K --kills 30
+python tests/faults/kill.py --checkpoint_dir tests/stories --kills 30
 
 After every kill the newest checkpoint must be complete and at most twice --interval steps old, since checkpoints are written
 in the background. At the end the weights must have the sha256 of an uninterrupted run. Each run is a fork of this process,

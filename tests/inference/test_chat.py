@@ -10,6 +10,7 @@ import time
 
 import pytest
 from conftest import ENV, ROOT, script
+from quirks import QUIRKS
 
 import litft
 from litft.args import AdapterArgs, Sampling
@@ -39,8 +40,8 @@ def open_session(folder, max_new_tokens=16, **settings):
 
 
 @pytest.fixture(scope="module")
-def smol(checkpoints):
-    return open_session(checkpoints["SmolLM2-135M-Instruct"])
+def session(checkpoints):
+    return open_session(checkpoints["demo"])
 
 
 def ask(conversation, question, notice=lambda text: None):
@@ -48,13 +49,14 @@ def ask(conversation, question, notice=lambda text: None):
 
 
 def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
-    folder = checkpoints["stories260K"]
+    folder = checkpoints["stories"]
     model, tokenizer = litft.load(folder, precision="fp32")
     system, answers, messages = "You are terse.", [], [{"role": "system", "content": "You are terse."}]
     lines = ["What is the capital of France?", "Which country did I ask about?"]
     for line in lines:
         messages.append({"role": "user", "content": line})
-        answers.append("".join(litft.stream(model, tokenizer, messages, max_new_tokens=16, temperature=0)))
+        # the white space before an answer is no part of its content
+        answers.append("".join(litft.stream(model, tokenizer, messages, max_new_tokens=16, temperature=0)).lstrip())
         messages.append({"role": "assistant", "content": answers[-1]})
     flags = ["--system", system, "--max_new_tokens", "16", "--temperature", "0", "--debug"]
     done = script("generate/chat.py", "--checkpoint_dir", folder, *flags, cwd=tmp_path, text="\n".join(lines) + "\n")
@@ -65,7 +67,7 @@ def test_a_chat_remembers_its_turns(checkpoints, tmp_path):
 
 def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):
     flags = ["--max_new_tokens", "8", "--temperature", "0"]
-    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]
+    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories"], *flags]
     plain = script(*command, cwd=tmp_path, text="Hello\n").stdout
     done = script(*command, cwd=tmp_path, text="once upon a time " * 600 + "\nHello\n")
     assert "shorten it; this message is dropped" in done.stderr and done.stdout == plain
@@ -73,30 +75,31 @@ def test_a_message_that_is_too_long_is_dropped(checkpoints, tmp_path):
 
 def test_reset_clears_the_history(checkpoints, tmp_path):
     flags = ["--max_new_tokens", "8", "--temperature", "0", "--debug"]
-    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories260K"], *flags]
+    command = ["generate/chat.py", "--checkpoint_dir", checkpoints["stories"], *flags]
     done = script(*command, cwd=tmp_path, text="Hello\n\n/reset\nHello\n/exit\nnever\n")
     first, second = done.stderr.split("--- the model reads\n")[1:]
     assert first == second and "never" not in done.stderr
 
 
-def test_only_new_tokens_are_computed(smol):
+def test_only_new_tokens_are_computed(session):
     """Each turn computes the question with its template tokens, and the answer's tokens except the last."""
-    conversation, decoder = (chat := Conversation(smol)), chat.decoder
+    conversation, decoder = (chat := Conversation(session)), chat.decoder
     for question in ("What is the capital of France?", "Which country did I ask about?", "Thanks"):
         processed, cached = decoder.processed, len(decoder.texts[0])
         ask(conversation, question)
-        ids = smol.tokenizer.encode(conversation.prompt_text, bos=False)
+        ids = session.tokenizer.encode(conversation.prompt_text, bos=False)
         new_tokens = conversation.last_chunk.stats.new_tokens
         assert conversation.last_chunk.stats.prefill_tokens == len(ids) - cached
         assert decoder.processed - processed == len(ids) - cached + new_tokens - 1
 
 
-def test_an_answer_keeps_its_generated_tokens(smol):
+def test_an_answer_keeps_its_generated_tokens(checkpoints):
     """The answer is generated letter by letter; the tokenizer would encode the same text with fewer tokens."""
-    tokenizer = smol.tokenizer
+    session = open_session(checkpoints["SmolLM2-135M-Instruct"])
+    tokenizer = session.tokenizer
     (letter,) = tokenizer.encode("a", bos=False)
     bias = {letter: 100.0} | dict.fromkeys(tokenizer.stop_ids, 110.0)
-    conversation = Conversation(smol._replace(sampling=Sampling(8.0, logit_bias=bias, seed=2), max_new_tokens=60))
+    conversation = Conversation(session._replace(sampling=Sampling(8.0, logit_bias=bias, seed=2), max_new_tokens=60))
     pieces = [step.chunk for step in conversation.answer("Hello", print)][:-1]
     tokens = [token for piece in pieces for token in piece.tokens]
     assert pieces[-1].finish_reason == "stop" and len(tokens) > len(tokenizer.encode(conversation.output_text, bos=False))
@@ -106,38 +109,38 @@ def test_an_answer_keeps_its_generated_tokens(smol):
     assert conversation.last_chunk.stats.prefill_tokens < 30
 
 
-def test_answers_equal_those_without_a_cache(smol):
+def test_answers_equal_those_without_a_cache(session):
     conversation, messages = (
-        Conversation(smol, PromptLookup(), "You are terse."),
+        Conversation(session, PromptLookup(), "You are terse."),
         [{"role": "system", "content": "You are terse."}],
     )
     for question in ("What is the capital of France?", "Which country did I ask about?"):
         messages.append({"role": "user", "content": question})
-        expected = "".join(litft.stream(smol.model, smol.tokenizer, messages, max_new_tokens=16, temperature=0))
-        assert ask(conversation, question) == expected
-        messages.append({"role": "assistant", "content": expected})
+        expected = "".join(litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0))
+        assert ask(conversation, question) == expected.lstrip()
+        messages.append({"role": "assistant", "content": expected.lstrip()})
     assert conversation.messages == messages
 
 
-def test_an_interrupted_answer_keeps_its_partial_text(smol):
-    conversation = Conversation(smol)
+def test_an_interrupted_answer_keeps_its_partial_text(session):
+    conversation = Conversation(session)
     steps = conversation.answer("Tell me a story.", print)
     partial = "".join(next(steps).chunk for _ in range(3))
     steps.close()
-    assert conversation.messages[-1] == {"role": "assistant", "content": partial}
-    assert ask(conversation, "Go on") == ask_without_cache(smol, conversation.messages[:-1])
+    assert conversation.messages[-1] == {"role": "assistant", "content": partial.lstrip()}
+    assert ask(conversation, "Go on") == ask_without_cache(session, conversation.messages[:-1])
 
 
 def ask_without_cache(session, messages):
-    return "".join(litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0))
+    return "".join(litft.stream(session.model, session.tokenizer, messages, max_new_tokens=16, temperature=0)).lstrip()
 
 
-def test_the_oldest_turns_are_dropped_when_the_context_is_full(smol):
+def test_the_oldest_turns_are_dropped_when_the_context_is_full(session):
     from dataclasses import replace
 
-    model = smol.model
+    model = session.model
     original_config, notices = model.config, []
-    conversation = Conversation(smol, system="Be brief.")
+    conversation = Conversation(session, system="Be brief.")
     try:
         model.config = replace(original_config, max_positions=200)
         conversation.decoder.capacity = 200
@@ -151,7 +154,7 @@ def test_the_oldest_turns_are_dropped_when_the_context_is_full(smol):
 
 
 def test_a_question_longer_than_the_context_is_refused(checkpoints):
-    conversation = Conversation(open_session(checkpoints["stories260K"], 8))
+    conversation = Conversation(open_session(checkpoints["stories"], 8))
     with pytest.raises(ValueError, match="shorten it"):
         ask(conversation, "once upon a time " * 600)
     assert conversation.messages == [] and ask(conversation, "Hello")
@@ -181,7 +184,7 @@ def test_commands(checkpoints, tmp_path):
         "/set seed=x",
     ]
     screen = ScriptedScreen([*lines, "/base", "/help", "/quit", "never"])
-    chat = Chat(Conversation(open_session(checkpoints["stories260K"], 8)), screen)
+    chat = Chat(Conversation(open_session(checkpoints["stories"], 8)), screen)
     chat.run()
     notices = "\n".join(screen.notices)
     saved = json.loads(path.read_text())[0]["messages"]
@@ -200,7 +203,7 @@ def test_commands(checkpoints, tmp_path):
     settings = chat.conversation.session
     assert settings.sampling.temperature == 0.5 and settings.sampling.top_k is None and settings.max_new_tokens == 3
     loaded = Chat(
-        Conversation(open_session(checkpoints["stories260K"], 8)),
+        Conversation(open_session(checkpoints["stories"], 8)),
         ScriptedScreen([f"/load {path}", "/reset", "/stats", "/undo", "/retry"]),
     )
     loaded.run()
@@ -209,7 +212,7 @@ def test_commands(checkpoints, tmp_path):
 
 
 def test_base_answers_without_the_adapter_and_keeps_the_history_unchanged(checkpoints, capsys):
-    session = open_session(checkpoints["stories260K"], 8)
+    session = open_session(checkpoints["stories"], 8)
     expected = ask(Conversation(session), "Hello")
     method = Adapter(AdapterArgs())
     method.choose(session.model, [])
@@ -237,9 +240,9 @@ def test_blocks_end_at_empty_lines_outside_code_and_at_thoughts():
         assert found + list(blocks.rest()) == expected
 
 
-def test_thoughts_are_left_out_of_the_history_if_the_template_drops_them(checkpoints, shared):
-    session = open_session(checkpoints["SmolLM2-135M-Instruct"])
-    session.tokenizer.chat_template = (shared / "chat_templates" / THINKING).read_text("utf-8")
+def test_thoughts_are_left_out_of_the_history_if_the_template_drops_them(checkpoints):
+    session = open_session(checkpoints["stories"])
+    session.tokenizer.chat_template = QUIRKS["thoughts of earlier answers are dropped"]
     conversation = Conversation(session)
     conversation.messages = [
         {"role": "user", "content": "2 + 2?"},
@@ -247,9 +250,6 @@ def test_thoughts_are_left_out_of_the_history_if_the_template_drops_them(checkpo
     ]
     ask(conversation, "And 3 + 3?")
     assert "Four." in conversation.prompt_text and "Add them up." not in conversation.prompt_text
-
-
-THINKING = "Qwen-QwQ-32B.jinja"
 
 
 class TerminalOutput:

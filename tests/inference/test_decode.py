@@ -18,9 +18,14 @@ from litft.inference.streaming import prompt_ids
 from litft.methods import LoRA
 from litft.pretrained import resolve
 
-NEW = {"stories15M": 80, "SmolLM2-135M-Instruct": 48}
+NEW = {"demo": 64, "stories15M": 80, "SmolLM2-135M-Instruct": 48}
 FEW = 40  # for tests that compute each token several times
 PROMPTS = {
+    "demo": [
+        [{"role": "user", "content": "What is the capital of France?"}],
+        [{"role": "user", "content": "Tell me a story."}],
+        [{"role": "user", "content": "Name a color, then the same color again."}],
+    ],
     "stories15M": ["Once upon a time, a small", "The dog", "Lily and Tom went to the big park with their mom and"],
     "SmolLM2-135M-Instruct": [
         [{"role": "user", "content": "What is the capital of France, and what is it known for?"}],
@@ -31,12 +36,12 @@ PROMPTS = {
 
 
 class Case:
-    """A real model and the tokens that transformers generates for its prompts."""
+    """A model and the tokens that transformers generates for its prompts."""
 
-    def __init__(self, folder, prompts):
+    def __init__(self, folder, prompts, new):
         self.folder = folder
         self.model, self.tokenizer = litft.load(folder, precision="fp32")
-        self.new = NEW[folder.name]
+        self.new = new
         self.ids = [prompt_ids(self.tokenizer, prompt) for prompt in prompts]
         reference = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
         self.expected = [self.reference(reference, ids) for ids in self.ids]
@@ -57,13 +62,13 @@ class Case:
         return [tokens[number] for number in sorted(tokens)], [stats[number] for number in sorted(stats)]
 
 
-@pytest.fixture(scope="module", params=["stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["demo", "stories15M", pytest.param("SmolLM2-135M-Instruct", marks=pytest.mark.slow)])
 def case(request, checkpoints):
-    return Case(checkpoints[request.param], PROMPTS[request.param])
+    return Case(checkpoints[request.param], PROMPTS[request.param], NEW[request.param])
 
 
 # tests that do not depend on the tokenizer, template or tied head use only the smaller model
-small = pytest.mark.parametrize("case", ["stories15M"], indirect=True)
+small = pytest.mark.parametrize("case", ["demo"], indirect=True)
 
 
 def capacity(case):

@@ -15,7 +15,7 @@ from litft.inference.session import open_session
 
 @pytest.fixture(scope="module")
 def folder(checkpoints):
-    return checkpoints["stories260K"]
+    return checkpoints["stories"]
 
 
 def complete(folder, prompt="One day", **settings):
@@ -30,8 +30,8 @@ def generate(folder, tmp_path, *arguments, code=0, greedy=True):
 
 
 def test_only_the_completion_is_on_stdout(checkpoints, tmp_path):
-    model, tokenizer = litft.load(checkpoints["stories260K"])
-    command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--temperature", "0"]
+    model, tokenizer = litft.load(checkpoints["stories"])
+    command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories"], "--temperature", "0"]
     done = script(*command, "--max_new_tokens", "20", "--prompt", "One day", cwd=tmp_path)
     expected = "".join(litft.stream(model, tokenizer, "One day", max_new_tokens=20, temperature=0))
     assert done.stdout == expected + "\n" and "tokens/s" in done.stderr
@@ -42,7 +42,7 @@ def test_only_the_completion_is_on_stdout(checkpoints, tmp_path):
 
 
 def test_all_prompts_are_checked_before_the_first_answer(checkpoints, tmp_path):
-    command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories260K"], "--prompts", "in.jsonl"]
+    command = ["generate/base.py", "--checkpoint_dir", checkpoints["stories"], "--prompts", "in.jsonl"]
     for bad in ({"text": "a"}, {"messages": [{"role": "robot", "content": "a"}]}, {"prompt": "once upon a time " * 600}):
         (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "One day"}) + "\n" + json.dumps(bad) + "\n")
         script(*command, "--out", "out.jsonl", cwd=tmp_path, code=2)
@@ -208,7 +208,7 @@ def test_speculative_decoding_does_not_change_the_output(folder, checkpoints, tm
         done = generate(folder, tmp_path, "--prompt", "One day", *flags)
         assert done.stdout == plain
     assert "draft tokens accepted" in done.stderr
-    failed = generate(folder, tmp_path, "--prompt", "One day", "--draft_dir", checkpoints["stories15M"], code=2)
+    failed = generate(folder, tmp_path, "--prompt", "One day", "--draft_dir", checkpoints["demo"], code=2)
     assert "its vocabulary differs from the model's" in failed.stderr
 
 

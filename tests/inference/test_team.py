@@ -18,7 +18,7 @@ PROMPTS = ["One day", "Lily and Tom went to the park. " * 4, "A", "Once upon a t
 
 @pytest.fixture(scope="module")
 def folder(checkpoints):
-    return checkpoints["stories260K"]
+    return checkpoints["stories"]
 
 
 @pytest.fixture

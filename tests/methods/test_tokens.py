@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 import torch
-from conftest import script
+from conftest import copy_unpacked, script
+from own_tokenizers import WRITERS
 from parity import draw
 
 from litft.data.chat_template import STYLES
@@ -14,21 +15,12 @@ from litft.methods.new_tokens import extend_table, initial_rows, untrained_ids
 from litft.model.transformer import add_neftune_noise
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)])
-def test_added_tokens_are_saved_and_reloaded(shared, tmp_path, name):
+@pytest.mark.parametrize("name", [*WRITERS, "gpt2", "llama-2-7b", pytest.param("gemma-2", marks=pytest.mark.slow)])
+def test_added_tokens_are_saved_and_reloaded(tokenizer_folder, tmp_path, name):
     """Each is one id after the vocabulary and decodes to its text, in litft and in transformers."""
-    import gzip
-
     from transformers import AutoTokenizer
 
-    source = tmp_path / "source"
-    source.mkdir()
-    for path in (shared / "tokenizers" / name).iterdir():
-        if path.suffix == ".gz":
-            with gzip.open(path) as compressed, (source / path.stem).open("wb") as file:
-                shutil.copyfileobj(compressed, file)
-        else:
-            shutil.copyfile(path, source / path.name)
+    source = copy_unpacked(tokenizer_folder(name), tmp_path / "source")
     tokenizer = Tokenizer(source)
     texts = ["<tool>", "naïve token", "日本語!"]
     old_ids = [tokenizer.encode(text, bos=False) for text in texts]
@@ -116,10 +108,10 @@ def test_noise_and_smoothing_apply_only_in_training(tiny):
 
 
 @pytest.mark.parametrize("backend", ["json", "sentencepiece"])
-def test_a_templates_new_end_token_ends_an_answer(tiny, shared, tmp_path, backend):
+def test_a_templates_new_end_token_ends_an_answer(tiny, tokenizer_folder, tmp_path, backend):
     """--data.new_tokens adds it, as the message about missing control tokens recommends."""
     if backend == "json":
-        folder = shutil.copytree(shared / "tokenizers" / "gpt2", tmp_path / "model")
+        folder = shutil.copytree(tokenizer_folder("header"), tmp_path / "model")
     else:
         folder = shutil.copytree(tiny, tmp_path / "model")
     tokenizer = Tokenizer(folder)

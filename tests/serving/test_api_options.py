@@ -33,7 +33,7 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def folder(checkpoints, tmp_path_factory):
     folder = tmp_path_factory.mktemp("options") / "stories"
-    shutil.copytree(checkpoints["stories260K"], folder)
+    shutil.copytree(checkpoints["stories"], folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 

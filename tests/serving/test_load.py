@@ -28,7 +28,7 @@ TOKENS = (1, 8, 30, 120)
 @pytest.fixture(scope="module")
 def folders(checkpoints, tmp_path_factory):
     """A base model and an adapter of it, by name."""
-    base = checkpoints["stories260K"]
+    base = checkpoints["stories"]
     method = LoRA(LoRAArgs(r=4, targets=["q_proj", "down_proj"]))
     return {base.name: base, "tuned": adapted(base, tmp_path_factory.mktemp("load") / "tuned", method)}
 

@@ -60,7 +60,7 @@ INJECTIONS = [
 @pytest.fixture(scope="module")
 def folders(checkpoints, tmp_path_factory):
     root = tmp_path_factory.mktemp("page")
-    base = copy_with_context(checkpoints["stories260K"], root / "stories", 4096)
+    base = copy_with_context(checkpoints["stories"], root / "stories", 4096)
     (base / "generation_config.json").write_text('{"suppress_tokens": [2]}')  # answers end only where the context is full
     return {"stories": base, "tuned": adapted(base, root / "tuned", LoRA(LoRAArgs(r=4)))}
 

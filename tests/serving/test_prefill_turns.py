@@ -17,7 +17,7 @@ SHORT = [9, 8, 7]
 
 @pytest.fixture(scope="module")
 def session(checkpoints, tmp_path_factory):
-    folder = copy_with_context(checkpoints["stories260K"], tmp_path_factory.mktemp("turns") / "stories", 4096)
+    folder = copy_with_context(checkpoints["stories"], tmp_path_factory.mktemp("turns") / "stories", 4096)
     args = ServeArgs(checkpoint_dir=folder, precision="fp32")
     return open_sessions(args, [source_of(args)])[0]
 

@@ -36,8 +36,8 @@ TEMPLATE = (
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, tmp_path_factory):
-    """stories260K with a longer context and its own chat template."""
-    folder = copy_with_context(checkpoints["stories260K"], tmp_path_factory.mktemp("served") / "stories", CONTEXT)
+    """stories with a longer context and its own chat template."""
+    folder = copy_with_context(checkpoints["stories"], tmp_path_factory.mktemp("served") / "stories", CONTEXT)
     config = json.loads((folder / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     return folder
@@ -387,7 +387,7 @@ def test_a_long_prompt_does_not_block_other_requests(checkpoints, tmp_path):
 
 
 def test_tools_are_rejected_if_the_template_ignores_them(checkpoints):
-    with Server(checkpoints["stories260K"]) as server:
+    with Server(checkpoints["stories"]) as server:
         response = post(server, tools=[TOOL])
         assert response.status_code == 400 and "does not support tools" in response.json()["error"]["message"]
         assert post(server, tools=[TOOL], tool_choice="none").status_code == 200
@@ -397,7 +397,7 @@ def test_nan_logits_fail_only_their_own_request(checkpoints, tmp_path):
     """A token with a NaN embedding fails its own request with status 500 and affects no other request."""
     from safetensors.torch import load_file, save_file
 
-    folder = copy_with_context(checkpoints["stories260K"], tmp_path / "broken", 512)
+    folder = copy_with_context(checkpoints["stories"], tmp_path / "broken", 512)
     tensors = load_file(folder / "model.safetensors")
     tensors.setdefault("lm_head.weight", tensors["model.embed_tokens.weight"].clone())
     tensors["model.embed_tokens.weight"][100] = math.nan
@@ -630,7 +630,7 @@ def test_a_missing_package_is_reported_with_the_install_command(folder, tmp_path
 
 def test_sigterm_ends_a_server_whose_stderr_is_not_read(checkpoints, tmp_path):
     """Its message cannot be written then."""
-    flags = ["--checkpoint_dir", checkpoints["stories260K"], "--port", "0"]
+    flags = ["--checkpoint_dir", checkpoints["stories"], "--port", "0"]
     process = start("generate/serve.py", *flags, cwd=tmp_path, stderr=subprocess.PIPE)
     url = next(match[1] for line in process.stderr if (match := re.search(r"at (http://\S+)", line)))
     assert httpx.get(url).status_code == 200  # the server has printed all that it prints at the start

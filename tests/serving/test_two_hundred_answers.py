@@ -23,7 +23,7 @@ NUM_QUESTIONS = 40
 NUM_OF_LARGEST = 40 if os.environ.get("LITFT_ALL_ANSWERS") else 10
 NUM_TOKENS = 14
 STOPS = [" the", "<|im_end|>"]
-MODELS = ("SmolLM2-135M-Instruct", "stories15M", "stories260K", "demo", "tiny")
+MODELS = ("SmolLM2-135M-Instruct", "stories15M", "stories", "demo", "tiny")
 
 pytestmark = pytest.mark.slow
 

@@ -129,7 +129,7 @@ def test_many_clients_get_the_answers_of_one(checkpoints, cases):
     generator = random.Random(0)
     requests = [random_request(generator) for _ in range(40)]
     order = [generator.randrange(len(requests)) for _ in range(cases(400))]
-    with Server(checkpoints["stories260K"], "--batch_size", "16") as server:
+    with Server(checkpoints["stories"], "--batch_size", "16") as server:
 
         async def one_by_one():
             return [await answer(server, request) for request in requests]

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 from pathlib import Path
-from shutil import copyfile
 
 import pytest
+from conftest import STORIES, copy_tokenizer
 from parity import ROWS, build
 
 import litft
@@ -43,8 +43,8 @@ def is_quick(number: int) -> bool:
 
 
 @pytest.fixture(scope="module")
-def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory):
-    """Return a function that builds a variation's model folder on first use, with stories260K's tokenizer."""
+def folders(tmp_path_factory: pytest.TempPathFactory):
+    """Return a function that builds a variation's model folder on first use, with the tokenizer of tests/stories."""
     built = {}
 
     def folder(family: str, variation: str) -> Path:
@@ -52,8 +52,7 @@ def folders(shared: Path, tmp_path_factory: pytest.TempPathFactory):
             kind, variations = ROWS[family]
             built[family, variation] = path = tmp_path_factory.mktemp("model")
             build(kind, path, **{**variations[variation], "vocab_size": 512})
-            for file in (shared / "checkpoints" / "stories260K").glob("*token*"):
-                copyfile(file, path / file.name)
+            copy_tokenizer(STORIES, path)
         return built[family, variation]
 
     return folder

@@ -10,19 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ENV, ROOT, copy_tokenizer
+from conftest import ENV, ROOT, STORIES, copy_tokenizer
 
 from litft.pretrained import resolve
 
 
 @pytest.fixture(scope="module")
-def large_model(shared, tmp_path_factory) -> Path:
+def large_model(tmp_path_factory) -> Path:
     """The folder of a Llama with 8 B parameters, whose file of weights takes no space on the disk: it is a hole."""
     folder = tmp_path_factory.mktemp("large")
     config = dict(model_type="llama", hidden_size=4096, num_hidden_layers=32, num_attention_heads=32)
     config |= dict(num_key_value_heads=8, intermediate_size=14336, vocab_size=128256, max_position_embeddings=8192)
     (folder / "config.json").write_text(json.dumps(config))
-    copy_tokenizer(shared / "checkpoints" / "stories260K", folder)
+    copy_tokenizer(STORIES, folder)
     sizes = {"model.embed_tokens": (128256, 4096), "model.norm": (4096,), "lm_head": (128256, 4096)}
     for layer in range(32):
         prefix = f"model.layers.{layer}."

@@ -10,7 +10,7 @@ from dataclasses import replace
 import plan_pairs
 import pytest
 import torch
-from conftest import ENV, script
+from conftest import ENV, config_folder, script
 from tracked import tracked_peak
 from transformers import Qwen3MoeConfig
 
@@ -96,10 +96,10 @@ ATTENTION = LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
 HEAD = LoRAFinetuneArgs(lora=LoRAArgs(targets=["lm_head", "q_proj"]))
 # model, number of its layers, method, precision, micro-batch (rows, tokens, whether a step has several)
 CASES = {
-    "LoRA, fp32": ("SmolLM2-135M-Instruct", 2, LORA, "fp32", Shape(1, 1024)),
-    "LoRA, two chunks of logits": ("SmolLM2-135M-Instruct", 2, LORA, "bf16", Shape(1, 2048, True)),
-    "full, fp32": ("SmolLM2-135M-Instruct", 2, FullFinetuneArgs(), "fp32", Shape(1, 2048)),
-    "full, fp32 masters": ("SmolLM2-135M-Instruct", 2, FullFinetuneArgs(), "bf16", Shape(1, 2048, True)),
+    "LoRA, fp32": ("smollm2-135m", 2, LORA, "fp32", Shape(1, 1024)),
+    "LoRA, two chunks of logits": ("smollm2-135m", 2, LORA, "bf16", Shape(1, 2048, True)),
+    "full, fp32": ("smollm2-135m", 2, FullFinetuneArgs(), "fp32", Shape(1, 2048)),
+    "full, fp32 masters": ("smollm2-135m", 2, FullFinetuneArgs(), "bf16", Shape(1, 2048, True)),
     "full, bf16 weights": ("qwen3-0.6b", 2, FullFinetuneArgs(), "bf16-true", Shape(1, 2048)),
     "LoRA on a Llama 3": ("llama-3-8b", 2, LORA, "bf16", Shape(1, 2048)),
     "LLaMA-Adapter": ("llama-3.2-1b", 4, AdapterFinetuneArgs(), "fp32", Shape(2, 512)),
@@ -109,9 +109,9 @@ CASES = {
     "DoRA": ("pythia-6.9b", 2, DORA, "bf16", Shape(1, 1024)),
     "trained norms, accumulated": ("qwen2-7b", 2, NORMS, "bf16", Shape(4, 512, True)),
     "experts": ("qwen3-30b-a3b", 1, ATTENTION, "bf16", Shape(1, 1024)),
-    "preferences": ("SmolLM2-135M-Instruct", 2, LORA, "bf16", Shape(1, 2048, True, None, True)),
+    "preferences": ("smollm2-135m", 2, LORA, "bf16", Shape(1, 2048, True, None, True)),
     "preferences, a trained head": (
-        "SmolLM2-135M-Instruct",
+        "smollm2-135m",
         2,
         FullFinetuneArgs(),
         "bf16",
@@ -137,10 +137,10 @@ RECOMPUTED = (("full, fp32 masters", "full"), ("dropout, a parallel block", "sel
     [pytest.param(case, "none", marks=[] if case in QUICK else [pytest.mark.slow]) for case in CASES] + [*RECOMPUTED],
 )
 @pytest.mark.filterwarnings("ignore")
-def test_planned_memory_matches_training_steps(shared, checkpoints, case, recomputed):
+def test_planned_memory_matches_training_steps(case, recomputed):
     """Within 3 % of MemTracker under fake tensors."""
     name, layers, args, precision, shape = CASES[case]
-    source = resolve(checkpoints.get(name, shared / "configs" / name))
+    source = resolve(config_folder(name))
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method = method_of(args)
     method.choose(source.meta_model(), source.adapter_rules)
@@ -177,7 +177,8 @@ PAIRS = (3, 5, 62, pytest.param(190, marks=pytest.mark.slow))
 
 @pytest.mark.parametrize("number", PAIRS)
 @pytest.mark.filterwarnings("ignore")
-def test_memory_of_random_flags_and_data(shared, number, tmp_path):
+@pytest.mark.usefixtures("shared")
+def test_memory_of_random_flags_and_data(number, tmp_path):
     """The plan is at most 1 % below and 5 % above two steps of the run."""
     planned, expected, description = plan_pairs.compare(*plan_pairs.random_pair(random.Random(number)), tmp_path)
     assert -0.01 <= planned / expected - 1 <= 0.05, description
@@ -187,7 +188,8 @@ def test_memory_of_random_flags_and_data(shared, number, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [1, 5, 9, 14])
 @pytest.mark.filterwarnings("ignore")
-def test_memory_of_networks_of_other_kinds(shared, number, tmp_path):
+@pytest.mark.usefixtures("shared")
+def test_memory_of_networks_of_other_kinds(number, tmp_path):
     """The plan is within 3 % of two steps of the run."""
     pair = plan_pairs.random_pair(random.Random(number), networks=True)
     planned, expected, description = plan_pairs.compare(*pair, tmp_path)
@@ -196,9 +198,9 @@ def test_memory_of_networks_of_other_kinds(shared, number, tmp_path):
 
 @pytest.mark.parametrize("layers", [1, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore")
-def test_memory_of_large_micro_batches_of_a_parallel_block(shared, layers):
+def test_memory_of_large_micro_batches_of_a_parallel_block(layers):
     """Its norm saves no input. With a single block, which passes no gradient on, memory peaks in the forward pass."""
-    source, args = resolve(shared / "configs" / "phi-2"), LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
+    source, args = resolve(config_folder("phi-2")), LoRAFinetuneArgs(lora=LoRAArgs(targets=["q_proj"]))
     source = replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
     method, shape = method_of(args), Shape(4, 2048)
     method.choose(source.meta_model(), source.adapter_rules)
@@ -229,9 +231,9 @@ LARGE = "llama-3-8b"
     ],
     ids=str,
 )
-def test_printed_parts_add_up_to_the_peak(shared, values):
+def test_printed_parts_add_up_to_the_peak(values):
     """The parts add up at whichever moment of the step the peak occurs."""
-    source, method = first_layers(shared, 2), method_of(LoRAFinetuneArgs())
+    source, method = first_layers(2), method_of(LoRAFinetuneArgs())
     method.choose(source.meta_model(), source.adapter_rules)
     memory = predict(source, method, "bf16", "none", Shape(8, 512, True), **values).memory
     printed = re.search(r"^([\d.]+) GiB at its peak, .*\((.*?)\)", memory.line())
@@ -240,14 +242,14 @@ def test_printed_parts_add_up_to_the_peak(shared, values):
     assert ("in host memory" in memory.line()) == bool(values.get("cpu_offload"))
 
 
-def first_layers(shared, layers):
+def first_layers(layers):
     """Return a large model's source with only its first `layers` layers."""
-    source = resolve(shared / "configs" / LARGE)
+    source = resolve(config_folder(LARGE))
     return replace(source, config=replace(source.config, layers=source.config.layers[:layers]))
 
 
-def test_offloaded_memory_is_planned_on_the_host(shared):
-    source, method = first_layers(shared, 4), method_of(FullFinetuneArgs())
+def test_offloaded_memory_is_planned_on_the_host():
+    source, method = first_layers(4), method_of(FullFinetuneArgs())
     cases = dict(stays={}, paged=dict(optimizer="paged_adamw"), offloaded=dict(cpu_offload="activations"))
     cases |= dict(sharded=dict(shards=2), waiting=dict(shards=2, cpu_offload="parameters"))
     plans = {
@@ -281,34 +283,28 @@ def test_rounding_in_the_backward_pass_is_planned(tiny):
     assert memory.backward >= ROUNDING_BYTES * largest
 
 
-def plan_script(shared, cwd, *flags, code=0):
-    command = ["scripts/plan.py", "--checkpoint_dir", shared / "configs" / "llama-3-8b", "--max_seq_length", "2048"]
+def plan_script(cwd, *flags, code=0):
+    command = ["scripts/plan.py", "--checkpoint_dir", config_folder("llama-3-8b"), "--max_seq_length", "2048"]
     return script(*command, *flags, cwd=cwd, code=code)
 
 
 @pytest.mark.slow
-def test_a_budget_selects_the_fastest_settings(shared, tmp_path):
+def test_a_budget_selects_the_fastest_settings(tmp_path):
     """More memory buys weights on the device, then bf16, then no recomputation. A too small budget reports the minimum."""
-    flags = {
-        size: plan_script(shared, tmp_path, "--budget", size).stdout.split("\n")[0] for size in ("5GiB", "9GiB", "80GiB")
-    }
+    flags = {size: plan_script(tmp_path, "--budget", size).stdout.split("\n")[0] for size in ("5GiB", "9GiB", "80GiB")}
     assert flags["5GiB"].endswith("--train.activation_checkpointing full --train.cpu_offload parameters")
     assert flags["9GiB"].endswith("--train.activation_checkpointing full --quantize nf4")
     assert flags["80GiB"].endswith("--train.activation_checkpointing none")
     for size, line in flags.items():
         settings = dict(zip(*[iter(line.split(": ")[1].split())] * 2, strict=True))
         settings = {name.removeprefix("--train.").removeprefix("--"): value for name, value in settings.items()}
-        stdout = plan_script(
-            shared, tmp_path, *(word for name, value in settings.items() for word in (f"--{name}", value))
-        ).stdout
+        stdout = plan_script(tmp_path, *(word for name, value in settings.items() for word in (f"--{name}", value))).stdout
         assert float(re.search(r"memory: ([\d.]+) GiB", stdout)[1]) <= 0.9 * float(size.removesuffix("GiB")) + 0.005
-    fixed = plan_script(
-        shared, tmp_path, "--budget", "20GiB", "--micro_batch_size", "4", "--activation_checkpointing", "full"
-    )
+    fixed = plan_script(tmp_path, "--budget", "20GiB", "--micro_batch_size", "4", "--activation_checkpointing", "full")
     assert "micro_batch_size 4 --train.activation_checkpointing full" in fixed.stdout
-    stderr = plan_script(shared, tmp_path, "--budget", "3GiB", code=2).stderr
+    stderr = plan_script(tmp_path, "--budget", "3GiB", code=2).stderr
     assert "this needs at least" in stderr and "--train.cpu_offload parameters" in stderr
-    assert "expected a size such as 24GiB" in plan_script(shared, tmp_path, "--budget", "lots", code=2).stderr
+    assert "expected a size such as 24GiB" in plan_script(tmp_path, "--budget", "lots", code=2).stderr
 
 
 @pytest.mark.slow
@@ -335,7 +331,7 @@ def test_a_run_recomputes_as_little_as_its_memory_allows(tiny, examples, monkeyp
 @pytest.mark.parametrize("kind", ["nf4", "nf4-dq", "int8"])
 def test_weights_of_a_quantized_base(checkpoints, kind):
     """The plan has as many bytes as the loaded model."""
-    source = resolve(checkpoints["stories15M"])
+    source = resolve(checkpoints["demo"])
     method = method_of(LORA)
     method.choose(source.meta_model(), source.adapter_rules)
     memory = predict(source, method, "fp32", kind, Shape(1, 64)).memory
@@ -352,7 +348,7 @@ def test_weights_of_a_quantized_base(checkpoints, kind):
 
 def test_a_trained_embedding_makes_the_blocks_save_activations(checkpoints):
     """The blocks save activations even if nothing in them is trained."""
-    source, activations = resolve(checkpoints["stories15M"]), {}
+    source, activations = resolve(checkpoints["demo"]), {}
     for targets in (["q_proj"], ["embed"], ["lm_head"]):
         method = method_of(LoRAFinetuneArgs(lora=LoRAArgs(targets=targets)))
         method.choose(source.meta_model(), source.adapter_rules)
@@ -364,7 +360,7 @@ def factors_of(source, method):
     return method.parameters(attached(source, method)).values()
 
 
-def test_the_parameters_of_real_models_are_counted(shared):
+def test_the_parameters_of_real_models_are_counted():
     """The counts equal those in the model cards and papers."""
     published_counts = {
         "llama-3-8b": 8_030_261_248,
@@ -372,7 +368,7 @@ def test_the_parameters_of_real_models_are_counted(shared):
         "phi-2": 2_779_683_840,
     }
     for name, count in published_counts.items():
-        source, method = resolve(shared / "configs" / name), method_of(LORA)
+        source, method = resolve(config_folder(name)), method_of(LORA)
         method.choose(source.meta_model(), source.adapter_rules)
         plan = predict(source, method, "bf16", "none", Shape(1, 128))
         assert plan.parameters == count
@@ -403,12 +399,12 @@ def test_peak_memory_excludes_the_parent_process():
     assert 0.05 < float(done.stdout) < 0.7
 
 
-def test_the_plan_of_a_gpu_traces_its_kernels(shared):
+def test_the_plan_of_a_gpu_traces_its_kernels():
     """Soft-capped scores are stored whole on a GPU, chunk by chunk on a CPU; the loss takes 16 times as many rows at once.
 
     7.20 GiB were measured with torch's CUDA allocator (torch 2.15, scripts/plan_accuracy.py).
     """
-    source, method = resolve(shared / "configs" / "gemma-2-2b"), LoRA(LoRAArgs())
+    source, method = resolve(config_folder("gemma-2-2b")), LoRA(LoRAArgs())
     method.choose(source.meta_model(), source.adapter_rules)
     on_gpu, on_cpu = (
         predict(source, method, "bf16", "none", Shape(1, 512), recomputed="none", device=device, compiled=False).memory.peak
@@ -417,9 +413,9 @@ def test_the_plan_of_a_gpu_traces_its_kernels(shared):
     assert on_gpu / 2**30 == pytest.approx(7.20, rel=0.01) and on_cpu < 0.99 * on_gpu
 
 
-def test_blocks_that_save_nothing_are_planned_without_activations(shared):
+def test_blocks_that_save_nothing_are_planned_without_activations():
     """With LoRA in the last block alone, the blocks below save nothing, compiled or not."""
-    source = resolve(shared / "configs" / "gemma-2-2b")
+    source = resolve(config_folder("gemma-2-2b"))
     planned = []
     for targets in (["blocks.25.*"], ["all-linear"]):
         method = LoRA(LoRAArgs(targets=targets))

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import conftest
 import numpy as np
 import pytest
-from conftest import rows_of, script, write_records
+from conftest import config_folder, rows_of, script, write_records
 
 from litft.data.packing import Layout, num_slots
 from litft.data.sampler import Sampler, largest_micro_batch
@@ -170,8 +170,8 @@ DatasetInfo(features=rows.features, splits=splits, **values).write_to_directory(
 """
 
 
-def test_a_plan_needs_only_a_config(shared, tmp_path):
-    command = ["scripts/plan.py", "--checkpoint_dir", shared / "configs" / "llama-3-8b", "--chip", "H100"]
+def test_a_plan_needs_only_a_config(tmp_path):
+    command = ["scripts/plan.py", "--checkpoint_dir", config_folder("llama-3-8b"), "--chip", "H100"]
     text = script(*command, cwd=tmp_path).stdout
     assert "8,030,261,248 parameters; lora trains 20,971,520 (0.26%)" in text
     assert "weights 15.0" in text and "minutes at 40% of its peak" in text
@@ -179,7 +179,7 @@ def test_a_plan_needs_only_a_config(shared, tmp_path):
     assert "weights 5.69" in quantized  # 6.98e9 x (1/2 + 4/64), the embedding and the head in bf16, factors in fp32
     unknown = script(*command, "--chip", "abacus", cwd=tmp_path, code=2).stderr
     assert "its peak is not known; known chips:" in unknown and "RTX 3060" in unknown and "H100," in unknown
-    budget = ["scripts/plan.py", "--checkpoint_dir", shared / "configs" / "llama-3.2-1b", "--budget", "80GB"]
+    budget = ["scripts/plan.py", "--checkpoint_dir", config_folder("llama-3.2-1b"), "--budget", "80GB"]
     without_chip = script(*budget, cwd=tmp_path).stdout
     assert "H100" not in without_chip and "--chip NAME adds the time" in without_chip
     assert "1 x RTX 3090" in script(*budget, "--chip", "RTX 3090", cwd=tmp_path).stdout

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from conftest import ROOT, rows_of, script, start, write_records
+from conftest import ROOT, STORIES, copy_tokenizer, rows_of, script, start, write_records
 from forkserver import Process
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.api import CheckpointException
@@ -290,8 +290,8 @@ def test_ten_steps_in_a_row_that_are_not_finite_end_the_run(poisoned):
         litft.finetune(poisoned)
 
 
-def test_an_exploding_loss_ends_the_run(args, shared):
-    args.checkpoint_dir = str(shared / "checkpoints" / "stories260K")
+def test_an_exploding_loss_ends_the_run(args):
+    args.checkpoint_dir = str(STORIES)
     train = TrainArgs(max_steps=12, global_batch_size=4, learning_rate=1.0)
     full_args = FullFinetuneArgs(checkpoint_dir=args.checkpoint_dir, out_dir=args.out_dir, data=args.data, train=train)
     with pytest.raises(
@@ -333,9 +333,8 @@ with user_errors():
 
 
 @pytest.fixture(scope="module")
-def large(make_model, shared, tmp_path_factory):
+def large(make_model, tmp_path_factory):
     """A model whose activations for 64 rows of 256 tokens take more than a GiB, and 64 examples."""
-    import shutil
 
     from transformers import LlamaConfig
 
@@ -347,8 +346,7 @@ def large(make_model, shared, tmp_path_factory):
         num_hidden_layers=2,
         max_position_embeddings=8192,
     )
-    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
-        shutil.copyfile(path, folder / path.name)
+    copy_tokenizer(STORIES, folder)
     data = tmp_path_factory.mktemp("large") / "data.json"
     records = [{"instruction": f"{n} times", "output": "once upon a time there was " * 60} for n in range(64)]
     data.write_text(json.dumps(records))
@@ -418,8 +416,8 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tiny, examples, tmp_path):
         ("adapter_v2", 4, "--save.best"),
     ],
 )
-def test_a_run_killed_at_any_moment_ends_the_same(shared, method, kills, flags):
-    arguments = ["--checkpoint_dir", shared / "checkpoints" / "stories260K", "--method", method, "--kills", str(kills)]
+def test_a_run_killed_at_any_moment_ends_the_same(method, kills, flags):
+    arguments = ["--checkpoint_dir", STORIES, "--method", method, "--kills", str(kills)]
     arguments += ["--steps", str(40 + 6 * kills), "--flags", f"--eval.max_new_tokens 0 {flags}"]
     done = script("tests/faults/kill.py", *arguments, cwd=ROOT)
     print(done.stdout)

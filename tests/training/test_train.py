@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import ROOT, kill_after, script, write_records
+from conftest import ROOT, STORIES, config_folder, copy_tokenizer, kill_after, script, write_records
 from lightning_fabric import Fabric
 
 import litft
@@ -326,13 +326,12 @@ def test_resume_without_a_checkpoint_starts_at_step_0(uninterrupted, tmp_path):
     assert "all 2 steps are done; final/ is written again" in script(*command, cwd=tmp_path).stdout
 
 
-def test_learned_positions_are_not_exceeded(make_model, shared, examples, tmp_path):
+def test_learned_positions_are_not_exceeded(make_model, examples, tmp_path):
     """GPT-2 has a table of positions. An index beyond it is out of range, on a GPU without a clear error."""
     from transformers import GPT2Config
 
     _, folder = make_model(GPT2Config, vocab_size=512, max_position_embeddings=192, n_inner=56)
-    for path in (shared / "checkpoints" / "stories260K").glob("*token*"):
-        (folder / path.name).write_bytes(path.read_bytes())
+    copy_tokenizer(STORIES, folder)
     command = ["finetune/lora.py", "--checkpoint_dir", folder, "--data.path", examples, "--train.max_steps", "2"]
     done = script(*command, "--data.max_seq_length", "193", cwd=tmp_path, code=2)
     assert "--data.max_seq_length 193: this model has only 192 learned positions" in done.stderr
@@ -365,9 +364,9 @@ def test_two_processes_train_as_one(tiny, tmp_path):
 
 @pytest.mark.parametrize("row_tokens", [None, 128], ids=["rows", "packed"])
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gemma-2-2b", "pythia-6.9b", "phi-2", "qwen3-0.6b", "qwen3-30b-a3b"])
-def test_a_step_reads_no_value_from_the_device(shared, name, row_tokens):
+def test_a_step_reads_no_value_from_the_device(name, row_tokens):
     """Meta tensors have no values: reading one, which would wait for a GPU, raises an error."""
-    source = resolve(shared / "configs" / name)
+    source = resolve(config_folder(name))
     source = replace(source, config=replace(source.config, layers=source.config.layers[:2]))  # with and without a window
     for with_indices in (True, False):
         model, method = source.meta_model().bfloat16(), LoRA(LoRAArgs(r=4, dropout=0.1))

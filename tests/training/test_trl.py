@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import adapted, copy_tokenizer, rows_of
+from conftest import STORIES, adapted, copy_tokenizer, rows_of
 from safetensors.torch import load_file
 
 from litft.args import DataArgs, EvalArgs, LoRAArgs, LoRAFinetuneArgs, PreferenceArgs, TrainArgs
@@ -27,14 +27,14 @@ BETAS = {"dpo": 0.3, "ipo": 0.3, "simpo": 2.0, "orpo": None, "kto": 0.3}
 
 
 @pytest.fixture(scope="module", params=["stories15M", "qwen3"])
-def base(request, checkpoints, make_model, shared) -> Path:
+def base(request, checkpoints, make_model) -> Path:
     """The folders of the models: a real one, and a tiny Qwen3."""
     if request.param == "stories15M":
         return checkpoints["stories15M"]
     from transformers import Qwen3Config
 
     _, folder = make_model(Qwen3Config, vocab_size=512, max_position_embeddings=256)
-    copy_tokenizer(shared / "checkpoints" / "stories260K", folder)
+    copy_tokenizer(STORIES, folder)
     return folder
 
 

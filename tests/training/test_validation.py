@@ -106,7 +106,7 @@ def test_the_loss_is_a_mean_over_target_tokens(model_and_samples, single_process
     losses, counts = zip(*(model(sample.tokens[None], targets=sample.targets[None]) for sample in samples), strict=True)
     expected = float(sum(losses) / sum(counts))
     mean_of_means = sum(float(loss / count) for loss, count in zip(losses, counts, strict=True)) / len(samples)
-    assert abs(mean_of_means / expected - 1) > 1e-3
+    assert abs(mean_of_means / expected - 1) > 5e-4
     for rows in (1, 5):
         (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples, Layout(rows))
         assert loss == pytest.approx(expected, rel=1e-5)
@@ -179,15 +179,15 @@ CONVERSATIONS = {
 
 @pytest.mark.parametrize("style", sorted({*STYLES} - {"llama2", "plain"}))
 @pytest.mark.parametrize("kind", CONVERSATIONS)
-def test_the_last_user_message_is_shown(shared, style, kind):
-    tokenizer = Tokenizer(shared / "tokenizers" / "qwen2.5")
+def test_the_last_user_message_is_shown(tokenizer_folder, style, kind):
+    tokenizer = Tokenizer(tokenizer_folder("bytes"))
     tokenizer.use_template(STYLES[style])
     rendered = tokenizer.apply_chat_template(CONVERSATIONS[kind], add_generation_prompt=True)
     assert question_text(tokenizer, tokenizer.encode(rendered, bos=False)) == QUESTION
 
 
-def test_a_prompt_without_a_known_beginning_is_shown_whole(shared):
-    tokenizer = Tokenizer(shared / "tokenizers" / "qwen2.5")
+def test_a_prompt_without_a_known_beginning_is_shown_whole(tokenizer_folder):
+    tokenizer = Tokenizer(tokenizer_folder("bytes"))
     assert question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
     tokenizer.use_template("{% for m in messages %}{{ m.content }}{% endfor %}")
     assert question_text(tokenizer, tokenizer.encode("Once upon a time")) == "Once upon a time"
