@@ -110,7 +110,7 @@ class PretrainedFolder:
             (path for path in (self.folder, self.base) if any((path / name).is_file() for name in names)),
             None,
         )
-        return Tokenizer(folder) if folder else None
+        return Tokenizer(folder, self.base) if folder else None
 
     def dtype(self, precision: str | None) -> torch.dtype:
         """Return the dtype of `precision`, or the folder's dtype if it is None."""

@@ -154,18 +154,47 @@ def _take_vocabulary(tensors: dict[str, Tensor], reading: _Reading) -> _Vocabula
     if not vocabulary.ids:
         return vocabulary
     # one of the tables may have no rows of its own: then those of the other if the two are tied, or the base's
+    of_the_other = set()
     for name, other in (TABLES, TABLES[::-1]):
         if reading.model.config.tied and given[name] is None and not own[name]:
             given[name] = given[other]
             own[name] = own[other]
+            of_the_other.add(name)
     for name in TABLES:
         rows = dict(own[name])
         if given[name] is not None:
             rows |= zip(given_ids, given[name].split(1), strict=False)
+        if name in of_the_other:
+            _add_update(rows, name, tensors, reading)
         _add_other_rows(rows, name, vocabulary.ids, tensors, reading)
         _check_rows(rows, vocabulary.ids, reading)
         vocabulary.rows[f"{name}.token_rows"] = torch.cat([rows[token] for token in vocabulary.ids])
     return vocabulary
+
+
+def _add_update(rows: dict[int, Tensor], name: str, tensors: dict[str, Tensor], reading: _Reading) -> None:
+    """Add the LoRA update of a table to rows (1, C) that are those of the tied other one: PEFT adds it to all rows."""
+    known = [token for token in rows if token < reading.model.config.vocab_size]
+    if not known or not _are_factors(tensors, _factor_keys(tensors, reading.targets[name].name)):
+        return
+    table = reading.read_base(base_table(name, reading.model)).float().clone()
+    for token in known:
+        table[token] = rows[token][0]
+    table = _updated_table(table, name, tensors, reading)
+    for token in known:
+        rows[token] = table[token : token + 1]
+
+
+def _updated_table(table: Tensor, name: str, tensors: dict[str, Tensor], reading: _Reading) -> Tensor:
+    """Return a table (V, C) with its LoRA update, if it has one. Raises ValueError for kinds of LoRA that change all rows."""
+    target = reading.targets[name]
+    factors = _factor_keys(tensors, target.name)
+    if not _are_factors(tensors, factors):
+        return table
+    if "m" in factors or (reading.init and not target.embedding):
+        reason = f"{target.name} has LoRA that changes all rows, beside trained rows of the other table"
+        raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
+    return _with_update(table, target, tensors, reading)
 
 
 def _add_other_rows(
@@ -179,12 +208,7 @@ def _add_other_rows(
     table = tensors.get(f"{target.name}.weight")  # trained in full
     if table is None:
         table = reading.read_base(base_table(name, reading.model)).float()
-    factors = _factor_keys(tensors, target.name)
-    if _are_factors(tensors, factors):
-        if "m" in factors or (reading.init and not target.embedding):
-            reason = f"{target.name} has LoRA that changes all rows, beside trained rows of the other table"
-            raise ValueError(f"{reading.path}: {reason}; merge the adapter in PEFT")
-        table = _with_update(table, target, tensors, reading)
+    table = _updated_table(table, name, tensors, reading)
     for token in missing:
         rows[token] = table[token : token + 1]
 

@@ -33,7 +33,7 @@ class MicroBatch:
 
     tokens: Tensor  # (B, T) int64
     targets: Tensor  # (B, T) int64
-    positions: Tensor | None = None  # (B, T) int64 within each sample; None: each row has one sample
+    positions: Tensor | None = None  # (B, T) int64 within each document; 0 for padding
     documents: PackedSequences | None = None  # a number for each token's document; -1: padding
     target_indices: Tensor | None = None  # (N,) int64 into the flattened rows; computed here to avoid a GPU sync
     sequences: Sequences | None = None
@@ -167,7 +167,7 @@ def collate(rows: list[list[Sample]], packed: bool = True) -> MicroBatch:
     samples = [sample for row in rows for sample in row]
     sequences = _sequences(numbers, samples) if any(sample.is_preference for sample in samples) else None
     if not (packed or any(sample.documents for sample in samples)):
-        return MicroBatch(tokens, targets, target_indices=target_indices, sequences=sequences)
+        return MicroBatch(tokens, targets, positions, target_indices=target_indices, sequences=sequences)
     return MicroBatch(tokens, targets, positions, PackedSequences.of(documents), target_indices, sequences)
 
 

@@ -34,10 +34,14 @@ class Tokenizer:
     to plain text, so that a conversation has exactly one. `named_templates` are for special purposes: with tools, the one
     named tool_use is used, as in transformers. `has_template`: whether the template is the folder's, or was trained with,
     so that it is saved. Generation ends at any of `stop_ids`.
+
+    base: the folder of the model, if `folder` is that of an adapter. It names the stop tokens where the adapter's folder does
+    not: PEFT and transformers save an adapter with a tokenizer, but without a generation_config.json.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, base: Path | None = None) -> None:
         self.folder = folder
+        self.generation_folders = [folder] if base in (None, folder) else [folder, base]
         config = read_json(folder / "tokenizer_config.json")
         self.special = _special_tokens(config, read_json(folder / "special_tokens_map.json"))
         added = _added_tokens(config)
@@ -60,7 +64,7 @@ class Tokenizer:
             raise ValueError(f"{folder / 'tokenizer_config.json'}: {reason}; name one of its tokens")
         add_bos = config.get("add_bos_token")
         self.adds_bos = self.bos_id is not None and (add_bos if add_bos is not None else self._backend.adds_bos(self.bos_id))
-        self.stop_ids = _stop_ids(folder, self.eos_id)
+        self.stop_ids = _stop_ids(self.generation_folders, self.eos_id)
         # end tokens are special even if the tokenizer file does not mark them so
         self.special_ids = self._backend.special_ids | (set(self.stop_ids) & ({self.eos_id} | self.added_ids))
         if not self.stop_ids:
@@ -343,11 +347,15 @@ def _own_templates(folder: Path, config: dict[str, Any]) -> tuple[str | None, di
     return path.read_text("utf-8") if path.is_file() else entries, named
 
 
-def _stop_ids(folder: Path, eos_id: int | None) -> list[int]:
-    """Return the stop tokens: eos_token_id of generation_config.json (or config.json), and the tokenizer's EOS."""
-    configs = (read_json(folder / name) for name in ("generation_config.json", "config.json"))
-    eos_ids = next((c["eos_token_id"] for c in configs if c.get("eos_token_id") is not None), [])
-    eos_ids = eos_ids if isinstance(eos_ids, list) else [eos_ids]
-    if invalid := [value for value in eos_ids if not isinstance(value, int) or value < 0]:
-        raise ValueError(f"{folder}: eos_token_id {invalid[0]!r} in generation_config.json or config.json is not a token id")
+def _stop_ids(folders: list[Path], eos_id: int | None) -> list[int]:
+    """Return the stop tokens: eos_token_id of the first generation_config.json or config.json, and the tokenizer's EOS."""
+    eos_ids = []
+    for path in (folder / name for folder in folders for name in ("generation_config.json", "config.json")):
+        found = read_json(path).get("eos_token_id")
+        if found is not None:
+            eos_ids = found if isinstance(found, list) else [found]
+            break
+    for value in eos_ids:
+        if not isinstance(value, int) or value < 0:
+            raise ValueError(f"{path}: eos_token_id {value!r} is not a token id")
     return list(dict.fromkeys([*eos_ids, *([eos_id] if eos_id is not None else [])]))

@@ -133,11 +133,17 @@ class HarnessModel(TemplateLM):
     def _logprobs(self, inputs: list[tuple[int, ...]], count: int) -> Tensor:
         """Return log-probabilities (B, N, V) at the last `count` positions of each input, right-aligned if it is shorter."""
         tokens = torch.zeros(len(inputs), max(map(len, inputs)), dtype=torch.long)
+        positions = torch.zeros_like(tokens)
         logits_to_keep = torch.zeros(len(inputs), count, dtype=torch.long)
         for row, input_ids in enumerate(inputs):
             tokens[row, : len(input_ids)] = torch.tensor(input_ids)  # right padding: causal attention does not see it
+            positions[row, : len(input_ids)] = torch.arange(len(input_ids))
             logits_to_keep[row] = (torch.arange(count) + len(input_ids) - count).clamp(min=0)
-        logits = self.session.model(tokens.to(self._device), logits_to_keep=logits_to_keep.to(self._device))
+        logits = self.session.model(
+            tokens.to(self._device),
+            positions=positions.to(self._device),
+            logits_to_keep=logits_to_keep.to(self._device),
+        )
         return logits.float().log_softmax(-1)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from litft.model.rope_config import RopeConfig
 
+LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the text
+
 # B batch, T tokens, H heads, D head dim
 
 
@@ -81,11 +83,17 @@ class RotaryEmbedding(nn.Module):
             self._compute(self.short.device)
         return self
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies depend on the length of the text."""
+        return self.rope.rope_type in LENGTH_DEPENDENT
+
     def forward(self, positions: Tensor, max_length: Tensor | int, dtype: torch.dtype) -> CosSin:
         """Return cos and sin for positions (B, T).
 
-        max_length: length of the longest document; in generation the planned length, per row as (B, 1, 1, 1). The dynamic
-        and longrope types choose their factors by it, once per call, so all tokens of a row use the same frequencies.
+        max_length: where `depends_on_length`, the length of each token's document (B, 1, T, 1) or of each row (B, 1, 1, 1);
+        in generation the planned length. The factors are chosen by it, so that all tokens of a document use the same
+        frequencies.
         """
         frequencies = self.short
         if self.rope.rope_type == "longrope":

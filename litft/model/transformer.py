@@ -119,7 +119,8 @@ class GPT(nn.Module):
         x = self.embed_tokens(tokens, positions)  # (B, T, C)
         if self.training and self.neftune_alpha:
             x = add_neftune_noise(x, self.neftune_alpha, targets, document_ids)
-        cos_sin, extras = self.cos_sin(positions, cache, x.dtype), self.block_extras(tokens, x)
+        cos_sin = self.cos_sin(positions, cache, x.dtype, document_ids)
+        extras = self.block_extras(tokens, x)
         x = x if self.streams is None else self.streams.expand(x)
         documents = self.layer_documents(self.prepare_documents(documents, tokens), tokens)
         for index, (block, rotary) in enumerate(zip(self.blocks, self.rotary_indices, strict=True)):
@@ -176,10 +177,18 @@ class GPT(nn.Module):
             x = x + sinusoids(positions, x.size(-1), x.dtype)
         return apply_norm(self.embed_norm, x)
 
-    def cos_sin(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[CosSin]:
-        """Return cos and sin for each distinct RopeConfig; the longest document or planned length selects its factors."""
-        max_length = cache.max_length if cache else positions.max() + 1
-        return [rotary(positions, max_length, dtype) for rotary in self.rotaries]
+    def cos_sin(
+        self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype, document_ids: Tensor | None = None
+    ) -> list[CosSin]:
+        """Return cos and sin for each distinct RopeConfig at positions (B, T).
+
+        The length of each document, without documents that of each row, selects the factors of the types that depend on it;
+        in generation the planned length.
+        """
+        lengths: Tensor | int = 0
+        if any(rotary.depends_on_length for rotary in self.rotaries):
+            lengths = cache.max_length if cache else document_lengths(positions, document_ids)
+        return [rotary(positions, lengths, dtype) for rotary in self.rotaries]
 
 
 @contextmanager
@@ -217,6 +226,20 @@ def add_neftune_noise(x: Tensor, alpha: float, targets: Tensor, document_ids: Te
         lengths = (document_ids[:, :, None] == document_ids[:, None, :]).sum(2)  # (B, T)
     bound = alpha / (lengths * x.size(2)).sqrt()
     return x + ((torch.rand_like(x, dtype=torch.float32) * 2 - 1) * bound[..., None]).to(x.dtype)
+
+
+def document_lengths(positions: Tensor, document_ids: Tensor | None) -> Tensor:
+    """Return the length of the document of each token, (B, 1, T, 1); without documents that of each row, (B, 1, 1, 1).
+
+    positions: (B, T), counted from 0 in each document; those of padding are below a row's length.
+    """
+    if document_ids is None:
+        return (positions.amax(1) + 1)[:, None, None, None]
+    num_tokens = positions.size(1)
+    index = torch.arange(num_tokens, device=positions.device).expand_as(positions)
+    is_end = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (0, 1), value=True)
+    ends = torch.where(is_end, index, num_tokens).flip(1).cummin(1).values.flip(1)  # of the document of each token
+    return (positions.gather(1, ends) + 1)[:, None, :, None]
 
 
 def default_positions(tokens: Tensor, document_ids: Tensor | None, offset: int) -> Tensor:

@@ -81,6 +81,11 @@ class ApiRequest(BaseModel):
     uses_template: ClassVar[bool]
     prompt_field: ClassVar[str]  # name of the field with the prompt
 
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the text is an answer from its beginning, so that the white space before it is no part of it."""
+        return self.uses_template
+
     def prompts(self, tokenizer: Tokenizer, capacity: int) -> list[list[int]]:
         """Return the token ids of each prompt. Raise ApiError for a text of far more than `capacity` tokens."""
         raise NotImplementedError
@@ -143,7 +148,7 @@ class ApiRequest(BaseModel):
                     stop_ids=session.tokenizer.stop_ids,
                     stop=[*session.stop, *stop],
                     top_logprobs=self.num_top_logprobs or 0,
-                    strip_leading=self.uses_template,
+                    strip_leading=self.begins_answer,
                     shown_special_ids=session.tokenizer.structure_ids if self.uses_template else frozenset(),
                     constraint=self.constraint(session),
                 )
@@ -219,6 +224,11 @@ class ChatRequest(ApiRequest):
 
     _prompt: str = PrivateAttr("")  # as rendered
     _tools: list[dict[str, Any]] | None = PrivateAttr(None)
+
+    @property
+    def begins_answer(self) -> bool:
+        """Whether the answer is a new message, and not the continuation of the last one."""
+        return not self.continue_final_message
 
     def prompts(self, tokenizer: Tokenizer, capacity: int) -> list[list[int]]:
         """Return the conversation in the model's chat template, up to the answer."""

@@ -23,9 +23,11 @@ class Compiled(nn.Module):
         needs_gradient = torch.is_grad_enabled() and is_compiled(self) and trains_first_block(self)
         return x.requires_grad_() if needs_gradient and not x.requires_grad else x
 
-    def cos_sin(self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype) -> list[CosSin]:
+    def cos_sin(
+        self, positions: Tensor, cache: KVCache | None, dtype: torch.dtype, document_ids: Tensor | None = None
+    ) -> list[CosSin]:
         """Return cos and sin; their width is a constant of the compiled code."""
-        tables = super().cos_sin(positions, cache, dtype)
+        tables = super().cos_sin(positions, cache, dtype, document_ids)
         for table in tables:
             torch._dynamo.mark_static(table.cos, 3)
             torch._dynamo.mark_static(table.sin, 3)

@@ -92,6 +92,7 @@ KINDS = {
     "tokens of the embedding, lora of the head": kind(
         "untied", targets=[*QV, "lm_head"], trainable_token_indices={"embed_tokens": [5, 9]}
     ),
+    "tokens, lora of the tied head": kind("tied", targets=[*QV, "lm_head"], trainable_token_indices=[5, 9]),
     "more rows, tokens of the embedding, saved head": kind(
         "untied", 4, trainable_token_indices=[5, 9], modules_to_save=["lm_head"]
     ),

@@ -1,10 +1,11 @@
 """A merged model equals the adapter on its base, for litft and for transformers."""
 
 import json
+import shutil
 
 import pytest
 import torch
-from conftest import script
+from conftest import STORIES, copy_tokenizer, script
 from peft_reference import TOKENS, write_adapter
 from safetensors.torch import load_file, save_file
 
@@ -86,6 +87,20 @@ def test_an_incomplete_adapter_is_not_merged(adapter, tmp_path, damage):
     with pytest.raises(ValueError, match=r"does not fit its base model: .*q_proj "):
         merge(MergeArgs(checkpoint_dir=str(adapter), out_dir=str(tmp_path / "out")))
     assert not list(tmp_path.glob("out*"))
+
+
+def test_generation_settings_of_the_base_hold_for_an_adapter(tiny, tmp_path):
+    """transformers and PEFT save an adapter with its tokenizer, and without a generation_config.json."""
+    base = shutil.copytree(tiny, tmp_path / "base")
+    settings = {"eos_token_id": [2, 7], "top_k": 5}
+    (base / "generation_config.json").write_text(json.dumps(settings))
+    write_adapter(base, tmp_path / "adapter")
+    copy_tokenizer(STORIES, tmp_path / "adapter")
+    assert litft.load(tmp_path / "adapter")[1].stop_ids == [2, 7]
+    merge(MergeArgs(checkpoint_dir=str(tmp_path / "adapter"), out_dir=str(tmp_path / "merged")))
+    assert json.loads((tmp_path / "merged" / "generation_config.json").read_text()) == settings
+    (tmp_path / "adapter" / "generation_config.json").write_text(json.dumps({"eos_token_id": 9}))
+    assert litft.load(tmp_path / "adapter")[1].stop_ids == [9, 2]
 
 
 def test_invalid_merges_are_refused(tiny, adapter, tmp_path):

@@ -2,7 +2,13 @@
 
 import pytest
 import torch
+from parity import draw
+from torch.nn.functional import cross_entropy
+from transformers import LlamaConfig
 
+import litft
+from litft.data.encoder import Sample
+from litft.data.packing import collate
 from litft.model.rope import RotaryEmbedding, _rotate_compiled, inverse_frequencies
 from litft.model.rope_config import RopeConfig
 
@@ -21,6 +27,34 @@ def test_frequencies_are_computed_again_after_the_meta_device():
     with torch.device("meta"):
         rotary = RotaryEmbedding(RopeConfig(theta=500.0, dim=8))
     assert torch.equal(rotary.to_empty(device="cpu").short, inverse_frequencies(RopeConfig(theta=500.0, dim=8))[0])
+
+
+SCALED = {
+    "longrope": dict(short_factor=[1.0] * 4, long_factor=[4.0] * 4, original_max_position_embeddings=32),
+    "dynamic": dict(factor=4.0),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", SCALED)
+def test_a_loss_does_not_depend_on_what_shares_the_micro_batch(kind, make_model):
+    """Each document has the frequencies of its own length, as transformers computes it alone."""
+    rope = dict(rope_type=kind, rope_theta=1e4, **SCALED[kind])
+    contexts = {"longrope": 128, "dynamic": 32}
+    reference, folder = make_model(LlamaConfig, rope_parameters=rope, max_position_embeddings=contexts[kind])
+    model, _ = litft.load(folder)
+    samples = []
+    for length in (20, 61):
+        ids = draw(1, length, seed=length)[0]
+        samples.append(Sample(ids[:-1], ids[1:]))
+    expected = 0.0
+    for sample in samples:
+        logits = reference(sample.tokens[None]).logits[0]
+        expected += float(cross_entropy(logits, sample.targets, reduction="sum"))
+    for rows, packed in (([[samples[0]], [samples[1]]], False), ([samples], True)):
+        batch = collate(rows, packed)
+        loss, _ = model(batch.tokens, **batch.inputs())
+        assert float(loss) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize(
