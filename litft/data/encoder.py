@@ -106,6 +106,7 @@ class Encoded:
     text: bool = False  # the samples are the consecutive spans of a text
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that end its answers
+    last_token: int | None = None  # of a record of token ids whose last token is learned
     answers: int = 0  # answers that are learned
     empty_thoughts: int = 0  # those with an empty thought of the template, which is not learned
     unused: list[str] = field(default_factory=list)  # fields with a value that nothing reads
@@ -298,7 +299,8 @@ class Encoder:
             encoded.turns.append(0)
             encoded.notes += [CUT] if len(cut) < len(sample) else []
             # the end of a block of text is no end of an answer
-            encoded.ends |= {ids[-1]} if supervised[-1] and not all(supervised) else set()
+            if supervised[-1] and not all(supervised):
+                encoded.last_token = ids[-1]
         else:
             encoded.notes.append(CUT_AWAY if (sample[1:] & SUPERVISED).any() else MASKED)
 

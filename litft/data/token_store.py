@@ -26,6 +26,7 @@ ARRAYS = {"supervised": np.int32, "units": np.uint64, "turns": np.int32, "digest
 ARRAYS |= {"first_sizes": np.int32, "labels": np.int8}  # see SampleIndex
 NO_LABEL = -1
 MAX_HASHED = 1 << 30  # bytes; larger tokens.bin are not hashed when a store is opened, which would take seconds
+END_SHARE = 0.1  # the least share of the records of token ids that end with a token, if answers end with it
 MAX_NAMED = 10  # records that a report names for each note, in addition to their count
 
 
@@ -98,12 +99,15 @@ class TokenStoreWriter:
         self._first_sizes: list[int] = []
         self._labels: list[int] = []
         self._ends, self._used_special = set(), set()
+        self._last_tokens: Counter[int] = Counter()  # of records of token ids
         self._tokens_hash = xxh3_64()
 
     def add(self, encoded: Encoded) -> None:
         """Append a record's samples. Samples with equal units go into the same split."""
         self.report.add(encoded)
         self._ends |= encoded.ends
+        if encoded.last_token is not None:
+            self._last_tokens[encoded.last_token] += 1
         self._first_sizes += encoded.first_sizes or [0] * len(encoded.samples)
         self._labels += map(int, encoded.labels or [NO_LABEL] * len(encoded.samples))
         for fact in (*encoded.first_sizes, *encoded.labels):  # others have none, and keep their hash
@@ -125,6 +129,11 @@ class TokenStoreWriter:
             if (largest := int(ids.max())) > self.report.largest[0]:
                 self.report.largest = [largest, encoded.where]
 
+    def _usual_last_tokens(self) -> set[int]:
+        """Return the tokens that end records of token ids, but for those of few records: a length limit has cut these."""
+        least = END_SHARE * self._last_tokens.total()
+        return {token for token, count in self._last_tokens.items() if count >= least}
+
     def close(self) -> None:
         """Write the index and the report."""
         self._file.close()
@@ -135,6 +144,7 @@ class TokenStoreWriter:
         self.report.samples, self.report.supervised = len(self._lengths), sum(self._supervised)
         num_inputs = int(offsets[-1]) - sum(kind != CONTINUATION for kind in self._kinds)
         self.report.tokens = num_inputs - sum(size > 0 for size in self._first_sizes)
+        self._ends |= self._usual_last_tokens()
         self.report.ends, self.report.special = sorted(map(int, self._ends)), sorted(self._used_special)
         self.report.content = self._hash.hexdigest()
         arrays = {path.name: file_hash(path) for path in self.folder.glob("*.npy")}

@@ -802,6 +802,17 @@ def test_token_ids_and_labels_are_used_as_they_are(tiny, tmp_path):
         assert float(loss / count) == pytest.approx(float(reference(ids, labels=labels).loss), rel=1e-5)
 
 
+def test_a_cut_record_of_token_ids_adds_no_stop_token(tokenizer_folder, tmp_path):
+    """Where another program's length limit has cut one record, its last token is that of no answer."""
+    tokenizer = Tokenizer(tokenizer_folder("header"))
+    stops = list(tokenizer.stop_ids)
+    end, cut = (tokenizer.token_id(text) for text in ("<|eot_id|>", "<|start_header_id|>"))
+    records = [{"input_ids": [5, 6, 7, end], "labels": [IGNORED, IGNORED, 7, end]} for _ in range(20)]
+    records[3] = {"input_ids": [5, 6, 7, cut], "labels": [IGNORED, IGNORED, 7, cut]}
+    load(write_records(tmp_path / "a.jsonl", records), tokenizer, vocab_size=1000, format="tokens")
+    assert tokenizer.stop_ids == [*stops, end]
+
+
 def test_token_ids_are_cut_and_masked(tiny, tmp_path):
     tokenizer = Tokenizer(tiny)
     path = write_records(

@@ -164,7 +164,7 @@ def test_log_probabilities_equal_the_models(harness_model, folder):
 @torch.no_grad()
 def test_rolling_windows_predict_each_token_once(harness_model, folder):
     model, tokenizer = litft.load(folder, "fp32")
-    text = "Lily and Tom went to the park. They saw a big dog. " * 60
+    text = "Lily and Tom went to the park. They saw a big dog. " * 70
     (log_likelihood,) = harness_model.loglikelihood_rolling(harness_requests((text,)), disable_tqdm=True)
     ids, context, total = tokenizer.encode(text), model.config.max_positions, 0.0
     assert len(ids) > 2 * context
@@ -356,7 +356,7 @@ def test_models_are_scored_on_examples_that_all_can_read(folder, checkpoints, ma
     short_context = make_model(LlamaConfig, vocab_size=512, max_position_embeddings=160)[1]
     for path in folder.glob("*token*"):
         copyfile(path, short_context / path.name)
-    records = [{"prompt": "word " * (n * 7 % 60) + f"Number {n}?", "completion": "Lily."} for n in range(24)]
+    records = [{"prompt": "word " * (n * 7 % 60) + f"Say {n}?", "completion": "Lily."} for n in range(24)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     flags = ["--data.path", "own.jsonl", "--max_new_tokens", "2"]
     output, done = run_eval(tmp_path, "--checkpoint_dir", folder, "--against", short_context, *flags)
@@ -382,7 +382,7 @@ def test_different_tokenizers_are_scored_on_examples_that_all_can_read(folder, t
     copytree(tokenizer_folder("bytes"), other)
     for name in ("config.json", "model.safetensors"):
         copyfile(folder / name, other / name)
-    records = [{"prompt": "word " * (n * 7 % 60) + f"Number {n}?", "completion": "Lily."} for n in range(24)]
+    records = [{"prompt": "日本語の文 " * (n * 7 % 15) + f"Number {n}?", "completion": "Lily."} for n in range(24)]
     (tmp_path / "own.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     data = DataArgs(path=[str(tmp_path / "own.jsonl")], val_fraction=0.0, max_seq_length=160)
     args = RunEvalArgs(str(folder), data=data, against=str(other))
