@@ -33,6 +33,8 @@ _ATTENTION = Alias("", "the fastest attention is chosen")
 _KERNELS = Alias("", "litft's own forms are used")
 _READ = Alias("", "it is read from the model's folder")
 _WORKERS = Alias("", "data is tokenized once into a cache; no workers are needed")
+# the rates of other programs where only one of the two is given
+BETAS = {"adam_beta1": "0.9", "adam_beta2": "0.999"}
 _ENDS = Alias("", "the template says how answers end, and padding needs no token")
 
 ALIASES: dict[str, Alias] = {
@@ -134,8 +136,8 @@ ALIASES: dict[str, Alias] = {
     "lr_scheduler_type": Alias("--train.lr_schedule {value}", _SCHEDULE_NOTE, values=_SCHEDULES),
     "warmup_ratio": Alias("--train.warmup_fraction {value}"),
     "num_warmup_steps": Alias("--train.warmup_steps {value}"),
-    "adam_beta1": Alias("--train.betas {value},0.95", "both rates together"),
-    "adam_beta2": Alias("--train.betas 0.9,{value}", "both rates together"),
+    "adam_beta1": Alias("--train.betas {value},{adam_beta2}", "both rates together"),
+    "adam_beta2": Alias("--train.betas {adam_beta1},{value}", "both rates together"),
     "adam_epsilon": Alias("--train.eps {value}"),
     "cosine_min_lr_ratio": Alias("--train.min_lr_ratio {value}"),
     "min_lr": Alias("--train.min_lr_ratio R", "a fraction of the peak learning rate"),
@@ -152,7 +154,11 @@ ALIASES: dict[str, Alias] = {
     "torch_compile": Alias("--train.compile {value}", "it is on by default on a GPU"),
     # LoRA
     "lora_rank": Alias("--lora.r {value}"),
-    "lora_target": Alias("--lora.targets {value}", "names separated by commas, or all-linear"),
+    "lora_target": Alias(
+        "--lora.targets {value}",
+        "names separated by commas, or all-linear",
+        values={"all": "--lora.targets all-linear"},
+    ),
     "lora_target_linear": Alias("--lora.targets all-linear"),
     "peft_layers_to_transform": Alias("--lora.targets NAMES", "patterns may name layers: blocks.1?.mlp.*"),
     "unfrozen_parameters": Alias("--train.freeze NAMES", "patterns of what is frozen instead: blocks.0.*"),
@@ -251,7 +257,9 @@ def translate(name: str, value: str | None, given: Mapping[str, str | None] = {}
         value = str(math.prod(map(int, counts))) if all(count and count.isdigit() for count in counts) else "N"
     if alias.limit < math.inf and value and value.replace(".", "", 1).isdigit() and float(value) >= alias.limit:
         value = None
-    return alias.flags.format(value="VALUE" if value is None else value), f" ({alias.note})" if alias.note else ""
+    betas = {beta: given.get(beta) or default for beta, default in BETAS.items()}
+    flags = alias.flags.format(value="VALUE" if value is None else value, **betas)
+    return flags, f" ({alias.note})" if alias.note else ""
 
 
 def optimizer(value: str) -> str:

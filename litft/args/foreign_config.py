@@ -63,6 +63,8 @@ def in_litfts_terms(
                     of_lora.append(name)
                 elif is_valid(flag, text):
                     _put(converted, flag, _value(text))
+                else:
+                    notes.append(f"{name}: {texts[name]} is no value of --{flag}; set that flag instead")
     if of_lora:
         notes.append(f"{', '.join(dict.fromkeys(of_lora))}: settings of finetune/lora.py, which this command does not have")
     if entries.get("lora_model_dir") or entries.get("adapter_name_or_path"):  # an adapter keeps its own ranks
@@ -73,6 +75,8 @@ def in_litfts_terms(
             converted["lora"]["targets"] = "all-linear"
         notes.append("lora_target_modules: a regular expression has no counterpart; name modules, or patterns: *.q_proj")
     _put_their_defaults(converted, entries)
+    if "finetuning_type" in entries:
+        _put_llama_factorys_defaults(converted, entries, flag_types, notes)
     _share_template(converted.get("data", {}))
     converted = {name: value for name, value in converted.items() if value != {}}
     return yaml.safe_dump(converted, sort_keys=False, allow_unicode=True).strip(), list(dict.fromkeys(notes))
@@ -109,6 +113,29 @@ def _put_their_defaults(converted: dict[str, Any], entries: Mapping[str, Any]) -
         train.setdefault("global_batch_size", train["micro_batch_size"])
     if "base_model" in entries and not {"val_set_size", "test_datasets"} & entries.keys():
         converted.setdefault("data", {}).setdefault("val_fraction", 0.0)  # axolotl holds nothing out
+
+
+def _put_llama_factorys_defaults(
+    converted: dict[str, Any], entries: Mapping[str, Any], flag_types: Mapping[str, Any], notes: list[str]
+) -> None:
+    """Set what LLaMA-Factory does by default and litft does not.
+
+    Source: its FinetuningArguments, and transformers' TrainingArguments of version 4.
+    """
+    train = converted.setdefault("train", {})
+    train.setdefault("learning_rate", 5e-5)
+    train.setdefault("lr_schedule", "linear")
+    if "max_steps" not in train:
+        train.setdefault("epochs", 3)
+    if "warmup_steps" not in train:
+        train.setdefault("warmup_fraction", 0.0)
+    if "lora.alpha" in flag_types:
+        lora = converted.setdefault("lora", {})
+        rank = lora.setdefault("r", 8)
+        lora.setdefault("alpha", 2 * rank)
+    data = converted.get("data", {})
+    if "template" in data and not str(data["template"]).endswith(".jinja"):
+        notes.append(f"template: {data.pop('template')} is a name of LLaMA-Factory; the model's own template is used")
 
 
 def _share_template(data: dict[str, Any]) -> None:

@@ -186,7 +186,10 @@ def _add_update(rows: dict[int, Tensor], name: str, tensors: dict[str, Tensor], 
 
 
 def _updated_table(table: Tensor, name: str, tensors: dict[str, Tensor], reading: _Reading) -> Tensor:
-    """Return a table (V, C) with its LoRA update, if it has one. Raises ValueError for kinds of LoRA that change all rows."""
+    """Return a table (V, C) with its LoRA update, if it has one.
+
+    Raises ValueError for kinds of LoRA that change all rows.
+    """
     target = reading.targets[name]
     factors = _factor_keys(tensors, target.name)
     if not _are_factors(tensors, factors):

@@ -40,12 +40,8 @@ ENDS_IN_OPEN_THOUGHT = re.compile(rf"{_OPEN}\s*\Z")
 ENDS_IN_EMPTY_THOUGHT = re.compile(rf"{_OPEN}\s*{_CLOSE}\s*\Z")
 OPENS_THOUGHT = re.compile(rf"\s*{_OPEN}")
 CLOSES_THOUGHT = re.compile(_CLOSE)
-# a thought that is opened, or one whose closing mark has a line of its own: elsewhere </think> is a part of the answer
-_INLINE = re.compile(
-    r"(?P<open>\s*<think>\s*)(?P<reasoning>.*?)(?P<close>\s*</think>\s*)"
-    r"|(?P<unopened>.*?)(?P<close_line>\s*^[ \t]*</think>[ \t]*$\s*)",
-    re.DOTALL | re.MULTILINE,
-)
+_INLINE_OPENING = re.compile(r"\s*<think>\s*")
+_INLINE_CLOSING_LINE = re.compile(r"^[ \t]*</think>[ \t]*$", re.MULTILINE)
 
 
 def is_thought_mark(text: str) -> bool:
@@ -62,6 +58,40 @@ def thought_marks(template: str) -> tuple[tuple[str, str], ...]:
         if openings and closings:
             pairs.append((openings[0], closings[0]))
     return tuple(dict.fromkeys(pairs))
+
+
+@dataclass(frozen=True)
+class InlineThought:
+    """A content with reasoning at its beginning, in the parts that it consists of."""
+
+    opening: str  # with the white space around it; empty if the prompt has written it
+    reasoning: str
+    closing: str  # with the white space around it
+    answer: str
+
+    @classmethod
+    def of(cls, content: str) -> "InlineThought | None":
+        """Return the parts of a content; None without reasoning.
+
+        The thought is opened, or its closing mark has a line of its own: elsewhere </think> is a part of the answer.
+        """
+        opening = _INLINE_OPENING.match(content)
+        if opening:
+            closing_start = content.find("</think>", opening.end())
+            if closing_start >= 0:
+                return cls._divided(content, opening.end(), closing_start, closing_start + len("</think>"))
+        closing = _INLINE_CLOSING_LINE.search(content)
+        if closing:
+            return cls._divided(content, 0, closing.start(), closing.end())
+        return None
+
+    @classmethod
+    def _divided(cls, content: str, start: int, closing_start: int, closing_end: int) -> "InlineThought":
+        """Divide at the reasoning's start and around the closing mark, to which the white space beside it belongs."""
+        reasoning = content[start:closing_start].rstrip()
+        answer = content[closing_end:].lstrip()
+        closing = content[start + len(reasoning) : len(content) - len(answer)]
+        return cls(content[:start], reasoning, closing, answer)
 
 
 @dataclass(frozen=True)
@@ -86,13 +116,10 @@ class ReasonedAnswer:
         field = next((name for name in REASONING_FIELDS if message.get(name)), None)
         if field is not None:
             return cls(rest, message[field], content, field)
-        thought = _INLINE.match(content) if "</think>" in content else None
+        thought = InlineThought.of(content)
         if thought is None:
             return cls(rest, "", content, REASONING_FIELDS[0])
-        answer = content[thought.end() :]
-        if thought["open"] is None:
-            return cls(rest, thought["unopened"], answer, INLINE, "", thought["close_line"])
-        return cls(rest, thought["reasoning"], answer, INLINE, thought["open"], thought["close"])
+        return cls(rest, thought.reasoning, thought.answer, INLINE, thought.opening, thought.closing)
 
     def write(self) -> Message:
         """Return the message in its spelling."""

@@ -35,8 +35,8 @@ class Tokenizer:
     named tool_use is used, as in transformers. `has_template`: whether the template is the folder's, or was trained with,
     so that it is saved. Generation ends at any of `stop_ids`.
 
-    base: the folder of the model, if `folder` is that of an adapter. It names the stop tokens where the adapter's folder does
-    not: PEFT and transformers save an adapter with a tokenizer, but without a generation_config.json.
+    base: the folder of the model, if `folder` is that of an adapter. It names the stop tokens where the adapter's folder
+    does not: PEFT and transformers save an adapter with a tokenizer, but without a generation_config.json.
     """
 
     def __init__(self, folder: Path, base: Path | None = None) -> None:

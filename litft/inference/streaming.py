@@ -50,7 +50,7 @@ def stream(
     prompt: str | list[Message],
     *,
     max_new_tokens: int = 256,
-    stop: Sequence[str] = (),
+    stop: str | Sequence[str] = (),
     tools: list[dict[str, Any]] | None = None,
     drafter: Drafter | None = None,
     **sampling: Any,
@@ -60,18 +60,21 @@ def stream(
     The answer to messages has the marks around reasoning and tool calls; `generate` takes it apart.
     Each chunk is a str with `tokens`, `logprobs`, `finish_reason` (in the last: stop, length or context) and `stats`.
     sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-    frequency_penalty, logit_bias, seed). stop: texts that end the answer, also special tokens. tools: functions that the
+    frequency_penalty, logit_bias, seed). stop: a text, or several, that end the answer, also special tokens. tools: functions that the
     model may call, in OpenAI's form. Raises ValueError if a setting is invalid, or the
     prompt is empty, longer than the context or outside the vocabulary.
     """
     settings = Sampling(**USUAL | sampling)
     if problems := settings.problems():
         raise ValueError("; ".join(problem.removeprefix("--") for problem in problems))
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if "" in stops:
+        raise ValueError("stop: an empty text occurs everywhere; leave it out")
     ids = prompt_ids(tokenizer, prompt, read_tools(tools, "tools"))
     check_prompt(model, ids)
     decoder = Decoder(model, capacity=len(ids) + max_new_tokens)
     shown = frozenset() if isinstance(prompt, str) else tokenizer.structure_ids
-    request = Request(ids, max_new_tokens, settings, tokenizer.stop_ids, stop, shown_special_ids=shown)
+    request = Request(ids, max_new_tokens, settings, tokenizer.stop_ids, stops, shown_special_ids=shown)
     yield from (chunk for _, chunk in generate_batch(decoder, tokenizer, [request], drafter))
 
 

@@ -14,7 +14,7 @@ from conftest import ROOT, refused, script
 import litft
 from litft import args as flags
 from litft.args import parser
-from litft.args.aliases import ALIASES, explain
+from litft.args.aliases import ALIASES, BETAS, explain
 from litft.args.finetune import FINETUNE, LoRAFinetuneArgs
 from litft.args.parser import parse, types_of_flags
 from litft.cli import COMMANDS, run
@@ -369,7 +369,7 @@ def test_flags_of_other_programs_are_translated(capsys):
         assert (names or alias.note) and set(names) <= types.keys(), name
         assert parser._full_name(name, types) not in types, f"{name} is a flag here"
         value = "N" if alias.times else "7" if alias.limit > 7 else "VALUE"
-        assert alias.flags.format(value=value) in explain(name, "7")
+        assert alias.flags.format(value=value, **BETAS) in explain(name, "7")
     with pytest.raises(ValueError) as error:
         parser.parse(LoRAFinetuneArgs, "--lr 1e-4 --fsdp full_shard --load_in_4bit --lora.rank 3".split())
     lines = str(error.value).splitlines()
@@ -479,6 +479,15 @@ def test_a_config_of_axolotl_is_converted(tmp_path):
             "lora_model_dir: out/a\nlora_r: 4\nlora_dropout: 0.1\nlr_scheduler: cosine\ncosine_min_lr_ratio: 0.2",
             {"checkpoint_dir": "out/a", "lora": {"dropout": 0.1}, "train": {"lr_schedule": "cosine", "min_lr_ratio": 0.2}},
         ),
+        (
+            "adam_beta1: 0.8\nadam_beta2: 0.98\neval_steps: 0.25",
+            {"train": {"betas": "0.8,0.98"}},
+        ),
+        (
+            "finetuning_type: lora\nlora_rank: 64\nlora_target: all\ntemplate: qwen",
+            {"lora": {"r": 64, "targets": "all-linear", "alpha": 128}}
+            | {"train": {"learning_rate": 5e-5, "lr_schedule": "linear", "epochs": 3, "warmup_fraction": 0.0}},
+        ),
     ],
 )
 def test_what_differs_is_converted(text, expected, tmp_path):
@@ -486,6 +495,10 @@ def test_what_differs_is_converted(text, expected, tmp_path):
     with pytest.raises(ValueError) as error:
         parser.parse(LoRAFinetuneArgs, ["--config", str(tmp_path / "a.yaml")])
     assert yaml.safe_load(str(error.value).partition("no counterpart:\n")[2]) == expected
+    if "eval_steps" in text:
+        assert "eval_steps: 0.25 is no value of --eval.interval; set that flag instead" in str(error.value)
+    if "template" in text:
+        assert "template: qwen is a name of LLaMA-Factory; the model's own template is used" in str(error.value)
     if text.startswith("datasets"):  # whose fields have other names here
         assert "here it is --data.path ... (a list whose items may" in str(error.value)
 

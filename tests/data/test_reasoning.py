@@ -1,6 +1,9 @@
 """Reasoning in answers, and arguments of chat templates."""
 
 import json
+import random
+import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -9,6 +12,7 @@ from transformers import AutoTokenizer
 from litft.args import DataArgs
 from litft.data.dataset import load_data
 from litft.data.encoder import SUPERVISED, Encoder
+from litft.data.reasoning import InlineThought
 from litft.data.tokenizer import Tokenizer
 
 # as in Qwen 3: the reasoning of the last answer is rendered, and a prompt without thinking opens with an empty thought
@@ -74,3 +78,39 @@ def test_template_arguments_become_defaults_of_the_saved_template(tokenizer_fold
 @pytest.mark.parametrize("item", ["thinking", "=1", "a b=1", "{{x}}=1"])
 def test_invalid_template_arguments_are_reported(item):
     assert any("expected NAME=VALUE" in problem for problem in DataArgs(["x"], template_args=[item]).problems())
+
+
+# what InlineThought finds, in one expression, which needs quadratic time for runs of white space
+INLINE = re.compile(
+    r"(?P<open>\s*<think>\s*)(?P<reasoning>.*?)(?P<close>\s*</think>\s*)"
+    r"|(?P<unopened>.*?)(?P<close_line>\s*^[ \t]*</think>[ \t]*$\s*)",
+    re.DOTALL | re.MULTILINE,
+)
+
+
+def test_inline_thoughts_are_those_of_the_expression():
+    rng = random.Random(0)
+    parts = ["<think>", "</think>", "\n", " ", "\t", "a", "b\n", "\u2003"]
+    num_thoughts = 0
+    for _ in range(5000):
+        content = "".join(rng.choices(parts, k=rng.randint(0, 9)))
+        found = INLINE.match(content)
+        thought = InlineThought.of(content)
+        assert (found is None) == (thought is None), content
+        if found is None:
+            continue
+        num_thoughts += 1
+        answer = content[found.end() :]
+        if found["open"] is None:
+            expected = InlineThought("", found["unopened"], found["close_line"], answer)
+        else:
+            expected = InlineThought(found["open"], found["reasoning"], found["close"], answer)
+        assert thought == expected, content
+    assert num_thoughts > 500
+
+
+def test_white_space_before_a_closing_mark_takes_linear_time():
+    began = time.monotonic()
+    assert InlineThought.of("x" + "\n    " * 200_000 + "</think>y") is None
+    assert InlineThought.of("x" + "\n    " * 200_000 + "</think>").reasoning == "x"
+    assert time.monotonic() - began < 5

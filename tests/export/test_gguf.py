@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from conftest import STORIES, adapted, copy_tokenizer, script
+from own_tokenizers import write_bytes
 from parity import build, draw, relative
 from safetensors.torch import load_file
 
@@ -872,6 +873,20 @@ def test_mistrals_chats_have_the_same_tokens(shared, tmp_path, capsys):
     expected = tokenizer.encode(chat, bos=False)
     assert Tokenizer(from_gguf(file, tmp_path / "back")).encode(chat, bos=False) == expected
     assert load_llama_cpp(file, vocab_only=True).tokenize(chat.encode(), add_bos=False, special=True) == expected
+
+
+def test_normalizers_are_refused(tmp_path):
+    """llama.cpp would keep the capital letters, and the model never saw any."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    write_bytes(folder)
+    definition = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    definition["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "NFC"}, {"type": "Lowercase"}]}
+    (folder / "tokenizer.json").write_text(json.dumps(definition), "utf-8")
+    kind, values = MODELS["llama"]
+    build(kind, folder, **{**values, "vocab_size": 1000})
+    with pytest.raises(ValueError, match=r"the normalizer of its tokenizer.json changes texts .*Lowercase"):
+        to_gguf(folder, tmp_path / "file")
 
 
 def test_unknown_pre_tokenizers_are_refused(shared, tmp_path):

@@ -69,6 +69,16 @@ def test_a_stop_token_is_not_part_of_the_text(story):
     assert "".join(pieces) == text_of(tokenizer, ids, tokens[:-1])
 
 
+def test_a_stop_text_may_be_one_text(story):
+    """As in OpenAI's API; its letters are no stop texts."""
+    (whole,) = ["".join(pieces_of(story, "One day"))]
+    stop = whole[20:26]
+    text = "".join(pieces_of(story, "One day", stop=stop))
+    assert text == "".join(pieces_of(story, "One day", stop=[stop])) == whole[: whole.index(stop)] != ""
+    with pytest.raises(ValueError, match="an empty text occurs everywhere"):
+        pieces_of(story, "One day", stop="")
+
+
 def text_of(tokenizer, ids, tokens):
     stream = Detokenizer(tokenizer, ids)
     return "".join(stream.push(token) for token in tokens) + stream.rest()

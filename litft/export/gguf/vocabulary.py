@@ -288,6 +288,13 @@ def model_name(name: str, tokenizer: Tokenizer | None) -> str:
 
 def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
     """Return llama.cpp's name for the pre-tokenizer of a tokenizer.json; raise ValueError if there is none."""
+    normalizer = definition.get("normalizer")
+    # NFC changes only texts in which a letter and its accent are two characters; published tokenizers with it have names
+    if normalizer is not None and not _is_nfc(normalizer):
+        reason = (
+            f"the normalizer of its tokenizer.json changes texts ({json.dumps(normalizer)[:300]}), and llama.cpp has none"
+        )
+        raise ValueError(f"{folder}: {reason}; keep the Hugging Face folder")
     step = definition["pre_tokenizer"] or {}
     steps = step.get("pretokenizers", [step])
     splits = [s for s in steps if s.get("type") == "Split"]
@@ -302,6 +309,12 @@ def _pre_tokenizer_name(definition: dict[str, Any], folder: Path) -> str:
                 return name
     reason = f"llama.cpp's name for the pre-tokenizer of its tokenizer.json is unknown ({json.dumps(steps)[:300]})"
     raise ValueError(f"{folder}: {reason}; supported: {', '.join(PRE_TOKENIZERS)}")
+
+
+def _is_nfc(normalizer: dict[str, Any]) -> bool:
+    """Return whether a normalizer of a tokenizer.json does nothing but NFC."""
+    steps = normalizer.get("normalizers", [normalizer])
+    return all(step.get("type") == "NFC" for step in steps)
 
 
 def _texts_and_types(tokenizer: Tokenizer) -> dict[int, tuple[str, int]]:
