@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -68,6 +69,8 @@ class Sample:
         parts = (values.split(list(self.document_lengths)) for values in (self.tokens, self.targets))
         return [Sample(*document) for document in zip(*parts, strict=True)]
 
+
+LONG_CONVERSATION = 40  # messages; from here on, those beyond the length limit are not rendered
 
 # notes on what happens to examples; reports print them after a count
 CUT = "cut to the length limit"
@@ -256,6 +259,7 @@ class Encoder:
                 encoded.notes.append(BLANK)
             return
         messages, supervised = self._select_turns(example, encoded)
+        messages = self._up_to_limit(messages, example)
         self._note_controls([message["content"] for message in messages], encoded)
         self._note_unused(messages, example, encoded)
         was_cut, previous_ids = False, []
@@ -374,6 +378,35 @@ class Encoder:
         if self.mask_prompt and supervised & empty:
             encoded.notes.append(EMPTY_TURN if supervised - empty else EMPTY)
         return messages, supervised - empty
+
+    def _up_to_limit(self, messages: list[Message], example: Example) -> list[Message]:
+        """Return a conversation without the turns after the first one whose prompt exceeds the length limit.
+
+        They would be cut away, after rendering each of them several times with all that comes before it. Prompts are
+        compared that end with the user: a template may leave out earlier reasoning only from there on. Where prompts are
+        learned, too, all turns are rendered: a template may write each of them differently.
+        """
+        if len(messages) < LONG_CONVERSATION or not self.mask_prompt:
+            return messages
+        answers = []  # to the user
+        for number in range(1, len(messages)):
+            if messages[number]["role"] == "assistant" and messages[number - 1]["role"] == "user":
+                answers.append(number)
+
+        def exceeds(number: int) -> bool:
+            prompt = self.tokenizer.apply_chat_template(
+                messages[:number],
+                example.tools,
+                add_generation_prompt=True,
+                **example.template_args,
+            )
+            return len(self.tokenizer.encode(prompt, bos=False)) > self.limit + 1
+
+        try:
+            at = bisect_left(answers, True, key=exceeds)
+        except ValueError:  # what renders each turn says what is wrong
+            return messages
+        return messages[: answers[at] + 1] if at < len(answers) else messages
 
     def _tokenize(self, messages: list[Message], example: Example) -> Iterator[tuple[list[int], list[TurnTokens]]]:
         """Yield the token ids of each text of a conversation, with the assistant's turns in them."""

@@ -60,9 +60,9 @@ def stream(
     The answer to messages has the marks around reasoning and tool calls; `generate` takes it apart.
     Each chunk is a str with `tokens`, `logprobs`, `finish_reason` (in the last: stop, length or context) and `stats`.
     sampling: the fields of `Sampling` (temperature, top_k, top_p, min_p, repetition_penalty, presence_penalty,
-    frequency_penalty, logit_bias, seed). stop: a text, or several, that end the answer, also special tokens. tools: functions that the
-    model may call, in OpenAI's form. Raises ValueError if a setting is invalid, or the
-    prompt is empty, longer than the context or outside the vocabulary.
+    frequency_penalty, logit_bias, seed). stop: a text, or several, that end the answer, also special tokens.
+    tools: functions that the model may call, in OpenAI's form. Raises ValueError if a setting is invalid, or the prompt is
+    empty, longer than the context or outside the vocabulary.
     """
     settings = Sampling(**USUAL | sampling)
     if problems := settings.problems():

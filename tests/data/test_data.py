@@ -21,7 +21,7 @@ from quirks import QUIRKS
 
 import litft
 from litft.args import DataArgs
-from litft.data import digests, token_cache
+from litft.data import digests, encoder, token_cache
 from litft.data.chat_template import STYLES
 from litft.data.dataset import histogram, load_data
 from litft.data.digests import digest_of
@@ -60,6 +60,11 @@ def encode_record(record, tokenizer, **settings):
     if result.error:
         raise ValueError(result.error)
     return result
+
+
+def encode_some(messages, tokenizer, **settings):
+    """Encode a conversation, of which nothing may be left."""
+    return Encoder(tokenizer, **settings)("here", {"messages": messages})
 
 
 def make_sample(messages, tokenizer, mask_prompt=True):
@@ -195,6 +200,31 @@ def test_which_turns_are_supervised(tiny, messages, settings, supervised, notes)
     assert result.notes == notes
     texts = [supervised_text(to_sample(encoded), tokenizer).replace("</s>", " ").split() for encoded in result.samples]
     assert texts == ([supervised.split()] if supervised else [])
+
+
+@pytest.mark.parametrize("template", ["chatml", "thoughts of earlier answers are dropped", "the system prompt comes last"])
+@pytest.mark.parametrize("settings", [{}, {"last_only": True}], ids=str)
+def test_turns_beyond_the_limit_are_not_rendered(tiny, monkeypatch, template, settings):
+    """The samples are the same, and a conversation of 2,000 messages takes seconds, not minutes."""
+    tokenizer = Tokenizer(tiny)
+    tokenizer.use_template(STYLES.get(template) or QUIRKS[template])
+    messages = [{"role": "system", "content": "Be brief."}]
+    for number in range(1000):
+        thought = "<think>\nhm\n</think>\n\n" if "thoughts" in template else ""
+        answer = f"{thought}answer {number}" + " so" * (number * 7 % 20)
+        messages += [{"role": "user", "content": f"ask {number}"}, {"role": "assistant", "content": answer}]
+    for limit in (100, 400):
+        results = []
+        for threshold in (40, 10_000):
+            monkeypatch.setattr(encoder, "LONG_CONVERSATION", threshold)
+            results.append(encode_some(messages[:81], tokenizer, limit=limit, **settings))
+        short, whole = results
+        assert short.notes == whole.notes and short.turns == whole.turns and short.ends == whole.ends
+        assert all(map(np.array_equal, short.samples, whole.samples)) and len(short.samples) == len(whole.samples)
+    monkeypatch.setattr(encoder, "LONG_CONVERSATION", 40)
+    began = time.monotonic()
+    encode_some(messages, tokenizer, limit=400, **settings)
+    assert time.monotonic() - began < 10
 
 
 def test_a_template_that_rewrites_history_gives_each_turn_a_sample(tiny):
