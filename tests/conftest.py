@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from shutil import copyfile
@@ -87,6 +88,22 @@ COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests, including those
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[COLLECTED] = {item.nodeid for item in items}
     items.sort(key=lambda item: LONGEST.index(item.path.name) if item.path.name in LONGEST else len(LONGEST))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """With -rs, end with one line: how many tests were skipped, by reason."""
+    terminal = config.pluginmanager.get_plugin("terminalreporter")
+    if terminal is None or "s" not in config.option.reportchars:
+        return
+    counts = Counter()
+    for report in terminal.stats.get("skipped", []):
+        *_, reason = report.longrepr
+        reason = reason.removeprefix("Skipped: ")
+        counts[reason.partition(";")[0]] += 1
+    listed = []
+    for reason, count in counts.most_common():
+        listed.append(f"{count} ({reason})")
+    terminal.write_line(f"skipped: {', '.join(listed) or 'none'}")
 
 
 @pytest.fixture(scope="session")
