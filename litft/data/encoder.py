@@ -388,6 +388,8 @@ class Encoder:
         """
         if len(messages) < LONG_CONVERSATION or not self.mask_prompt:
             return messages
+        # a template may leave out reasoning that is spelled otherwise; without it, no prompt is longer than what is rendered
+        shortest = drop_reasoning(messages)
         answers = []  # to the user
         for number in range(1, len(messages)):
             if messages[number]["role"] == "assistant" and messages[number - 1]["role"] == "user":
@@ -395,7 +397,7 @@ class Encoder:
 
         def exceeds(number: int) -> bool:
             prompt = self.tokenizer.apply_chat_template(
-                messages[:number],
+                shortest[:number],
                 example.tools,
                 add_generation_prompt=True,
                 **example.template_args,

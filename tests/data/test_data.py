@@ -202,7 +202,16 @@ def test_which_turns_are_supervised(tiny, messages, settings, supervised, notes)
     assert texts == ([supervised.split()] if supervised else [])
 
 
-@pytest.mark.parametrize("template", ["chatml", "thoughts of earlier answers are dropped", "the system prompt comes last"])
+# the third keeps the reasoning of a field for the last answer only, and that of a content is rewritten for it
+LONG_CHAT_TEMPLATES = (
+    "chatml",
+    "thoughts of earlier answers are dropped",
+    "an empty thought",
+    "the system prompt comes last",
+)
+
+
+@pytest.mark.parametrize("template", LONG_CHAT_TEMPLATES)
 @pytest.mark.parametrize("settings", [{}, {"last_only": True}], ids=str)
 def test_turns_beyond_the_limit_are_not_rendered(tiny, monkeypatch, template, settings):
     """The samples are the same, and a conversation of 2,000 messages takes seconds, not minutes."""
@@ -210,7 +219,7 @@ def test_turns_beyond_the_limit_are_not_rendered(tiny, monkeypatch, template, se
     tokenizer.use_template(STYLES.get(template) or QUIRKS[template])
     messages = [{"role": "system", "content": "Be brief."}]
     for number in range(1000):
-        thought = "<think>\nhm\n</think>\n\n" if "thoughts" in template else ""
+        thought = "<think>\n" + "hm " * 20 + "\n</think>\n\n" if "thought" in template else ""
         answer = f"{thought}answer {number}" + " so" * (number * 7 % 20)
         messages += [{"role": "user", "content": f"ask {number}"}, {"role": "assistant", "content": answer}]
     for limit in (100, 400):
