@@ -164,6 +164,8 @@ class Encoder:
             example = to_example(record, where, self.tokenizer.chat_template, form)
             read = {*FORMATS[form].fields, *FORMATS[form].optional, *COMMON_FIELDS}
             encoded.unused = unused_fields(record, read)
+            if _has_other_system(record, example):
+                encoded.unused.append("system")
             encoded.form = "guanaco" if form == "text" and example.text is None else form
             self._encode(example, encoded)
             if not encoded.text:  # without a template, which decides how an instruction and its input are joined
@@ -443,6 +445,14 @@ class Encoder:
                 ids = [*self.tokenizer.encode(text, bos=False), self.tokenizer.end_id]
                 turns[-1] = replace(last, end=len(ids))
             yield ids, turns
+
+
+def _has_other_system(record: Record, example: Example) -> bool:
+    """Return whether a record has a system prompt that its conversation lacks, since that begins with one of its own."""
+    text = record.get("system")
+    if not isinstance(text, str) or not text.strip() or not example.messages:
+        return False
+    return all(message["content"] != text for message in example.messages if message["role"] in ("system", "developer"))
 
 
 def _masked_ranges(turn: Turn, parts: list[dict]) -> list[tuple[int, int]]:

@@ -195,3 +195,15 @@ def test_a_joined_answer_is_found_after_its_reasoning(tokenizer):
     tokenizer.use_template(QUIRKS["plain"])
     record = {"conversations": [turns[0], {"from": "gpt", "value": "b", "weight": 0}, *calls], "tools": [TOOL]}
     assert "the calls of one turn have different weights" in Encoder(tokenizer, 500)("here", record).error
+
+
+def test_a_second_system_prompt_is_named(tokenizer):
+    """A conversation with a system prompt of its own keeps that; the field of the record is not read."""
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "Hello"},
+    ]
+    assert learned(tokenizer, {"messages": messages, "system": "Be long."})[1].unused == ["system"]
+    assert learned(tokenizer, {"messages": messages, "system": "Be brief."})[1].unused == []
+    assert learned(tokenizer, {"messages": messages[1:], "system": "Be long."})[1].unused == []
