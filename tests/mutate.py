@@ -17,6 +17,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -103,6 +104,27 @@ def problems(entries: list[Mutation], root: Path = ROOT) -> list[str]:
                 messages.append(f"{test}: no such test ({entry.what})")
     repeated = {entry.what for entry in entries if sum(other.what == entry.what for other in entries) > 1}
     return messages + [f"described twice: {what}" for what in sorted(repeated)]
+
+
+def missing_cases(entries: list[Mutation], collected: list[str]) -> list[str]:
+    """Return messages about tests that are none of the collected ids: their parameters have changed."""
+    ids = set(collected)
+    ids.update(test.partition("[")[0] for test in collected)
+    messages = []
+    for entry in entries:
+        for test in entry.tests:
+            if test not in ids:
+                messages.append(f"{test}: no such case ({entry.what})")
+    return messages
+
+
+def collect_tests() -> list[str]:
+    """Return the ids of all tests, slow ones included. Raises RuntimeError if pytest cannot collect them."""
+    command = [sys.executable, "-m", "pytest", "-o", "addopts=", "--collect-only", "-q"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"pytest --collect-only ended with {done.returncode}:\n{done.stdout[-2000:]}")
+    return [line for line in done.stdout.splitlines() if "::" in line]
 
 
 def _problem_of_code(entry: Mutation, root: Path) -> str | None:
@@ -285,6 +307,8 @@ def main() -> None:
     if messages := problems(entries):
         sys.exit("\n".join(messages))
     if args.check:
+        if messages := missing_cases(entries, collect_tests()):
+            sys.exit("\n".join(messages))
         print(f"{len(entries)} mutations: every piece of code is there once, every test exists")
         return
     start, survivors = time.monotonic(), run_all(entries, args.n)

@@ -1,7 +1,7 @@
 """The mutation table's code is found by its syntax, and where it has gone."""
 
 import pytest
-from mutate import Mutation, new_places, problems
+from mutate import Mutation, missing_cases, new_places, problems
 from mutation_places import Source, parse_pattern
 
 BEFORE = """
@@ -84,3 +84,12 @@ def test_problems_name_where_the_code_is_now(tmp_path):
     (invalid,) = problems([entry("Decoder.step", "x = x + 1", "x = (")], tmp_path)
     assert "it is no valid Python" in invalid
     assert "no statement, expression or header" in problems([entry("Decoder.step", "x = ")], tmp_path)[0]
+
+
+def test_a_case_that_is_gone_is_reported():
+    """Its entry would be killed by no test."""
+    entry = Mutation("a bug", "a.py", "x", "y", ["tests/a.py::test_a[one]", "tests/a.py::test_a", "tests/a.py::test_b"])
+    assert missing_cases([entry], ["tests/a.py::test_a[one]", "tests/a.py::test_b"]) == []
+    assert missing_cases([entry], ["tests/a.py::test_a[two]", "tests/a.py::test_b"]) == [
+        "tests/a.py::test_a[one]: no such case (a bug)"
+    ]
