@@ -282,30 +282,51 @@ _GUANACO = re.compile(r"###\s*(Human|Assistant)\s*:")
 
 def _text(record: Record, where: str, template: str) -> Example:
     """Convert guanaco's `### Human: ... ### Assistant: ...`, or plain text."""
-    text, begins, ends = text_field(record, "text", where), *(record.get(name) is not False for name in ("begins", "ends"))
+    text = text_field(record, "text", where)
     before, *parts = _GUANACO.split(text)
-    speakers, contents = parts[::2], parts[1::2]
+    speakers = parts[::2]
+    contents = parts[1::2]
     if not (text.lstrip().startswith("###") and "Assistant" in speakers):
-        return Example([], text=text, begins=begins, ends=ends, divided="begins" in record or len(text) > LONG_TEXT)
-    roles = {"Human": "user", "Assistant": "assistant"}
+        return Example(
+            messages=[],
+            text=text,
+            begins=record.get("begins") is not False,
+            ends=record.get("ends") is not False,
+            divided="begins" in record or len(text) > LONG_TEXT,
+        )
+    messages = []
     system = re.sub(r"^\s*#+\s*System\s*:", "", before).strip()
-    messages = [{"role": "system", "content": system}] if system else []
-    return Example(messages + [{"role": roles[s], "content": c.strip()} for s, c in zip(speakers, contents, strict=True)])
+    if system:
+        messages.append({"role": "system", "content": system})
+    roles = {"Human": "user", "Assistant": "assistant"}
+    for speaker, content in zip(speakers, contents, strict=True):
+        messages.append({"role": roles[speaker], "content": content.strip()})
+    return Example(messages)
 
 
 def _token_ids(record: Record, where: str, template: str) -> Example:
     """Convert token ids and labels as the models of transformers take them: a label is its token's id, or -100."""
-    ids, mask = _integers(record, "input_ids", where), record.get("attention_mask")
-    labels = ids if record.get("labels") is None else _integers(record, "labels", where)
-    mask = [1] * len(ids) if mask is None else _integers(record, "attention_mask", where)
+    ids = _integers(record, "input_ids", where)
+    labels = ids
+    if record.get("labels") is not None:
+        labels = _integers(record, "labels", where)
+    mask = [1] * len(ids)
+    if record.get("attention_mask") is not None:
+        mask = _integers(record, "attention_mask", where)
     if not len(ids) == len(labels) == len(mask):
         raise ValueError(f"{where}: input_ids, labels and attention_mask must have the same length")
-    kept = [(token, label) for token, label, attended in zip(ids, labels, mask, strict=True) if attended]  # no padding
-    if wrong := [label for token, label in kept if label not in (NO_TARGET, token)]:
-        raise ValueError(f"{where}: the label {wrong[0]} is neither -100 nor the token id at its place")
-    if any(token < 0 for token, _ in kept):
+    token_ids = []
+    supervised = []
+    for token, label, is_attended in zip(ids, labels, mask, strict=True):
+        if not is_attended:  # padding
+            continue
+        if label not in (NO_TARGET, token):
+            raise ValueError(f"{where}: the label {label} is neither -100 nor the token id at its place")
+        token_ids.append(token)
+        supervised.append(label != NO_TARGET)
+    if min(token_ids, default=0) < 0:
         raise ValueError(f"{where}: input_ids has a negative token id")
-    return Example([], token_ids=[token for token, _ in kept], supervised=[label != NO_TARGET for _, label in kept])
+    return Example([], token_ids=token_ids, supervised=supervised)
 
 
 def _integers(record: Record, name: str, where: str) -> list[int]:

@@ -141,15 +141,22 @@ class TokenStoreWriter:
         np.save(self.folder / "offsets.npy", offsets.astype(np.int64))
         for name, dtype in ARRAYS.items():
             np.save(self.folder / f"{name}.npy", np.array(getattr(self, f"_{name}"), dtype))
-        self.report.samples, self.report.supervised = len(self._lengths), sum(self._supervised)
-        num_inputs = int(offsets[-1]) - sum(kind != CONTINUATION for kind in self._kinds)
-        self.report.tokens = num_inputs - sum(size > 0 for size in self._first_sizes)
+        # the last token of each document is a target only, never an input
+        num_documents = sum(kind != CONTINUATION for kind in self._kinds)
+        num_second_documents = sum(size > 0 for size in self._first_sizes)
+        num_tokens = int(offsets[-1])
         self._ends |= self._usual_last_tokens()
-        self.report.ends, self.report.special = sorted(map(int, self._ends)), sorted(self._used_special)
-        self.report.content = self._hash.hexdigest()
-        arrays = {path.name: file_hash(path) for path in self.folder.glob("*.npy")}
-        self.report.hashes = {"tokens.bin": self._tokens_hash.hexdigest()} | arrays
-        (self.folder / "report.json").write_text(json.dumps(asdict(self.report)), "utf-8")
+        report = self.report
+        report.samples = len(self._lengths)
+        report.supervised = sum(self._supervised)
+        report.tokens = num_tokens - num_documents - num_second_documents
+        report.ends = sorted(map(int, self._ends))
+        report.special = sorted(self._used_special)
+        report.content = self._hash.hexdigest()
+        report.hashes = {"tokens.bin": self._tokens_hash.hexdigest()}
+        for path in self.folder.glob("*.npy"):
+            report.hashes[path.name] = file_hash(path)
+        (self.folder / "report.json").write_text(json.dumps(asdict(report)), "utf-8")
 
 
 class TokenStore:
@@ -200,20 +207,36 @@ class TokenStore:
         An example is one sample. A run of neighbouring spans of a text is divided into windows of at most `limit` input
         tokens, such that each token but the first of the run is a target once.
         """
-        is_first = (self.kinds[entries] != CONTINUATION) | (np.diff(entries, prepend=-2) != 1)
-        firsts, lasts = np.flatnonzero(is_first), np.flatnonzero(np.roll(is_first, -1))  # of each run
-        begins, ends = self.offsets[entries[firsts]], self.offsets[entries[lasts] + 1]
-        is_text = self.kinds[entries[firsts]] != EXAMPLE
-        num_windows = np.where(is_text, -(-(ends - begins - 1) // limit), 1)
+        # runs: one example each, or neighbouring spans of one text
+        follows = np.diff(entries, prepend=-2) == 1
+        is_first = ~((self.kinds[entries] == CONTINUATION) & follows)
+        firsts = entries[is_first]
+        lasts = entries[np.roll(is_first, -1)]
+        begins = self.offsets[firsts]
+        ends = self.offsets[lasts + 1]
+        is_text = self.kinds[firsts] != EXAMPLE
+
+        # windows: an example is one, with all of its tokens
+        num_text_windows = -(-(ends - begins - 1) // limit)
+        num_windows = np.where(is_text, num_text_windows, 1)
         run = np.repeat(np.arange(len(firsts)), num_windows)  # of each window
-        number = np.arange(len(run)) - np.repeat(np.cumsum(num_windows) - num_windows, num_windows)  # within its run
-        starts = begins[run] + number * limit * is_text[run]
-        sizes = np.where(is_text[run], np.minimum(limit + 1, ends[run] - starts), ends[run] - starts)
-        first = entries[firsts][run]
-        supervised = np.where(is_text[run], sizes - 1, self.supervised[first])
-        units = np.where(is_text[run], np.uint64(0), self.units[first])
-        preferences = self.first_sizes[first], self.labels[first]
-        return SampleIndex(starts, sizes, supervised, self.digests[first], units, self.turns[first], *preferences)
+        windows_before = np.cumsum(num_windows) - num_windows  # in earlier runs
+        number = np.arange(len(run)) - windows_before[run]  # of each window within its run
+        of_text = is_text[run]
+        starts = begins[run] + number * limit * of_text
+        remaining = ends[run] - starts
+        sizes = np.where(of_text, np.minimum(limit + 1, remaining), remaining)
+        entry = firsts[run]
+        return SampleIndex(
+            starts=starts,
+            sizes=sizes,
+            supervised=np.where(of_text, sizes - 1, self.supervised[entry]),
+            digests=self.digests[entry],
+            units=np.where(of_text, np.uint64(0), self.units[entry]),
+            turns=self.turns[entry],
+            first_sizes=self.first_sizes[entry],
+            labels=self.labels[entry],
+        )
 
 
 class SampleIndex(NamedTuple):

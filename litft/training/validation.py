@@ -74,14 +74,26 @@ class Validation:
 
     def restore(self, rows: list[Row]) -> None:
         """Restore scores and sample answers from an interrupted run's metrics rows and samples.jsonl."""
-        self.losses = {int(row["step"]): row["val_loss"] for row in rows if "val_loss" in row}
-        for name, values in self.metric_values.items():
-            values.update({int(row["step"]): row[name] for row in rows if name in row})
-        names = set(self.columns)
-        self.scores = {int(row["step"]): {n: row[n] for n in names & row.keys()} for row in rows if "val_loss" in row}
-        lines = self.path.read_text("utf-8", errors="replace").split("\n") if self.path.is_file() else []
-        last = max((int(row["step"]) for row in rows), default=-1)
-        self.answers = [item for item in filter(None, map(_parse_answer, lines)) if item["step"] <= last]
+        columns = set(self.columns)
+        self.losses = {}
+        self.scores = {}
+        for row in rows:
+            step = int(row["step"])
+            for name, values in self.metric_values.items():
+                if name in row:
+                    values[step] = row[name]
+            if "val_loss" in row:
+                self.losses[step] = row["val_loss"]
+                self.scores[step] = {name: row[name] for name in columns & row.keys()}
+        lines = []
+        if self.path.is_file():
+            lines = self.path.read_text("utf-8", errors="replace").split("\n")
+        last_step = max((int(row["step"]) for row in rows), default=-1)
+        self.answers = []
+        for line in lines:
+            answer = _parse_answer(line)
+            if answer and answer["step"] <= last_step:
+                self.answers.append(answer)
         self.fabric.barrier()  # all ranks have read the file
         self._write()
 
