@@ -246,6 +246,9 @@ def resolve(folder: str | Path, base_dir: str | Path | None = None, family: str 
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file; {_gguf_remedy([folder]) or 'name the folder that contains it'}")
     if run_dir.is_run(folder) and not run_dir.finished(folder):
+        if not run_dir.checkpoints(folder):
+            reason = "is a run that has not finished, and it has no checkpoint yet"
+            raise ValueError(f"{folder} {reason}; if it has ended, start it again, in another --out_dir or with --overwrite")
         export = f"{run_dir.command('scripts/convert_to_hf.py')} --checkpoint_dir {folder}"
         raise ValueError(
             f"{folder} is a run that has not finished; continue it with --resume --out_dir {folder}, or write its newest "

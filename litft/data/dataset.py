@@ -65,6 +65,12 @@ class DataSplits:
         """Whether all records are texts to continue."""
         return all(set(report.formats) <= {"text"} for report in self.reports.values())
 
+    @property
+    def system_prompt(self) -> str:
+        """The system prompt that all conversations have; empty if there is none, or not the same in all."""
+        systems = {system for report in self.reports.values() for system in report.systems}
+        return systems.pop() if len(systems) == 1 else ""
+
     @cached_property
     def special_ids(self) -> set[int]:
         """The special tokens that occur in the data."""

@@ -109,6 +109,7 @@ class Encoded:
     text: bool = False  # the samples are the consecutive spans of a text
     notes: list[str] = field(default_factory=list)
     ends: set[int] = field(default_factory=set)  # the tokens that end its answers
+    system: str | None = None  # the system prompt of its conversation; empty without one, None for a text
     last_token: int | None = None  # of a record of token ids whose last token is learned
     answers: int = 0  # answers that are learned
     empty_thoughts: int = 0  # those with an empty thought of the template, which is not learned
@@ -215,6 +216,7 @@ class Encoder:
     def _encode_answer(self, example: Example, encoded: Encoded) -> np.ndarray | None:
         """Return the stored tokens of a conversation of any length, with its last answers as targets; None without one."""
         messages, supervised = self._select_turns(example, encoded)
+        self._note_system(messages, encoded)
         self._note_controls([message["content"] for message in messages], encoded)
         if not supervised:
             encoded.notes += [] if EMPTY in encoded.notes else [MASKED]
@@ -261,6 +263,7 @@ class Encoder:
                 encoded.notes.append(BLANK)
             return
         messages, supervised = self._select_turns(example, encoded)
+        self._note_system(messages, encoded)
         messages = self._up_to_limit(messages, example)
         self._note_controls([message["content"] for message in messages], encoded)
         self._note_unused(messages, example, encoded)
@@ -411,6 +414,12 @@ class Encoder:
         except ValueError:  # what renders each turn says what is wrong
             return messages
         return messages[: answers[at] + 1] if at < len(answers) else messages
+
+    @staticmethod
+    def _note_system(messages: list[Message], encoded: Encoded) -> None:
+        """Note the system prompt: a model that was always trained with one needs it afterwards, too."""
+        first = messages[0]
+        encoded.system = first["content"] if first["role"] in ("system", "developer") else ""
 
     def _tokenize(self, messages: list[Message], example: Example) -> Iterator[tuple[list[int], list[TurnTokens]]]:
         """Yield the token ids of each text of a conversation, with the assistant's turns in them."""

@@ -27,6 +27,7 @@ ARRAYS |= {"first_sizes": np.int32, "labels": np.int8}  # see SampleIndex
 NO_LABEL = -1
 MAX_HASHED = 1 << 30  # bytes; larger tokens.bin are not hashed when a store is opened, which would take seconds
 END_SHARE = 0.1  # the least share of the records of token ids that end with a token, if answers end with it
+MAX_SYSTEMS = 2  # system prompts that a report has: whether there are several
 MAX_NAMED = 10  # records that a report names for each note, in addition to their count
 
 
@@ -44,6 +45,7 @@ class EncodingReport:
     answers: int = 0  # that are learned
     empty_thoughts: int = 0  # of these, with an empty thought of the template that is not learned
     unused: dict[str, int] = field(default_factory=dict)  # field that nothing reads -> number of records
+    systems: list[str] = field(default_factory=list)  # the first system prompts that differ; empty: none
     ends: list[int] = field(default_factory=list)  # tokens that end answers
     special: list[int] = field(default_factory=list)  # special tokens that occur
     largest: list = field(default_factory=lambda: [-1, ""])  # the largest token id, and its record
@@ -59,6 +61,9 @@ class EncodingReport:
         self.formats[encoded.form] = self.formats.get(encoded.form, 0) + 1
         self.answers += encoded.answers
         self.empty_thoughts += encoded.empty_thoughts
+        is_new = encoded.system is not None and encoded.system not in self.systems
+        if is_new and len(self.systems) < MAX_SYSTEMS:
+            self.systems.append(encoded.system)
         for name in encoded.unused:
             self.unused[name] = self.unused.get(name, 0) + 1
         for note in encoded.notes:

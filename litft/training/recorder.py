@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,8 @@ from litft.training.schedule import Schedule
 from litft.training.screen import Screen
 from litft.training.setup import Setup
 from litft.training.validation import Validation, metric_format
+
+SHOWN_SYSTEM = 200  # characters of a system prompt that a suggested command has
 
 
 class TrainedNetwork(NamedTuple):
@@ -303,7 +306,14 @@ class Recorder:
             base = run_dir.command("generate/base.py")
             yield f"{base} {flags} --template none --prompt TEXT   # continues a text, as trained"
             return
-        yield f"{run_dir.command('generate/chat.py')} {flags}"
+        chat = f"{run_dir.command('generate/chat.py')} {flags}"
+        system = self.schedule.data.system_prompt
+        if system and len(system) <= SHOWN_SYSTEM:
+            yield f"{chat} --system {shlex.quote(system)}   # the system prompt of all examples"
+        elif system:
+            yield f"{chat} --system ...   # with the system prompt of all examples, which the model expects"
+        else:
+            yield chat
         shares_base = self.args.quantize == "none" or not self.setup.method.unquantized_modules()
         if shares_base:  # otherwise the base has modules quantized that the result has not
             serve = run_dir.command("generate/serve.py")

@@ -2,12 +2,13 @@
 
 import json
 import logging
+import shlex
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from conftest import rows_of, script
+from conftest import rows_of, script, write_records
 
 import litft
 from litft.args import DataArgs, EvalArgs, LoRAFinetuneArgs, SaveArgs, TrainArgs
@@ -152,6 +153,27 @@ def test_prompts_of_plain_text_are_continued_unchanged(args, tmp_path, capfd):
     answer = "".join(litft.stream(model, tokenizer, "once upon", temperature=0, max_new_tokens=5))
     samples = [json.loads(line) for line in Path("run/samples.jsonl").read_text("utf-8").splitlines()]
     assert answer.strip() == samples[-1]["answer"]
+
+
+def test_the_suggested_chat_has_the_system_prompt_of_the_examples(args, tmp_path, capfd):
+    """Without it, the template writes its own default, or none, which the model was not trained with."""
+    system = {"role": "system", "content": "You're the club's clerk."}
+    chats = []
+    for number in range(20):
+        turns = [{"role": "user", "content": f"Ask {number}"}, {"role": "assistant", "content": "Yes."}]
+        chats.append({"messages": [system, *turns]})
+    write_records(tmp_path / "chats.jsonl", chats)
+    args.data.path = [str(tmp_path / "chats.jsonl")]
+    litft.finetune(args)
+    suggested = capfd.readouterr().out.partition("next:")[2]
+    (command,) = [line for line in suggested.splitlines() if "--system" in line]
+    words = shlex.split(command, comments=True)
+    assert words[words.index("--system") + 1] == system["content"]
+    # not where some examples have none
+    write_records(tmp_path / "chats.jsonl", [*chats[1:], {"messages": chats[0]["messages"][1:]}])
+    args.overwrite = True
+    litft.finetune(args)
+    assert "--system" not in capfd.readouterr().out.partition("next:")[2]
 
 
 def test_invalid_prompts_are_reported(args):
