@@ -281,6 +281,8 @@ class Trainer:
         if save:
             self.recorder.save(optimizer, step, self.elapsed)
             self.saved_at = self.elapsed
+        if validate:
+            self._check_signals()  # one that came during the sample answers, which may take a while
 
     def _validation_is_due(self) -> bool:
         """Whether to validate after the steps done so far."""

@@ -518,6 +518,18 @@ def test_the_best_weights_of_an_interrupted_validation_are_written_later(args, m
     assert held_out_loss(model, args) == pytest.approx(min(val_losses.values()), rel=1e-5)
 
 
+def test_a_signal_during_sample_answers_stops_before_the_next_step(args, monkeypatch):
+    """The answers are finished, and the run goes on after them: it ends as one that was never stopped."""
+    args.train.max_steps = 4
+    args.eval = EvalArgs(interval=2, max_new_tokens=4, prompts=["Say it"])
+    expected = weights(litft.finetune(replace(args, out_dir=f"{args.out_dir}-whole")).folder)
+    assert "stopped after step 2" in interrupt_validation(args, monkeypatch, 2, "generate_answers")
+    folder = litft.finetune(replace(args, resume=True)).folder
+    assert weights(folder) == expected
+    samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+    assert [sample["step"] for sample in samples] == [0, 2, 4]
+
+
 def test_a_finished_run_that_is_continued_is_not_finished_until_its_end(args, monkeypatch):
     args.train.max_steps = 4
     folder = litft.finetune(args).folder
