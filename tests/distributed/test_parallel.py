@@ -147,7 +147,7 @@ def test_networks_of_every_kind_are_sharded(make_model, tiny, examples, tmp_path
         losses(folder, examples, tmp_path, strategy, ["full none", "lora nf4"]) for strategy in ("single", "fsdp")
     )
     for case in single:
-        assert sharded[case]["loss"] == pytest.approx(single[case]["loss"], abs=3e-5), case
+        assert sharded[case]["loss"] == pytest.approx(single[case]["loss"], rel=2e-5), case
 
 
 # ---- shards
