@@ -204,8 +204,8 @@ def _drop_code(path: Path) -> None:
 
 def copy_tokenizer(tokenizer: Tokenizer, folder: Path) -> None:
     """Write the tokenizer with the chat template and stop tokens used in training to a model folder."""
-    for source in reversed(tokenizer.generation_folders):
-        copy_files(source, folder, ["generation_config.json"])
+    for base in tokenizer.generation_folders[1:]:  # a file of the tokenizer's own folder replaces it
+        copy_files(base, folder, ["generation_config.json"])
     copy_files(tokenizer.folder, folder)
     tokenizer.save_added(folder)
     _write_templates(tokenizer, folder)

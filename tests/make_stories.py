@@ -1,4 +1,4 @@
-"""Make tests/stories: a Llama of 260,000 parameters that tells short stories, with a SentencePiece tokenizer of its own.
+"""Make tests/stories: a Llama of 260,000 parameters that was trained on short stories, and its SentencePiece tokenizer.
 
     python tests/make_stories.py
 
@@ -6,10 +6,12 @@ The tests use it where they need a model whose answers are text, or a tokenizer 
 without a chat template. The stories are written by this file. It takes two minutes on one core.
 """
 
+import io
 import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import sentencepiece
 import torch
@@ -94,23 +96,24 @@ def story(generator: random.Random) -> str:
     return " ".join(map(sentence, forms))
 
 
-def train_tokenizer(texts: list[str]) -> sentencepiece.SentencePieceProcessor:
-    """Write tokenizer.model, with the settings of Llama 2's tokenizer; return it."""
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(texts),
-        model_prefix=str(FOLDER / "tokenizer"),
+def train_sentencepiece(texts: list[str], **settings: Any) -> bytes:
+    """Return the content of a tokenizer.model with the settings of Llama 2's, but for those that are given."""
+    written = io.BytesIO()
+    usual = dict(
         model_type="bpe",
-        vocab_size=VOCABULARY,
         byte_fallback=True,
         split_digits=True,
         allow_whitespace_only_pieces=True,
         normalization_rule_name="identity",
-        character_coverage=1.0,
-        unk_surface=" \u2047 ",
-        num_threads=1,
     )
-    (FOLDER / "tokenizer.vocab").unlink()
-    return sentencepiece.SentencePieceProcessor(model_file=str(FOLDER / "tokenizer.model"))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(texts),
+        model_writer=written,
+        num_threads=1,
+        minloglevel=2,
+        **usual | settings,
+    )
+    return written.getvalue()
 
 
 def rows(tokenizer: sentencepiece.SentencePieceProcessor, texts: list[str]) -> Iterator[list[int]]:
@@ -128,7 +131,14 @@ def main() -> None:
     FOLDER.mkdir(exist_ok=True)
     generator = random.Random(0)
     texts = [story(generator) for _ in range(STEPS * ROWS * 3)]  # of about 110 tokens each
-    tokenizer = train_tokenizer(texts[:5000])
+    content = train_sentencepiece(
+        texts[:5000],
+        vocab_size=VOCABULARY,
+        character_coverage=1.0,
+        unk_surface=" \u2047 ",
+    )
+    (FOLDER / "tokenizer.model").write_bytes(content)
+    tokenizer = sentencepiece.SentencePieceProcessor(model_proto=content)
 
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -8,14 +8,12 @@
 - `words`: Unigram as tokenizer.json, with an unknown token; as T5's.
 """
 
-import io
 import json
 import random
 from collections.abc import Callable
 from pathlib import Path
 
-import sentencepiece
-from make_stories import story
+from make_stories import story, train_sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -148,24 +146,15 @@ _SENTENCEPIECE_TOKENS |= dict(tokenizer_class="LlamaTokenizer")
 
 
 def _sentencepiece(model_type: str) -> bytes:
-    """Return a model of sentencepiece with the settings of Llama 2's."""
-    written = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter("\n".join(corpus()).split("\n")),
-        model_writer=written,
+    """Return a model of sentencepiece that has no pieces for rare characters."""
+    return train_sentencepiece(
+        "\n".join(corpus()).split("\n"),
         model_type=model_type,
         vocab_size=SIZE,
         hard_vocab_limit=False,
-        byte_fallback=True,
-        split_digits=True,
-        allow_whitespace_only_pieces=True,
         remove_extra_whitespaces=False,
-        normalization_rule_name="identity",
         character_coverage=0.995,
-        num_threads=1,
-        minloglevel=2,
     )
-    return written.getvalue()
 
 
 def _write_config(folder: Path, template: str, **settings: object) -> None:

@@ -253,13 +253,16 @@ def translate(name: str, value: str | None, given: Mapping[str, str | None] = {}
     if value in alias.values:
         return alias.values[value], ""
     if alias.times:
-        counts = [value, next((given[other] for other in alias.times if given.get(other)), None)]
-        value = str(math.prod(map(int, counts))) if all(count and count.isdigit() for count in counts) else "N"
-    if alias.limit < math.inf and value and value.replace(".", "", 1).isdigit() and float(value) >= alias.limit:
+        factor = next((given[other] for other in alias.times if given.get(other)), None)
+        are_counts = all(count and count.isdigit() for count in (value, factor))
+        value = str(int(value) * int(factor)) if are_counts else "N"
+    is_number = bool(value) and value.replace(".", "", 1).isdigit()
+    if is_number and float(value) >= alias.limit:
         value = None
     betas = {beta: given.get(beta) or default for beta, default in BETAS.items()}
     flags = alias.flags.format(value="VALUE" if value is None else value, **betas)
-    return flags, f" ({alias.note})" if alias.note else ""
+    note = f" ({alias.note})" if alias.note else ""
+    return flags, note
 
 
 def optimizer(value: str) -> str:

@@ -67,7 +67,7 @@ class DataSplits:
 
     @property
     def system_prompt(self) -> str:
-        """The system prompt that all conversations have; empty if there is none, or not the same in all."""
+        """The system prompt, if all conversations have the same one; otherwise empty."""
         systems = {system for report in self.reports.values() for system in report.systems}
         return systems.pop() if len(systems) == 1 else ""
 

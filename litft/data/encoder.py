@@ -216,7 +216,6 @@ class Encoder:
     def _encode_answer(self, example: Example, encoded: Encoded) -> np.ndarray | None:
         """Return the stored tokens of a conversation of any length, with its last answers as targets; None without one."""
         messages, supervised = self._select_turns(example, encoded)
-        self._note_system(messages, encoded)
         self._note_controls([message["content"] for message in messages], encoded)
         if not supervised:
             encoded.notes += [] if EMPTY in encoded.notes else [MASKED]
@@ -263,7 +262,6 @@ class Encoder:
                 encoded.notes.append(BLANK)
             return
         messages, supervised = self._select_turns(example, encoded)
-        self._note_system(messages, encoded)
         messages = self._up_to_limit(messages, example)
         self._note_controls([message["content"] for message in messages], encoded)
         self._note_unused(messages, example, encoded)
@@ -376,6 +374,10 @@ class Encoder:
                 encoded.notes += [END_TEXT] * (END_TEXT not in encoded.notes)
                 clean["content"] = content
             messages.append(clean)
+        # a model that was always trained with a system prompt needs it afterwards, too
+        encoded.system = ""
+        if messages[0]["role"] in ("system", "developer"):
+            encoded.system = messages[0]["content"]
         if self.reasoning == "drop":
             messages = drop_reasoning(messages)
         empty = {n for n in turns if not messages[n]["content"].strip() and not messages[n].get("tool_calls")}
@@ -414,12 +416,6 @@ class Encoder:
         except ValueError:  # what renders each turn says what is wrong
             return messages
         return messages[: answers[at] + 1] if at < len(answers) else messages
-
-    @staticmethod
-    def _note_system(messages: list[Message], encoded: Encoded) -> None:
-        """Note the system prompt: a model that was always trained with one needs it afterwards, too."""
-        first = messages[0]
-        encoded.system = first["content"] if first["role"] in ("system", "developer") else ""
 
     def _tokenize(self, messages: list[Message], example: Example) -> Iterator[tuple[list[int], list[TurnTokens]]]:
         """Yield the token ids of each text of a conversation, with the assistant's turns in them."""

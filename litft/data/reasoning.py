@@ -75,6 +75,8 @@ class InlineThought:
 
         The thought is opened, or its closing mark has a line of its own: elsewhere </think> is a part of the answer.
         """
+        if "</think>" not in content:
+            return None
         opening = _INLINE_OPENING.match(content)
         if opening:
             closing_start = content.find("</think>", opening.end())
@@ -87,7 +89,7 @@ class InlineThought:
 
     @classmethod
     def _divided(cls, content: str, start: int, closing_start: int, closing_end: int) -> "InlineThought":
-        """Divide at the reasoning's start and around the closing mark, to which the white space beside it belongs."""
+        """Return the parts around the opening and the closing mark; white space beside a mark is a part of the mark."""
         reasoning = content[start:closing_start].rstrip()
         answer = content[closing_end:].lstrip()
         closing = content[start + len(reasoning) : len(content) - len(answer)]

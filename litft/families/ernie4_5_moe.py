@@ -25,14 +25,24 @@ GGUF_FIELDS = {
 def config(hf: dict[str, Any]) -> Config:
     """Read config.json; missing fields have the defaults of transformers' Ernie4_5_MoeConfig."""
     base = ernie4_5.config({"num_key_value_heads": 4, **hf, "head_dim": hf.get("head_dim")})
-    fields = dict(moe_intermediate_size=hf.get("moe_intermediate_size", 1536), num_experts_per_tok=hf.get("moe_k", 6))
-    fields |= dict(n_routed_experts=hf.get("moe_num_experts", 64), n_shared_experts=hf.get("moe_num_shared_experts", 2))
+    fields = {
+        "moe_intermediate_size": hf.get("moe_intermediate_size", 1536),
+        "num_experts_per_tok": hf.get("moe_k", 6),
+        "n_routed_experts": hf.get("moe_num_experts", 64),
+        "n_shared_experts": hf.get("moe_num_shared_experts", 2),
+    }
     if hf.get("moe_norm_min", 0) > 1e-6:  # the smallest sum of the chosen experts' weights that they are divided by
         raise ValueError(f"config.json: moe_norm_min {hf['moe_norm_min']} is not supported; published models have 1e-12")
     experts = replace(deepseek.routed_experts(fields), scoring="softmax")
-    start, end = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
-    end, interval = len(base.layers) - 1 if end == -1 else end, hf.get("moe_layer_interval", 1)
-    kinds = ["sparse" if (n + 1) % interval == 0 and start <= n <= end else "dense" for n in range(len(base.layers))]
+    interval = hf.get("moe_layer_interval", 1)
+    start = hf.get("moe_layer_start_index", 1)
+    end = hf.get("moe_layer_end_index", -1)
+    if end == -1:
+        end = len(base.layers) - 1
+    kinds = []
+    for number in range(len(base.layers)):
+        is_sparse = (number + 1) % interval == 0 and start <= number <= end
+        kinds.append("sparse" if is_sparse else "dense")
     base = replace(base, head_bias=base.mlp_bias)
     return replace(base, layers=deepseek.sparse_layers({"mlp_layer_types": kinds}, list(base.layers), experts))
 

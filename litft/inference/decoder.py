@@ -16,7 +16,6 @@ from litft.distributed.devices import is_out_of_memory
 from litft.errors import summary
 from litft.inference.state_snapshots import RowStates, Snapshot, best_start, take_snapshot
 from litft.model.kv_cache import KVCache
-from litft.model.rope import LENGTH_DEPENDENT
 from litft.model.transformer import GPT
 
 PREFILL_CHUNK = 512  # prompt tokens in one forward pass; bounds the memory for activations
@@ -46,7 +45,7 @@ class Decoder:
         ropes = [layer.rope for layer in model.config.layers if layer.rope]
         # of recurrent mixers; empty for other networks
         self.states = [RowStates() for _ in range(rows)] if KVCache.state_bytes(model.config) else []
-        self._length_rope = next((rope for rope in ropes if rope.rope_type in LENGTH_DEPENDENT), None)
+        self._length_rope = next((rope for rope in ropes if rope.depends_on_length), None)
         self.max_length = [self.capacity] * rows  # final length of each text, for ropes that depend on it
         self.processed = 0  # tokens that went through the model
         # of a model in training, whose loss shows NaN; ranks of a sharded one would wait for each other

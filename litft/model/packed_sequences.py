@@ -41,9 +41,7 @@ class PackedSequences(NamedTuple):
         the last ones are empty.
         """
         ids, (batch, length) = self.ids, self.ids.shape
-        index = torch.arange(length, device=ids.device)
-        is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
-        positions = index - torch.where(is_start, index, 0).cummax(dim=1).values
+        positions = torch.arange(length, device=ids.device) - document_starts(ids)
         is_start = (positions % size == 0).flatten()
         limit = self.cu_seqlens.numel() - 1 + batch * length // size
         numbers = torch.where(is_start, is_start.cumsum(0) - 1, limit)
@@ -66,6 +64,19 @@ class PackedSequences(NamedTuple):
             )
 
         return self._replace(masks={window: block_mask(window) for window in windows})
+
+
+def document_starts(ids: Tensor) -> Tensor:
+    """Return the index (B, T) of the first token of each token's document, from document ids (B, T)."""
+    index = torch.arange(ids.size(1), device=ids.device)
+    is_start = F.pad(ids[:, 1:] != ids[:, :-1], (1, 0), value=True)
+    return torch.where(is_start, index, 0).cummax(dim=1).values
+
+
+def document_lengths(ids: Tensor) -> Tensor:
+    """Return the number of tokens (B, T) of each token's document, from document ids (B, T)."""
+    ends = ids.size(1) - document_starts(ids.flip(1)).flip(1)  # the index after the last token
+    return ends - document_starts(ids)
 
 
 def row_cu_seqlens(rows: int, length: int, device: torch.device) -> Tensor:

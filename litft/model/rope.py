@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from litft.model.rope_config import RopeConfig
 
-LENGTH_DEPENDENT = ("dynamic", "longrope")  # rope types whose frequencies depend on the length of the text
-
 # B batch, T tokens, H heads, D head dim
 
 
@@ -83,16 +81,11 @@ class RotaryEmbedding(nn.Module):
             self._compute(self.short.device)
         return self
 
-    @property
-    def depends_on_length(self) -> bool:
-        """Whether the frequencies depend on the length of the text."""
-        return self.rope.rope_type in LENGTH_DEPENDENT
-
     def forward(self, positions: Tensor, max_length: Tensor | int, dtype: torch.dtype) -> CosSin:
         """Return cos and sin for positions (B, T).
 
-        max_length: where `depends_on_length`, the length of each token's document (B, 1, T, 1) or of each row (B, 1, 1, 1);
-        in generation the planned length. The factors are chosen by it, so that all tokens of a document use the same
+        max_length: where the frequencies depend on it (`RopeConfig.depends_on_length`), the length of each token's document
+        (B, 1, T, 1) or of each row (B, 1, 1, 1); in generation the planned length. All tokens of a document use the same
         frequencies.
         """
         frequencies = self.short
@@ -102,9 +95,19 @@ class RotaryEmbedding(nn.Module):
         elif self.rope.rope_type == "dynamic":
             frequencies = self._dynamic(torch.as_tensor(max_length, device=positions.device))
         angles = positions[:, None, :, None].float() * frequencies  # (B, 1, T, D / 2)
+        cos = angles.cos()
+        sin = angles.sin()
         scale = self.rope.attention_factor
-        cos, sin = (x.to(dtype) if scale == 1 else (x * scale).to(dtype) for x in (angles.cos(), angles.sin()))
-        return CosSin(torch.cat((cos, cos), -1), torch.cat((sin, -sin), -1), self._query_scale(positions, dtype))
+        if scale != 1:
+            cos = cos * scale
+            sin = sin * scale
+        cos = cos.to(dtype)
+        sin = sin.to(dtype)
+        return CosSin(
+            cos=torch.cat((cos, cos), -1),
+            sin=torch.cat((sin, -sin), -1),
+            query_scale=self._query_scale(positions, dtype),
+        )
 
     def _query_scale(self, positions: Tensor, dtype: torch.dtype) -> Tensor | None:
         if not self.rope.query_beta:

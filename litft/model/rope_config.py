@@ -35,6 +35,11 @@ class RopeConfig:
     short_factor: tuple[float, ...] = ()  # longrope: one factor per frequency
     long_factor: tuple[float, ...] = ()
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies depend on the length of the text."""
+        return self.rope_type in ("dynamic", "longrope")
+
     @classmethod
     def from_hf(
         cls, hf: dict[str, Any], head_dim: int, theta: float = 10000.0, fraction: float | None = None

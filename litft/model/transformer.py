@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from litft.model.altup import AltUpBlock, Streams
@@ -16,7 +15,7 @@ from litft.model.kv_cache import KVCache
 from litft.model.linear import Linear
 from litft.model.loss import IGNORED, apply_softcap, summed_cross_entropy, token_cross_entropy
 from litft.model.norm import Norm, apply_norm, scaled
-from litft.model.packed_sequences import PackedSequences
+from litft.model.packed_sequences import PackedSequences, document_lengths, document_starts
 from litft.model.per_layer_input import BlockExtra, PerLayerEmbedding, SharedKeys
 from litft.model.positions import sinusoids
 from litft.model.rope import CosSin, RotaryEmbedding
@@ -186,8 +185,8 @@ class GPT(nn.Module):
         in generation the planned length.
         """
         lengths: Tensor | int = 0
-        if any(rotary.depends_on_length for rotary in self.rotaries):
-            lengths = cache.max_length if cache else document_lengths(positions, document_ids)
+        if any(rotary.rope.depends_on_length for rotary in self.rotaries):
+            lengths = cache.max_length if cache else text_lengths(positions, document_ids)
         return [rotary(positions, lengths, dtype) for rotary in self.rotaries]
 
 
@@ -223,23 +222,19 @@ def add_neftune_noise(x: Tensor, alpha: float, targets: Tensor, document_ids: Te
         index = torch.arange(1, x.size(1) + 1, device=x.device)
         lengths = torch.where(targets != IGNORED, index, 1).amax(1, keepdim=True)  # (B, 1)
     else:
-        lengths = (document_ids[:, :, None] == document_ids[:, None, :]).sum(2)  # (B, T)
+        lengths = document_lengths(document_ids)
     bound = alpha / (lengths * x.size(2)).sqrt()
     return x + ((torch.rand_like(x, dtype=torch.float32) * 2 - 1) * bound[..., None]).to(x.dtype)
 
 
-def document_lengths(positions: Tensor, document_ids: Tensor | None) -> Tensor:
+def text_lengths(positions: Tensor, document_ids: Tensor | None) -> Tensor:
     """Return the length of the document of each token, (B, 1, T, 1); without documents that of each row, (B, 1, 1, 1).
 
-    positions: (B, T), counted from 0 in each document; those of padding are below a row's length.
+    positions: (B, T), counted from 0 in each row without documents; those of padding are below the row's length.
     """
     if document_ids is None:
         return (positions.amax(1) + 1)[:, None, None, None]
-    num_tokens = positions.size(1)
-    index = torch.arange(num_tokens, device=positions.device).expand_as(positions)
-    is_end = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (0, 1), value=True)
-    ends = torch.where(is_end, index, num_tokens).flip(1).cummin(1).values.flip(1)  # of the document of each token
-    return (positions.gather(1, ends) + 1)[:, None, :, None]
+    return document_lengths(document_ids)[:, None, :, None]
 
 
 def default_positions(tokens: Tensor, document_ids: Tensor | None, offset: int) -> Tensor:
@@ -247,5 +242,4 @@ def default_positions(tokens: Tensor, document_ids: Tensor | None, offset: int) 
     index = torch.arange(offset, offset + tokens.size(1), device=tokens.device)[None]
     if document_ids is None:
         return index
-    is_start = F.pad(document_ids[:, 1:] != document_ids[:, :-1], (1, 0), value=True)
-    return index - torch.where(is_start, index, 0).cummax(dim=1).values
+    return index - document_starts(document_ids)

@@ -354,10 +354,8 @@ def test_an_upload_without_a_network_is_reported(tuned):
 
 def test_the_card_of_the_best_step_describes_that_step(tiny, examples, tmp_path):
     """The card of a run that continues from an adapter lists no LoRA flags."""
-    data, train = (
-        DataArgs(path=[str(examples)], val_fraction=0.2),
-        TrainArgs(max_steps=8, learning_rate=3.0, warmup_fraction=0.0),
-    )
+    data = DataArgs(path=[str(examples)], val_fraction=0.2)
+    train = TrainArgs(max_steps=8, learning_rate=3.0, warmup_fraction=0.0)
     args = LoRAFinetuneArgs(str(tiny), data=data, train=train, lora=LoRAArgs(r=2), out_dir=str(tmp_path / "first"))
     args = replace(args, eval=EvalArgs(interval=1, max_new_tokens=0), save=SaveArgs(best=True))
     rows = rows_of(litft.finetune(args).folder)

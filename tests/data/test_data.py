@@ -62,11 +62,6 @@ def encode_record(record, tokenizer, **settings):
     return result
 
 
-def encode_some(messages, tokenizer, **settings):
-    """Encode a conversation, of which nothing may be left."""
-    return Encoder(tokenizer, **settings)("here", {"messages": messages})
-
-
 def make_sample(messages, tokenizer, mask_prompt=True):
     """Return the only sample of a conversation."""
     (encoded,) = encode_record({"messages": messages}, tokenizer, mask_prompt=mask_prompt).samples
@@ -91,9 +86,7 @@ NAMES = [*WRITERS, "stories", "demo", "SmolLM2-135M-Instruct", "llama-3.1", "qwe
 def tokenizer(request, tokenizer_folder, checkpoints):
     """Tokenizers with and without BOS and chat template. In SmolLM2 and the demo, the padding token is the end token."""
     name = request.param
-    if name == "demo":
-        return Tokenizer(DEMO / "base")
-    if name in ("stories", "SmolLM2-135M-Instruct"):
+    if name in ("demo", "stories", "SmolLM2-135M-Instruct"):
         return Tokenizer(checkpoints[name])
     return Tokenizer(tokenizer_folder(name))
 
@@ -226,13 +219,13 @@ def test_turns_beyond_the_limit_are_not_rendered(tiny, monkeypatch, template, se
         results = []
         for threshold in (40, 10_000):
             monkeypatch.setattr(encoder, "LONG_CONVERSATION", threshold)
-            results.append(encode_some(messages[:81], tokenizer, limit=limit, **settings))
+            results.append(Encoder(tokenizer, limit=limit, **settings)("here", {"messages": messages[:81]}))
         short, whole = results
         assert short.notes == whole.notes and short.turns == whole.turns and short.ends == whole.ends
         assert all(map(np.array_equal, short.samples, whole.samples)) and len(short.samples) == len(whole.samples)
     monkeypatch.setattr(encoder, "LONG_CONVERSATION", 40)
     began = time.monotonic()
-    encode_some(messages, tokenizer, limit=400, **settings)
+    Encoder(tokenizer, limit=400, **settings)("here", {"messages": messages})
     assert time.monotonic() - began < 10
 
 

@@ -1,6 +1,5 @@
 """GGUF in both directions, against transformers' reader, the package gguf, and llama.cpp if it is installed."""
 
-import gzip
 import json
 import re
 import shutil
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from conftest import STORIES, adapted, copy_tokenizer, script
+from conftest import STORIES, adapted, copy_tokenizer, copy_unpacked, script
 from own_tokenizers import write_bytes
 from parity import build, draw, relative
 from safetensors.torch import load_file
@@ -788,14 +787,11 @@ def test_an_adapter_is_merged_into_the_file_if_possible(tiny, tmp_path):
         to_gguf(prefixed, tmp_path / "other")
 
 
-def tokenizer_folder(name: str, shared: Path, folder: Path) -> Path:
+def folder_with_tokenizer(name: str, shared: Path, folder: Path) -> Path:
     """Create the folder of a tiny model with a real tokenizer."""
-    folder.mkdir()
-    for path in (shared / "tokenizers" / name.removesuffix(" by sentencepiece")).iterdir():
-        if path.suffix == ".gz":
-            (folder / path.stem).write_bytes(gzip.decompress(path.read_bytes()))
-        elif path.name not in ("config.json", "adapter_config.json"):
-            shutil.copyfile(path, folder / path.name)
+    copy_unpacked(shared / "tokenizers" / name.removesuffix(" by sentencepiece"), folder)
+    for other in ("config.json", "adapter_config.json"):
+        (folder / other).unlink(missing_ok=True)
     if name.endswith(" by sentencepiece"):
         (folder / "tokenizer.json").unlink()
     generation_config = (folder / "generation_config.json").exists() and (folder / "generation_config.json").read_text()
@@ -820,7 +816,7 @@ LARGE = ["llama-2-7b", "llama-3.1", "qwen2.5", "gemma-2"]
 
 @pytest.mark.parametrize("name", [*TOKENIZERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGE)])
 def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
-    folder = tokenizer_folder(name, shared, tmp_path / "model")
+    folder = folder_with_tokenizer(name, shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")
     tokenizer, back = Tokenizer(folder), Tokenizer(from_gguf(file, tmp_path / "back"))
     special = "a" + "".join(f"{token} a\n{token}" for token in tokenizer.special_texts[:5])
@@ -842,7 +838,7 @@ def test_tokenizers_give_the_same_tokens(name, shared, tmp_path):
 @pytest.mark.parametrize("name", ["qwen35", "deepseek-v3", "exaone-moe"])
 def test_texts_are_split_as_by_llama_cpp(name, shared, tmp_path):
     """GPT-2's vocabulary with the pre-tokenizers of other families."""
-    folder, pre_tokenizer = tokenizer_folder("gpt2", shared, tmp_path / "model"), PRE_TOKENIZERS[name]
+    folder, pre_tokenizer = folder_with_tokenizer("gpt2", shared, tmp_path / "model"), PRE_TOKENIZERS[name]
     content = json.loads((folder / "tokenizer.json").read_text("utf-8"))
     splits = [
         {"type": "Split", "pattern": {"Regex": p}, "behavior": "Isolated", "invert": False} for p in pre_tokenizer.patterns
@@ -864,7 +860,7 @@ def test_texts_are_split_as_by_llama_cpp(name, shared, tmp_path):
 
 def test_mistrals_chats_have_the_same_tokens(shared, tmp_path, capsys):
     """Its texts begin with a space, its chats do not: llama.cpp supports one of the two."""
-    folder = tokenizer_folder("mistral-7b-instruct-v0.3", shared, tmp_path / "model")
+    folder = folder_with_tokenizer("mistral-7b-instruct-v0.3", shared, tmp_path / "model")
     file = to_gguf(folder, tmp_path / "file", "f16")
     assert "this tokenizer puts a space before a text, and llama.cpp does not" in capsys.readouterr().err
     tokenizer = Tokenizer(folder)
@@ -890,7 +886,7 @@ def test_normalizers_are_refused(tmp_path):
 
 
 def test_unknown_pre_tokenizers_are_refused(shared, tmp_path):
-    folder = tokenizer_folder("falcon-40b", shared, tmp_path / "model")
+    folder = folder_with_tokenizer("falcon-40b", shared, tmp_path / "model")
     with pytest.raises(ValueError, match=r"name for the pre-tokenizer of its tokenizer.json is unknown .*supported: gpt-2"):
         to_gguf(folder, tmp_path / "file")
 
@@ -900,7 +896,7 @@ def test_phi3_drops_spaces_after_special_tokens_by_model_name(shared, tmp_path):
     """llama.cpp does so if general.name contains phi-3, and then exits if <|endoftext|> is missing."""
     folder = make_folder("llama", tmp_path / "my-Phi3")
     assert GgufFile(to_gguf(folder, tmp_path / "file")).metadata["general.name"] == "my-phi 3"
-    tokenizer = tokenizer_folder("tinyllama-1.1b-chat", shared, tmp_path / "mine")
+    tokenizer = folder_with_tokenizer("tinyllama-1.1b-chat", shared, tmp_path / "mine")
     content = json.loads((tokenizer / "tokenizer.json").read_text("utf-8"))
     flags = dict(single_word=False, lstrip=False, rstrip=True, normalized=False, special=True)
     new = {32000: "<|user|>", 32001: "<|endoftext|>"}

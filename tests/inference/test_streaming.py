@@ -71,7 +71,7 @@ def test_a_stop_token_is_not_part_of_the_text(story):
 
 def test_a_stop_text_may_be_one_text(story):
     """As in OpenAI's API; its letters are no stop texts."""
-    (whole,) = ["".join(pieces_of(story, "One day"))]
+    whole = "".join(pieces_of(story, "One day"))
     stop = whole[20:26]
     text = "".join(pieces_of(story, "One day", stop=stop))
     assert text == "".join(pieces_of(story, "One day", stop=[stop])) == whole[: whole.index(stop)] != ""

@@ -16,7 +16,6 @@ from litft.args import ChatArgs
 from litft.data.tokenizer import Tokenizer
 from litft.inference.chat import Conversation
 from litft.inference.session import open_session
-from litft.pretrained import DEMO
 
 # of each model; the first takes most of the time: with LITFT_ALL_ANSWERS=1 it has 40, too
 NUM_QUESTIONS = 40
@@ -61,7 +60,7 @@ def reference_answer(model, tokenizer: Tokenizer, prompt: str) -> str:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_program_gives_the_answers_of_transformers(checkpoints, tiny, questions, tmp_path, name):
-    folder = {"demo": DEMO / "base", "tiny": tiny}.get(name) or checkpoints[name]
+    folder = tiny if name == "tiny" else checkpoints[name]
     if name == MODELS[0]:
         questions = questions[:NUM_OF_LARGEST]
     tokenizer = Tokenizer(folder)

@@ -519,7 +519,7 @@ def test_the_best_weights_of_an_interrupted_validation_are_written_later(args, m
 
 
 def test_a_signal_during_sample_answers_stops_before_the_next_step(args, monkeypatch):
-    """The answers are finished, and the run goes on after them: it ends as one that was never stopped."""
+    """The run saves after the answers. Resumed, it writes the weights and answers of an uninterrupted run."""
     args.train.max_steps = 4
     args.eval = EvalArgs(interval=2, max_new_tokens=4, prompts=["Say it"])
     expected = weights(litft.finetune(replace(args, out_dir=f"{args.out_dir}-whole")).folder)

@@ -102,11 +102,11 @@ def test_exact_match_uses_the_samples_of_the_loss(model_and_samples, single_proc
 def test_the_loss_is_a_mean_over_target_tokens(model_and_samples, single_process):
     """Micro-batches with few targets count less than those with many."""
     model, _, _, data = model_and_samples
-    samples = data.train[:12]
+    samples = [sample for number, sample in enumerate(data.train) if number % 5 in (0, 4)]  # the shortest and the longest
     losses, counts = zip(*(model(sample.tokens[None], targets=sample.targets[None]) for sample in samples), strict=True)
     expected = float(sum(losses) / sum(counts))
     mean_of_means = sum(float(loss / count) for loss, count in zip(losses, counts, strict=True)) / len(samples)
-    assert abs(mean_of_means / expected - 1) > 5e-4
+    assert abs(mean_of_means / expected - 1) > 1e-3
     for rows in (1, 5):
         (loss,) = validation_scores(single_process[0], SUPERVISED, model, samples, Layout(rows))
         assert loss == pytest.approx(expected, rel=1e-5)
