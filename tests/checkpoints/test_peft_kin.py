@@ -197,7 +197,7 @@ def test_adapters_that_peft_would_compute_differently_are_not_offered_to_it(fold
 
 FLAGS = (
     "--data.val_fraction 0 --train.max_steps 10 --train.lr_schedule constant --train.warmup_fraction 0 "
-    "--train.global_batch_size 30 --train.micro_batch_size 30 --train.weight_decay 0 --train.learning_rate 0.01"
+    "--train.global_batch_size 30 --train.micro_batch_size 30 --train.weight_decay 0 --train.learning_rate 0.003"
 )
 TEN_STEPS = {
     "lora": ("", {}),
@@ -233,10 +233,10 @@ def test_ten_steps_match_peft(tiny, examples, tmp_path, variant):
         )
     _, tokenizer = litft.load(tiny)
     samples = load_data(DataArgs(path=[str(examples)], val_fraction=0), tokenizer, 512, 256).train
-    expected = peft_losses(reference, samples, 0.01, 10, decay=0.0)
+    expected = peft_losses(reference, samples, 0.003, 10, decay=0.0)
     command = f"--checkpoint_dir {checkpoint} --data.path {examples} --out_dir run {FLAGS} {flags}"
     script("finetune/lora.py", *command.split(), cwd=tmp_path)
     with (tmp_path / "run" / "metrics.csv").open() as file:
         losses = [float(row["loss"]) for row in csv.DictReader(file)]
     assert expected[0] - expected[-1] >= 0.3
-    assert losses == pytest.approx(expected, abs=1e-4)
+    assert losses == pytest.approx(expected, abs=2e-5)

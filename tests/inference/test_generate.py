@@ -128,9 +128,11 @@ def test_generation_config_applies_and_flags_override_it(folder, tmp_path):
     assert script(*command, "--seed", "1", cwd=tmp_path).stdout == complete(copy, **settings) + "\n"
     flags = ["--temperature", "0", "--repetition_penalty", "1", "--max_new_tokens", "15"]
     assert script(*command, *flags, cwd=tmp_path).stdout == complete(copy, max_new_tokens=15) + "\n"
-    write(do_sample=False, stop_strings=["little"], max_new_tokens=30)
+    write(do_sample=False, max_new_tokens=30)
     text = complete(copy, max_new_tokens=30)
-    assert "little" in text and script(*command, cwd=tmp_path).stdout == text[: text.index("little")] + "\n"
+    stop = text.split()[-3]
+    write(do_sample=False, stop_strings=[stop], max_new_tokens=30)
+    assert script(*command, cwd=tmp_path).stdout == text[: text.index(stop)] + "\n"
     write(temperature="hot")
     assert "temperature 'hot': not valid" in script(*command, cwd=tmp_path, code=2).stderr
     write(top_p=3)
